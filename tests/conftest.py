@@ -52,10 +52,11 @@ class Tally(logging.Handler):
 
 
 LONGEST = (
-    *("parity", "stamp", "models", "examples", "ops", "promises", "golden", "experts", "random", "convolution"),
-    *("generated", "state", "trackers", "side_by_side", "ways", "recompute", "modes", "segments", "structures"),
-    *("lab", "bad_input", "precision", "extending", "calibration", "pinned", "capture", "timeline", "papers_program"),
-    *("profiling", "strides", "overlap", "memory", "bucket"),
+    *("models", "examples", "calibration", "stamp", "parity", "promises", "generated", "masks", "checkpoints", "lab"),
+    *("failures", "integrations", "random", "experts", "golden", "ops", "modes", "convolution", "trackers", "ways"),
+    *("recompute", "side_by_side", "state", "docs", "devices", "runtime", "attention", "accumulation", "progress"),
+    *("segments", "structures", "beside", "bad_input", "precision", "extending", "pinned", "capture", "timeline"),
+    *("papers_program", "profiling", "strides", "overlap", "memory", "bucket", "solve", "widths"),
 )
 """What the files are of that begin first, the longest before all: the last ones are short, and no worker is left with a
 long one at the end."""

@@ -528,4 +528,4 @@ def test_torchs_layers_attend_by_the_operator(batch_first: bool, trains: bool) -
         *[sdpa.ATTENTION] * 4, *[sdpa.ATTENTION_BACKWARD] * 4,
     ]  # fmt: skip
     with torch.set_grad_enabled(trains):  # without gradients eager takes its fast path
-        assert testing.check(model, {"dp": 2, "tp": 2}, (x,)).equal
+        assert testing.check(model, {"dp": 2, "tp": 2}, (x,), solver="fsdp", plans=1).equal

@@ -29,7 +29,7 @@ from autopar.planning.capturing import captured_for_planning
 from autopar.planning.plan import graph_digest as digest
 from autopar.planning.planner import Planner
 from autopar.planning.request import Request
-from autopar.testing.devices import run_on_fakes
+from autopar.testing.devices import KERNELS, Fakes, run_on_fakes
 
 MESH = {"dp": 2, "tp": 2}
 
@@ -119,9 +119,11 @@ def test_programs_in_bfloat16(name: str) -> None:
 
 
 def test_a_program_that_would_not_run_there_is_not_said_to() -> None:
+    """After one that runs either, whose results it has."""
     planner = Planner(nn.Linear(4, 4), {"dp": 2}, (torch.randn(4, 4),))
     program = planner.program(planner.plan(solver="ddp"))
-    run_on_fakes(program)
+    fakes = Fakes()
+    fakes.run(program)
     product = next(i for i in program.forward if i.op == "aten.addmm.default")
     others = {
         "kernel": replace(product, op="aten._upsample_lanczos2d_aa.default"),
@@ -131,7 +133,26 @@ def test_a_program_that_would_not_run_there_is_not_said_to() -> None:
     for what, other in others.items():
         forward = tuple(other if i is product else i for i in program.forward)
         with pytest.raises(ValueError, match=r"on cuda, .*" + ("no such kernel" if what == "kernel" else "")):
-            run_on_fakes(replace(program, forward=forward))
+            fakes.run(replace(program, forward=forward))
+
+
+def test_a_reshaped_fake_lies_as_a_tensor_does() -> None:
+    """Views among them, and copies; torch gives dims of size 1 other strides where it reshapes fakes by itself."""
+    real = torch.arange(48.0).reshape(2, 3, 8)
+    tensors = (real, real.permute(2, 0, 1), real[:, 1:, ::2], real[:, :1].expand(2, 3, 8))
+    views = 0
+    for tensor in tensors:
+        for shape in ((-1,), (2, -1), (1, tensor.numel()), (-1, 4, 2)):
+            expected = tensor.reshape(shape)
+            with compat.fake_mode(), torch.no_grad():
+                fake = torch.empty(48, device="cuda").as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+                found = KERNELS["aten.reshape.default"](fake, shape)
+            is_view = compat.memory_of(expected) == compat.memory_of(tensor)
+            assert is_view == (compat.memory_of(found) == compat.memory_of(fake))
+            assert (found.shape, found.stride()) == (expected.shape, expected.stride())
+            assert found.storage_offset() == expected.storage_offset() and found.is_cuda
+            views += is_view
+    assert 0 < views < 4 * len(tensors)
 
 
 # ---- the same graph wherever it is captured --------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from autopar import lab
 from autopar.cli import main
 from autopar.cluster.library import named_cluster
+from autopar.lab import supervisor
 from autopar.lab.launch import network
 
 pytestmark = pytest.mark.timeout(120)
@@ -100,6 +102,36 @@ def test_what_a_lab_needs_and_is_not_there_is_named(monkeypatch: pytest.MonkeyPa
         lab.launch(lab.flat(2, "1gbit"), ["true"])
 
 
+def ranks_end() -> int:
+    """Each argument is how a rank ends; the supervisor looks when all but the last have ended, which waits."""
+    watching = supervisor._Lab({"grace_seconds": 5.0})
+    watching.ranks = [subprocess.Popen(["sh", "-c", how], start_new_session=True) for how in sys.argv[1:]]
+    for process in watching.ranks[:-1]:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    watching._reap()
+    assert len(watching.ended) == len(watching.ranks) - 1
+    assert watching.ranks[-1].wait() == -signal.SIGTERM and watching.failed is not None
+    return supervisor.exit_status(watching.failed)
+
+
+@pytest.mark.parametrize(
+    ("how", "said", "status"),
+    [
+        (("exit 0", "exit 7"), "rank 1 ended with exit status 7", 7),
+        (("exit 1", "exit 1"), "ranks 0 and 1 ended with exit status 1", 1),
+        (
+            ("exit 1", "kill -KILL $$", "exit 0", "exit 1", "exit 1"),
+            "ranks 0, 3 and 4 ended with exit status 1, rank 1 with signal SIGKILL",
+            1,
+        ),
+    ],
+)
+def test_ranks_that_ended_at_once_are_all_named(tmp_path: Path, how: tuple[str, ...], said: str, status: int) -> None:
+    command = ranks.start(tmp_path, ranks_end, "ranks_end", *how, "exec sleep 100")
+    assert command.status() == status, command.error
+    assert command.error == f"autopar lab: {said}; ending the other 1\n"
+
+
 # --- in a lab
 
 
@@ -176,8 +208,12 @@ def test_links_are_as_slow_as_they_are_told_to_be(slow: list[tuple[dict[str, Any
 
 @needs_lab
 def test_an_error_on_a_rank_is_quoted() -> None:
-    with pytest.raises(RuntimeError, match=r"(?s)KeyError: 'the reason'.*rank 1 ended with exit status 1; ending the"):
+    """Rank 0 fails as soon as rank 1 has closed its connection, so that both may have ended when the lab looks."""
+    with pytest.raises(RuntimeError, match="fails_on in a lab of 2 at 1000 Mbit/s failed") as failure:
         lab.run(lab.flat(2, "1gbit"), fails_on, 1, timeout_seconds=200.0)
+    assert "[rank 1] KeyError: 'the reason'" in str(failure.value)
+    ended = r"(rank [01] ended with exit status 1; ending the other 1|ranks 0 and 1 ended with exit status 1)$"
+    assert re.search(f"^autopar lab: {ended}", str(failure.value), re.MULTILINE), failure.value
 
 
 def test_a_rank_that_fails_ends_before_its_interpreter_can_abort(tmp_path: Path) -> None:

@@ -193,7 +193,8 @@ def same_on_random_plans(case: Case, draws: int, tolerance: float = 1e-9) -> Non
     args, kwargs = case.batch(0)
     planner = Planner(case.model, {"a": 2, "b": 2}, args, kwargs)
     expected = eager(case)
-    programs = [planner.program(planner.plan(solver="dp", cost="serial"))]
+    line = planner.on({"a": 4}, None)  # planned sooner
+    programs = [line.program(line.plan(solver="dp", cost="serial"))]
     for seed in range(draws):
         assignment = random_assignment(planner.space, seed)
         if assignment is not None:
@@ -232,8 +233,8 @@ def hf_case(name: str, **batch: torch.Tensor) -> Case:
 @pytest.mark.parametrize(
     ("name", "masked"),
     [
-        ("llama", None), ("llama", "right"), ("llama", "left"), ("mistral", "left"), ("gemma3", None),
-        ("gemma3", "right"), ("bert", "right"), ("t5", "right"),
+        ("llama", "left"), ("mistral", "left"), ("gemma3", None), ("gemma3", "right"), ("bert", "right"),
+        ("t5", "right"),
     ],
 )  # fmt: skip
 def test_models_with_and_without_padding(name: str, masked: str | None) -> None:
@@ -276,7 +277,7 @@ def test_what_joins_parts_is_made_where_it_is_read(ranks: int) -> None:
 @pytest.mark.parametrize("masked", [False, True])
 def test_memory_falls_with_the_split_of_a_batch(masked: bool) -> None:
     """Masks of what a rank has, and not of the global batch."""
-    config = hf.MistralConfig(**SMALL, num_hidden_layers=2, num_key_value_heads=2, sliding_window=64)
+    config = hf.MistralConfig(**SMALL, num_hidden_layers=1, num_key_value_heads=2, sliding_window=64)
     peaks = []
     for batch, ranks in ((8, 2), (16, 4)):
         tokens = torch.ones(batch, 256, dtype=torch.long)

@@ -24,7 +24,7 @@ from autopar.ir.program import Program
 from autopar.passes.codegen.program import codegen
 from autopar.passes.lower.bucket import bucket
 from autopar.planning.planner import Planner
-from autopar.testing.devices import run_on_fakes
+from autopar.testing.devices import Fakes
 
 zoo = pytest.importorskip("zoo")
 
@@ -44,17 +44,23 @@ def programs(grid: Planner, presets: Sequence[str]) -> Iterator[tuple[str, Progr
     yield "dp", line.program(line.plan(cost="serial"))
 
 
+@pytest.fixture(scope="module")
+def gpu() -> Fakes:
+    """Of all models here: their layers are alike."""
+    return Fakes()
+
+
 @pytest.mark.parametrize(
     ("name", "presets"), [(name, PRESETS[place % 2]) for place, name in enumerate(zoo.ISSUE)], ids=zoo.ISSUE
 )
-def test_every_plan(name: str, presets: Sequence[str]) -> None:
+def test_every_plan(name: str, presets: Sequence[str], gpu: Fakes) -> None:
     made = zoo.case(name)
     expected = eager(made)
     planner = Planner(made.model, GRID, made.args, made.kwargs, loss_fn=made.loss_fn)
     assert not planner.space.without_rule
     assert all(len(compat.devices_of(node.op)) == 2 for node in planner.captured.graph.nodes)
     for plan, program in programs(planner, presets):
-        run_on_fakes(program)
+        gpu.run(program)
         try:
             assert_same(simulated(program, planner.captured, made), expected)
         except AssertionError as error:

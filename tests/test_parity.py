@@ -177,7 +177,7 @@ def parallel_as_captured(name: str, made: models.Case, mesh: dict[str, int], sol
         return parallel(made, mesh, solver)
     given = functools.partial(Planner, captured=models.captured(case, name).captured)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(autopar.api, "Planner", given)
+        patch.setattr("autopar.api.Planner", given)
         return parallel(made, mesh, solver)
 
 

@@ -206,7 +206,7 @@ class DropsAll(nn.Module):
 
 def test_dropout_of_everything_draws_no_number_as_in_torch() -> None:
     x = torch.randn(3, 4, 8)
-    assert testing.check(DropsAll(), {"a": 2, "b": 2}, (x,), plans=2).equal
+    assert testing.check(DropsAll(), {"a": 2, "b": 2}, (x,), plans=2, solver="ddp").equal
     graph = Planner(DropsAll(), {"a": 2}, (x,)).captured.graph
     assert [i.target for i in graph.inputs if i.role == "seed"] == ["0"]
 

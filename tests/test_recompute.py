@@ -90,12 +90,14 @@ def test_what_is_kept_is_what_crosses(name: str) -> None:
     assert again.activations < 0.6 * kept.activations
 
 
+@pytest.mark.parametrize(("mesh", "draws"), [({"dp": 2, "tp": 2}, 1), ({"a": 2}, 2)], ids=["two axes", "one axis"])
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", CASES)
-def test_the_problem_scores_what_the_account_says(name: str, seed: int) -> None:
-    """Whatever copies are recomputed, and whatever is gathered again."""
-    made, rng = planner(name, {"dp": 2, "tp": 2}), random.Random(seed)
-    taken_by = [taken(made.space, plans.random_assignment(made.space, seed + 7 * k)) for k in range(2)]
+def test_the_problem_scores_what_the_account_says(name: str, seed: int, mesh: dict[str, int], draws: int) -> None:
+    """Whatever copies are recomputed, and whatever is gathered again: of one random plan on two axes, and of what a
+    mixture of two has on one, where it is solved sooner."""
+    made, rng = planner(name, mesh), random.Random(seed)
+    taken_by = [taken(made.space, plans.random_assignment(made.space, seed + 7 * k)) for k in range(draws)]
     options = {name: list(dict.fromkeys(c for t in taken_by for c in t[name])) for name in taken_by[0]}
     options = {
         name: [*choices, *(c._replace(policy=REGATHER) for c in choices if c.policy == KEEP)]

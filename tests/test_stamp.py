@@ -213,10 +213,10 @@ STAMPED: Mapping[str, Callable[[], Case]] = {
     "bert": bert,
     "vit": vit,
     "qwen3, sliding and full": lambda: qwen3(
-        num_hidden_layers=8,
+        num_hidden_layers=6,
         use_sliding_window=True,
         sliding_window=4,
-        layer_types=["sliding_attention", "full_attention"] * 4,
+        layer_types=["sliding_attention", "full_attention"] * 3,
     ),
     "mixtral": mixtral,
     "mlp": lambda: stack(Stack()),

@@ -177,7 +177,8 @@ def launch(shape: Shape, command: Sequence[str], *, threads: int = 1) -> int:
     """Runs a command on every rank, and prints what ranks write with the rank before each line.
 
     The ranks get SIGINT and SIGTERM too. When a rank fails, the others are ended. Returns the exit status of the rank
-    that failed first, 0 if none did. Raises ValueError if a lab cannot be built.
+    that failed first (of the lowest, where several did at once), 0 if none did. Raises ValueError if a lab cannot be
+    built.
     """
     with _supervisor(shape, [list(command)] * shape.ranks, environments(shape, threads), prefix=True) as process:
         numbers = (signal.SIGINT, signal.SIGTERM)

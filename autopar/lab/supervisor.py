@@ -20,6 +20,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from typing import IO, Any
 
 NEW_MOUNTS, NEW_PIDS, NEW_NETWORK = 0x00020000, 0x20000000, 0x40000000
@@ -121,7 +122,7 @@ class _Lab:
         self.ranks: list[subprocess.Popen[bytes]] = []
         self.ended: dict[int, int] = {}
         self.failed: int | None = None
-        """The exit code of the rank that failed first."""
+        """The exit code of the rank that failed first, of the lowest where several did at once."""
         self.ending = False
         self.kill_at: float | None = None
         self.selector = selectors.DefaultSelector()
@@ -224,29 +225,22 @@ class _Lab:
                 os.killpg(process.pid, number)
 
     def _reap(self) -> None:
-        """Reaps ranks, and their orphans, which the namespace's first process inherits."""
+        """Reaps ranks, and their orphans, which the namespace's first process inherits. The ranks that have ended by
+        now count as one event: the kernel does not say which of them ended first."""
         numbers = {process.pid: rank for rank, process in enumerate(self.ranks)}
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
-            if pid in numbers:
-                self._rank_ended(numbers[pid], os.waitstatus_to_exitcode(status))
+        self._ranks_ended({numbers[pid]: code for pid, code in _ended_children() if pid in numbers})
 
-    def _rank_ended(self, rank: int, code: int) -> None:
-        self.ended[rank] = code
-        self.ranks[rank].returncode = code
-        if code == 0 or self.failed is not None:
+    def _ranks_ended(self, codes: dict[int, int]) -> None:
+        for rank, code in codes.items():
+            self.ended[rank] = self.ranks[rank].returncode = code
+        failed = {rank: code for rank, code in sorted(codes.items()) if code}
+        if not failed or self.failed is not None:
             return
-        self.failed = code
-        how = f"exit status {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
+        self.failed = next(iter(failed.values()))
         if not self.ending:
             others = len(self.ranks) - len(self.ended)
             ending = f"; ending the other {others}" if others else ""
-            print(f"autopar lab: rank {rank} ended with {how}{ending}", file=sys.stderr, flush=True)
+            print(f"autopar lab: {_how_ended(failed)}{ending}", file=sys.stderr, flush=True)
             self._end(signal.SIGTERM, self.spec["grace_seconds"])
 
     def _drain(self) -> None:
@@ -256,6 +250,31 @@ class _Lab:
                 while key.data.read():
                     pass
                 key.data.finish()
+
+
+def _ended_children() -> Iterator[tuple[int, int]]:
+    """Process id and exit code of each child that has ended by now."""
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        yield pid, os.waitstatus_to_exitcode(status)
+
+
+def _how_ended(codes: dict[int, int]) -> str:
+    """Such as "ranks 0 and 2 ended with exit status 1, rank 1 with signal SIGKILL", from each rank's exit code."""
+    ranks: dict[int, list[str]] = {}
+    for rank, code in codes.items():
+        ranks.setdefault(code, []).append(str(rank))
+    parts: list[str] = []
+    for code, (*others, last) in ranks.items():
+        who = f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
+        how = f"exit status {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
+        parts.append(f"{who}{'' if parts else ' ended'} with {how}")
+    return ", ".join(parts)
 
 
 def _as_rank(namespace: int) -> None:

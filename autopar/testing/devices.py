@@ -7,7 +7,7 @@ meta kernel, on fakes of the device, in the shapes, dtypes and strides that it w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,66 +23,116 @@ from autopar.ops.contract import prepared_arguments
 from autopar.ops.kernels import kernel_of
 from autopar.ops.strides import contiguous
 
+
+def _reshaped(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """A view where one is possible, or else a copy, on any device alike. torch says which in Python for fakes, in a
+    hundred times the time that it takes for a tensor on `meta`."""
+    sizes, strides = tuple(x.shape), x.stride()
+    with compat.unmodified():
+        base = torch.empty_strided(sizes, strides, dtype=x.dtype, device="meta")
+        made = base.reshape(shape)
+        is_view = compat.memory_of(made) == compat.memory_of(base)
+    if is_view:
+        return torch.as_strided(x, made.shape, made.stride(), x.storage_offset())
+    return torch.empty(made.shape, dtype=x.dtype, device=x.device)
+
+
 KERNELS: Mapping[str, Callable[..., Any]] = {
-    f"autopar.{function.__name__}.default": function for function in sdpa.OPERATORS
+    **{f"autopar.{function.__name__}.default": function for function in sdpa.OPERATORS},
+    "aten.reshape.default": _reshaped,
 }
-"""Operators of ours whose own code runs on fakes: it chooses torch's kernels by device."""
+"""Operators whose own code runs on fakes: ours, which choose torch's kernels by device, and one without a kernel."""
 
 
 def run_on_fakes(program: Program, device_type: str = "cuda") -> None:
-    """Run the program of the first rank on fakes of a device.
-
-    Raises ValueError, with the instruction and the module that it is for, where an operator has no kernel on that
-    device, where operands are on several, and where a result is not of the shape and dtype that the program says.
-    """
-    device = torch.device(device_type, 0)
-    with compat.fake_mode(), torch.no_grad(), _Methods():
-        values: dict[str, torch.Tensor] = {}
-        for i in program.inputs:
-            values[i.name] = _empty(local_meta(i.meta, i.layout, program.mesh), device)
-        for instruction in (*program.forward, *program.backward):
-            try:
-                _run(instruction, program, values, device)
-            except Exception as error:
-                where = f" of {instruction.module}" if instruction.module else ""
-                raise ValueError(f"on {device_type}, {instruction}{where}: {error}") from error
+    """Run the program of the first rank on fakes of a device, as `Fakes.run` does."""
+    Fakes(device_type).run(program)
 
 
-def _empty(meta: TensorMeta, device: torch.device) -> torch.Tensor:
-    return torch.empty(meta.shape, dtype=meta.dtype, device=device)
+class Fakes:
+    """Fakes of a device, for any number of programs. Instructions repeat, from layer to layer and from plan to plan:
+    one whose operands lie as those of an earlier one did has the results of that one, and does not run again."""
+
+    def __init__(self, device_type: str = "cuda") -> None:
+        self.device = torch.device(device_type, 0)
+        self._mode = compat.fake_mode()
+        self._tensors: dict[tuple[Any, ...], torch.Tensor] = {}
+        """One for each way to lie in memory."""
+        self._results: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+        """Of calls, by their operator and arguments, tensors of `_tensors` among them."""
+
+    def run(self, program: Program) -> None:
+        """Run the program of the first rank.
+
+        Raises ValueError, with the instruction and the module that it is for, where an operator has no kernel on the
+        device, where operands are on several, and where a result is not of the shape and dtype that the program says.
+        """
+        with self._mode, torch.no_grad(), _Methods():
+            values: dict[str, torch.Tensor] = {}
+            for i in program.inputs:
+                values[i.name] = self._empty(local_meta(i.meta, i.layout, program.mesh))
+            for instruction in (*program.forward, *program.backward):
+                try:
+                    self._run(instruction, program, values)
+                except Exception as error:
+                    where = f" of {instruction.module}" if instruction.module else ""
+                    raise ValueError(f"on {self.device.type}, {instruction}{where}: {error}") from error
+
+    def _run(self, instruction: Node, program: Program, values: dict[str, torch.Tensor]) -> None:
+        if instruction.op == WAIT:
+            values[instruction.outputs[0]] = values[instruction.args[0].name]
+            return
+        if instruction.collective:
+            contiguous(values[instruction.args[0].name])
+            values[instruction.outputs[0]] = self._empty(program.metas[instruction.outputs[0]])
+            return
+        if self.device.type not in compat.devices_of(instruction.op):
+            raise ValueError(f"there is no such kernel on {self.device.type}")
+        rank = (0,) * len(program.mesh)
+
+        def value(argument: Any) -> Any:
+            if isinstance(argument, Ref):
+                return values[argument.name]
+            if isinstance(argument, RankIndex):
+                return argument.at(rank)
+            if isinstance(argument, torch.device):
+                return self.device
+            return [value(item) for item in argument] if isinstance(argument, (tuple, list)) else argument
+
+        args, kwargs = [value(a) for a in instruction.args], {key: value(a) for key, a in instruction.kwargs}
+        if names_no_device(instruction):
+            kwargs["device"] = self.device
+        call = (instruction.op, _key(args), tuple((name, _key(kwargs[name])) for name in sorted(kwargs)))
+        if call not in self._results:
+            self._results[call] = self._called(instruction.op, args, kwargs)
+        for name, result in zip(instruction.outputs, self._results[call], strict=True):
+            if name:
+                _check(result, program.metas[name], name in program.uneven, self.device)
+                values[name] = result
+
+    def _called(self, op: str, args: list[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        args, kwargs = prepared_arguments(op, args, kwargs)
+        result = _result(KERNELS.get(op) or kernel_of(op), args, kwargs)
+        results = result if isinstance(result, (tuple, list)) else (result,)
+        return tuple(self._kept(one) if isinstance(one, torch.Tensor) else one for one in results)
+
+    def _empty(self, meta: TensorMeta) -> torch.Tensor:
+        return self._kept(torch.empty(meta.shape, dtype=meta.dtype, device=self.device))
+
+    def _kept(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, or the earlier one that lies as it does."""
+        sizes = (*tensor.shape, *tensor.stride(), tensor.storage_offset(), tensor.untyped_storage().nbytes())
+        if not all(isinstance(size, int) for size in sizes):  # they depend on data
+            return tensor
+        lies = (tensor.dim(), sizes, tensor.dtype, tensor.device, tensor.is_conj(), tensor.is_neg())
+        return self._tensors.setdefault(lies, tensor)
 
 
-def _run(instruction: Node, program: Program, values: dict[str, torch.Tensor], device: torch.device) -> None:
-    if instruction.op == WAIT:
-        values[instruction.outputs[0]] = values[instruction.args[0].name]
-        return
-    if instruction.collective:
-        contiguous(values[instruction.args[0].name])
-        values[instruction.outputs[0]] = _empty(program.metas[instruction.outputs[0]], device)
-        return
-    if device.type not in compat.devices_of(instruction.op):
-        raise ValueError(f"there is no such kernel on {device.type}")
-    rank = (0,) * len(program.mesh)
-
-    def value(argument: Any) -> Any:
-        if isinstance(argument, Ref):
-            return values[argument.name]
-        if isinstance(argument, RankIndex):
-            return argument.at(rank)
-        if isinstance(argument, torch.device):
-            return device
-        return [value(item) for item in argument] if isinstance(argument, (tuple, list)) else argument
-
-    args, kwargs = [value(a) for a in instruction.args], {key: value(a) for key, a in instruction.kwargs}
-    if names_no_device(instruction):
-        kwargs["device"] = device
-    args, kwargs = prepared_arguments(instruction.op, args, kwargs)
-    result = _result(KERNELS.get(instruction.op) or kernel_of(instruction.op), args, kwargs)
-    results = result if isinstance(result, (tuple, list)) else (result,)
-    for name, tensor in zip(instruction.outputs, results, strict=True):
-        if name:
-            _check(tensor, program.metas[name], name in program.uneven, device)
-            values[name] = tensor
+def _key(argument: Any) -> Any:
+    """What an argument is known by: a tensor by itself, and a number by its type too."""
+    if isinstance(argument, torch.Tensor):
+        return argument
+    return tuple(map(_key, argument)) if isinstance(argument, list) else (type(argument), argument)
 
 
 def _result(function: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
