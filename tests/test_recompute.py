@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from plans import count_collectives
+from torch import nn
 from transformers import Cohere2Config, Cohere2ForCausalLM
 
 from autopar.cost.memory import Peak, moments, peak
@@ -166,6 +167,28 @@ def test_fewer_copies_tell_the_peak_of_all(limit_bytes: int, ahead_bytes: int) -
         # reductions under way stay as many from some copy on, which few copies do not reach: it is told too much then
         assert told == pytest.approx(needed, **nearly) or told > needed
         assert needed > 1.1 * peak(small, made.optimizer, "cpu").bytes
+
+
+class Kept(nn.Module):
+    """Keeps the largest elements of a row: the first result of `topk` is of no use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        return x + y * torch.zeros_like(y).scatter(-1, y.topk(4).indices, 1.0)
+
+
+def test_a_step_is_told_where_first_results_are_not_read() -> None:
+    made = Planner(nn.Sequential(*(Kept() for _ in range(12))), {"a": 2}, (torch.zeros(8, 32),))
+    assert any(not node.outputs[0] for node in made.program(made.plan()).forward)
+    assignment = made.assignment(made.plan())
+    assert shortened(made.space, assignment) is not None
+    told, _ = made.steps.estimated_seconds(assignment, None)
+    true, _ = made.steps.seconds(assignment, LIMIT_BYTES)
+    assert told == pytest.approx(true, rel=0.02)
 
 
 def test_few_copies_tell_the_step_of_all() -> None:

@@ -76,9 +76,10 @@ class Short:
         missing takes what those around the one that stands for it take, and in backward no less than they keep any link
         busy: links that fall behind there do so further with each copy, and the step waits for them at its end."""
         places = {
-            instruction.outputs[0]: (phase, place)
+            name: (phase, place)
             for phase, instructions in (("forward", program.forward), ("backward", program.backward))
             for place, instruction in zip(self._passed(phase, instructions), instructions, strict=True)
+            for name in instruction.outputs
         }
         started: dict[tuple[str, Place], float] = {}
         busy: dict[tuple[str, Place], dict[str, float]] = {}
