@@ -3,6 +3,7 @@ Both are forked, and start in a tenth of a second."""
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import multiprocessing
 import multiprocessing.connection
@@ -74,7 +75,7 @@ def outcomes(
             while connections and (left := deadline - time.monotonic()) > 0:
                 for receiver in multiprocessing.connection.wait(list(connections), timeout=left):
                     rank = connections.pop(receiver)  # type: ignore[arg-type, call-overload]
-                    found[rank] = _receive(receiver)  # type: ignore[arg-type]
+                    found[rank] = _receive(receiver, processes[rank])  # type: ignore[arg-type]
                     if found[rank].error is not None:
                         deadline = min(deadline, time.monotonic() + 10.0)
         finally:
@@ -171,11 +172,12 @@ def _as_command(folder: Path, function: Callable[[], Any], argv: tuple[str, ...]
     sys.exit(function())
 
 
-def _receive(connection: multiprocessing.connection.Connection) -> Outcome:
+def _receive(connection: multiprocessing.connection.Connection, process: BaseProcess) -> Outcome:
     try:
         outcome: Outcome = pickle.loads(connection.recv_bytes())
     except EOFError:
-        outcome = Outcome(error=RuntimeError("the process died"))
+        process.join(10.0)
+        outcome = Outcome(error=RuntimeError(f"the process died, with exit code {process.exitcode}"))
     connection.close()
     return outcome
 
@@ -184,6 +186,7 @@ def _rank(rank: int, ranks: int, store: str, sender: Any, function: Callable[...
     import torch
     import torch.distributed as dist
 
+    faulthandler.enable()  # where it crashes, its last lines say
     gc.freeze()  # what the parent holds is not looked at, and so not copied
     torch.set_num_threads(1)
     torch.manual_seed(0)
