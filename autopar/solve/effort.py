@@ -36,7 +36,7 @@ class Effort:
     """Of the table of one tensor, over what its producer and its readers may take."""
     message_entries: float = 1e9
     """Of all tables that message passing goes through, each time that it does, once for each of their nodes."""
-    message_sweeps: tuple[int, ...] = (2, 4, 9, 25, 40, 80, 160)
+    message_sweeps: tuple[int, ...] = (5, 10, 25, 40, 80, 160)
     """Sweeps of message passing before a choice is looked for, time after time."""
     message_small_entries: int = 200_000
     """Nodes whose elimination makes smaller tables are eliminated before messages pass."""

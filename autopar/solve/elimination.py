@@ -23,6 +23,10 @@ FILL_WEIGHTS = (0.5, 0.0, 0.25, 1.0)
 RANDOM_ORDERS = 4
 """Orders with disturbed keys that are tried where those are hard."""
 
+HARD_ORDERS = 3
+"""Where so many orders all need too large a table, others will: of 60 such problems none had a narrower one among five
+more."""
+
 EASY_ENTRIES = 20_000_000
 """An order with fewer entries in all its tables ends the search for another."""
 
@@ -56,7 +60,7 @@ def elimination_order(
         tried += 1
         if order is not None and entries < fewest:
             fewest, best = entries, order
-        if min(entries, fewest) > HOPELESS_ENTRIES or fewest < EASY_ENTRIES:
+        if min(entries, fewest) > HOPELESS_ENTRIES or fewest < EASY_ENTRIES or (best is None and tried == HARD_ORDERS):
             break
     return best, tried
 
@@ -168,16 +172,16 @@ def schedule(
     scopes: tuple[tuple[int, ...], ...],
     keep: tuple[int, ...],
     meter: Meter | None = None,
-    table_entries: int | None = None,
+    entries: float | None = None,
     orders: int = len(FILL_WEIGHTS) + RANDOM_ORDERS,
 ) -> Schedule:
     """Greedy elimination order by the weight of the table that eliminating a node creates, all but `keep`.
 
     Raises `TooWide` where a table, or all of them together, would have more entries than the effort of the `meter`
-    allows, or than `table_entries`, in each of so many `orders`, and where the meter has no work left for them.
+    allows, or all together more than `entries`, in each of so many `orders`, and where the meter has no work left for them.
     """
     meter = meter or Meter()
-    effort = meter.effort if table_entries is None else replace(meter.effort, table_entries=table_entries)
+    effort = meter.effort if entries is None else replace(meter.effort, elimination_entries=entries)
     kept = tuple(sorted(set(keep)))
     work = NODE_WORK * len(sizes)
     if not meter.takes(work):

@@ -10,18 +10,19 @@ are too many, node after node takes the state that costs least beside those take
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from .effort import ELIMINATED_WORK, VISIT_WORK, Meter
-from .elimination import eliminate, schedule
+from .effort import ELIMINATED_WORK, NODE_WORK, VISIT_WORK, Meter
+from .elimination import Schedule, eliminate, schedule
 from .flat import Costs, Factor, flattened, priced
 from .network import Leads, network
 from .pricing import Library
 from .problem import Choice, Problem, TooWide
 from .rows import Floats, Ints
 
-REACHES = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
+REACHES = (1e-7, 1e-6, 1e-5, 1e-4, 3e-4, 1e-3, 2e-3, 4e-3, 7e-3, 1e-2, 2e-2, 4e-2, 7e-2, 1e-1)
 """How far above the bound, as a share of it, states are kept: one after the other, as long as tables are small."""
 
 GAP, STANDING_GAP = 1e-3, 1e-2
@@ -122,7 +123,7 @@ class Relaxation:
         self._left = self.meter.effort.message_entries
         visits = [1 + table.ndim if state is not None else table.ndim for table, state in self._stored()]
         self._sweep_entries = 2 * sum(table.size * n for table, n in zip(self.tables, visits, strict=True))
-        self._sweep_work = self._sweep_entries + 2 * VISIT_WORK * sum(visits)
+        self.sweep_work = self._sweep_entries + 2 * VISIT_WORK * sum(visits)
 
     def _stored(self) -> Iterator[tuple[Floats, Ints | None]]:
         return zip(self.tables, self._states, strict=True)
@@ -141,7 +142,7 @@ class Relaxation:
     def may_sweep(self) -> bool:
         """Whether the budget has another sweep, which then is taken from it."""
         self._left -= self._sweep_entries
-        return self._left >= 0 and self.meter.takes(self._sweep_work)
+        return self._left >= 0 and self.meter.takes(self.sweep_work)
 
     def sweep(self) -> None:
         """Through the nodes and back: each takes what its tables must cost anyway, and hands it on."""
@@ -240,8 +241,9 @@ def relaxed(
             swept += 1
         before, lower = best, bound
         bound = max(bound, relaxation.bound())
+        total += swept
         value = math.inf
-        for reach, value, near in _near(flat.factors, relaxation):
+        for reach, value, near in _near(flat.factors, relaxation, best, total):
             if value < best:
                 best, states = value, near
             if best - bound <= reach * abs(bound):  # nothing better was left out
@@ -251,7 +253,6 @@ def relaxed(
             near = relaxation.rounded()
             if (value := _value(flat.factors, near)) < best:
                 best, states = value, near
-        total += swept
         if swept < sweeps or best - bound <= PROVED_GAP * abs(bound):  # the budget is spent, or nothing is better
             break
         if total < FEW_SWEEPS:
@@ -274,32 +275,76 @@ def _value(factors: Sequence[Factor], states: Ints) -> float:
     return value
 
 
-def _near(factors: Sequence[Factor], relaxation: Relaxation) -> Iterator[tuple[float, float, Ints]]:
-    """The optima among states nearer and less near to the bound: how near, what they cost (infinite where nothing
-    joins), and their states [node, 1]."""
-    bound, meter = relaxation.bound(), relaxation.meter
-    narrow = meter.effort.message_narrow_entries
-    excesses = [relaxation.excess(node) for node in range(len(relaxation.nodes))]
-    for reach in REACHES:
-        kept = [np.flatnonzero(excess <= reach * abs(bound)) for excess in excesses]
-        if not all(map(len, kept)):
-            continue  # the tables do not agree yet on any state of some node
-        parts = [_restricted(nodes, costs, kept) for nodes, costs in factors]
+def _near(
+    factors: Sequence[Factor], relaxation: Relaxation, best: float, sweeps: int
+) -> Iterator[tuple[float, float, Ints]]:
+    """Optima among the states nearest to the bound, and then among those from further above it, up to where that proves
+    the best: how far, what it costs (infinite where nothing joins), and its states [node, 1]. Looking further takes
+    no more work than so many sweeps."""
+    near, bound = _Near(factors, relaxation), relaxation.bound()
+    work = sweeps * relaxation.sweep_work
+
+    def proof(best: float) -> int:
+        return next((n for n, reach in enumerate(REACHES) if best - bound <= reach * abs(bound)), len(REACHES) - 1)
+
+    low = next((n for n, reach in enumerate(REACHES) if all(map(len, near.kept(reach)))), len(REACHES))
+    high, number, most = len(REACHES), low, math.inf
+    while low < high and most > 0:
+        if (plan := near.plan(REACHES[number], most)) is None:
+            high = number
+        else:
+            yield (found := near.optimum(plan))
+            best = min(best, found[1])
+            low, high = number + 1, min(high, proof(best) + 1)
+            work -= ELIMINATED_WORK * plan.schedule.entries
+        work -= NODE_WORK * len(relaxation.nodes)
+        most, number = work, (low + high) // 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """How states from so far above the bound are eliminated: those kept of each node, and the schedule."""
+
+    reach: float
+    kept: list[Ints]
+    schedule: Schedule
+
+
+class _Near:
+    """Choices among the states of a relaxation that are near to its bound."""
+
+    def __init__(self, factors: Sequence[Factor], relaxation: Relaxation) -> None:
+        self.factors, self.meter, self.unit = factors, relaxation.meter, abs(relaxation.bound())
+        self.excesses = [relaxation.excess(node) for node in range(len(relaxation.nodes))]
+
+    def kept(self, reach: float) -> list[Ints]:
+        """The states of each node: none, as long as tables do not agree on any."""
+        return [np.flatnonzero(excess <= reach * self.unit) for excess in self.excesses]
+
+    def plan(self, reach: float, work: float) -> _Plan | None:
+        """None if it would take more work."""
+        kept = self.kept(reach)
+        scopes = tuple(_wide(nodes, kept) for nodes, _ in self.factors)
+        most = min(work / ELIMINATED_WORK, self.meter.effort.elimination_entries)
         try:
-            plan = schedule(tuple(map(len, kept)), tuple(nodes for nodes, _ in parts), (), meter, narrow, orders=1)
+            return _Plan(reach, kept, schedule(tuple(map(len, kept)), scopes, (), self.meter, most, orders=1))
         except TooWide:
-            return
-        if not meter.takes(ELIMINATED_WORK * plan.entries + VISIT_WORK * len(factors)):
-            return
-        result = eliminate(plan, [costs[None] for _, costs in parts], 1)
-        states = result.states(np.zeros(1, dtype=np.int64), np.zeros((0, 1), dtype=np.int64))
-        states = np.array([k[s] for k, s in zip(kept, states, strict=True)])
-        yield reach, float(result.table[0]), states
+            return None
+
+    def optimum(self, plan: _Plan) -> tuple[float, float, Ints]:
+        """How far its states were taken from, what it costs, and the states [node, 1]."""
+        result = eliminate(plan.schedule, [_restricted(*factor, plan.kept)[None] for factor in self.factors], 1)
+        at = result.states(np.zeros(1, dtype=np.int64), np.zeros((0, 1), dtype=np.int64))
+        states = np.array([kept[state] for kept, state in zip(plan.kept, at, strict=True)])
+        return plan.reach, float(result.table[0]), states
 
 
-def _restricted(nodes: tuple[int, ...], costs: Costs, kept: Sequence[Ints]) -> tuple[tuple[int, ...], Floats]:
+def _wide(nodes: tuple[int, ...], kept: Sequence[Ints]) -> tuple[int, ...]:
+    return tuple(node for node in nodes if len(kept[node]) > 1)
+
+
+def _restricted(nodes: tuple[int, ...], costs: Costs, kept: Sequence[Ints]) -> Floats:
     """A table over the kept states; nodes of one state are no axes."""
-    wide = tuple(node for node in nodes if len(kept[node]) > 1)
     states = np.ix_(*(kept[node] for node in nodes))
     some = costs.of(*states) if isinstance(costs, Leads) else costs[states]
-    return wide, some.reshape([len(kept[node]) for node in wide])
+    return some.reshape([len(kept[node]) for node in _wide(nodes, kept)])
