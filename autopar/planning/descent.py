@@ -6,7 +6,7 @@ one problem.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import cycle
 
@@ -20,6 +20,8 @@ from .options import Axes, Options, coarser_axes, one_by_one, taken
 from .progress import Stage
 from .solving import Solved, Solves
 from .starts import by_blocks
+
+Starts = dict[str, Callable[[], Solved]]
 
 DESCENT_SOLVER = "dp"
 """Steps of a descent are many and small; the solver that was asked for solves the pool."""
@@ -52,9 +54,10 @@ class Descent:
         """The axes of more than one rank, one by one, the slowest first."""
         return one_by_one(self.space)
 
-    def starts(self) -> dict[str, Callable[[], Solved]]:
-        """Name of a start -> the descent from there. Slow axes are freed first, or fast ones: so they are where blocks
-        have split an axis, so that the first ones to be freed see how the others split."""
+    def starts(self) -> tuple[Starts, Starts]:
+        """Name of a start -> the descent from there; and of further ones, for where the first do not all end with the
+        same. Slow axes are freed first, or fast ones: so they are where blocks have split an axis, so that the first
+        ones to be freed see how the others split."""
         axes, coarser = self.axes(), coarser_axes(self.space)
         share = self.effort.descents / (4 + len(coarser))
 
@@ -62,16 +65,28 @@ class Descent:
             by = self.options.replicated() if split is None else by_blocks(self.options, self.blocks(), split)
             return self.descend(by, order, purse=self.purse(share))
 
-        descents: dict[str, Callable[[], Solved]] = {
+        first: Starts = {
             "replicated": partial(descent, axes),
             "blocks": partial(descent, axes[::-1], axes[-1][0]),
-            "replicated, fast axes first": partial(descent, axes[::-1]),
-            "blocks on the slowest axis": partial(descent, axes[::-1], axes[0][0]),
         }
         for groups in coarser:
             name = " ".join("*".join(self.space.axes[axis] for axis in group) for group in groups)
-            descents[f"mesh {name}"] = partial(self._descend_from_coarser, groups, self.purse(share))
-        return descents
+            first[f"mesh {name}"] = partial(self._descend_from_coarser, groups, self.purse(share))
+        further: Starts = {
+            "replicated, fast axes first": partial(descent, axes[::-1]),
+            "blocks on the slowest axis": partial(descent, axes[::-1], axes[0][0]),
+        }
+        return first, further
+
+    def _ends_of(self, starts: Starts, *, side_by_side: bool, stage: Stage) -> Iterator[Solved]:
+        begun, *others = starts.values()
+        tasks: list[Callable[[], Solved | None]] = [begun, *(partial(self._in_time, descent) for descent in others)]
+        for name, solved in zip(starts, together(stage.told(tasks), worthwhile=side_by_side), strict=True):
+            if solved is None:
+                self.log(f"no time is left for a descent from {name}")
+                continue
+            yield solved
+            self.log(f"descent from {name}: {solved.score.seconds * 1e3:.3f} ms, {solved.score.bytes / 2**20:.0f} MiB")
 
     def from_all_starts(self, *, side_by_side: bool, stage: Stage) -> Solved:
         space, axes = self.space, self.axes()
@@ -83,15 +98,13 @@ class Descent:
             for name, choices in taken(space, solved.assignment).items():
                 pool[name].update(dict.fromkeys(choices))
 
-        descents = self.starts()
-        first, *others = descents.values()
-        tasks: list[Callable[[], Solved | None]] = [first, *(partial(self._in_time, descent) for descent in others)]
-        for name, solved in zip(descents, together(stage.told(tasks), worthwhile=side_by_side), strict=True):
-            if solved is None:
-                self.log(f"no time is left for a descent from {name}")
-                continue
+        first, further = self.starts()
+        for solved in self._ends_of(first, side_by_side=side_by_side, stage=stage.part(0.0, 0.5)):
             note(solved)
-            self.log(f"descent from {name}: {solved.score.seconds * 1e3:.3f} ms, {solved.score.bytes / 2**20:.0f} MiB")
+        objectives = [solved.score.objective for solved in solutions]
+        if max(objectives) > min(objectives) * (1 + self.effort.gain) and not self.effort.is_over:
+            for solved in self._ends_of(further, side_by_side=side_by_side, stage=stage.part(0.5, 1.0)):
+                note(solved)
         purse = self.purse(self.effort.pool)
         for _ in range(self.effort.pool_rounds):
             if self.effort.is_over:

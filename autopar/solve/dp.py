@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from .effort import Meter
+from .elimination import ALL_ORDERS, FEW_ORDERS
 from .expand import expanded_options
 from .fronts import ProblemFronts, Window
 from .pricing import Library, Pricing
@@ -56,7 +57,9 @@ def solve_dp(
     Raises `Infeasible` where no choice is feasible, `TooWide` where tables are too large and there is a limit.
     """
     check(problem)
-    library = Library(meter)
+    meter = meter or Meter()
+    messages_follow = bytes_limit is None and not bounded and meter.effort.message_entries > 0
+    library = Library(meter, orders=FEW_ORDERS if messages_follow else ALL_ORDERS)
     try:
         cheapest = priced(problem, library, 0.0)
         solution, bound, price, exact = cheapest, cheapest.score.objective, 0.0, True

@@ -40,8 +40,8 @@ class Effort:
     """Sweeps of message passing before a choice is looked for, time after time."""
     message_small_entries: int = 200_000
     """Nodes whose elimination makes smaller tables are eliminated before messages pass."""
-    message_narrow_entries: int = 4_000_000
-    """Of the largest table of what is left near the bound: that is eliminated."""
+    message_narrow_entries: int = 30_000_000
+    """Of all tables of what is left near the bound: that is eliminated."""
     program_columns: int = 200_000
     """Of an integer program."""
     program_work: float = 2e7

@@ -23,9 +23,10 @@ FILL_WEIGHTS = (0.5, 0.0, 0.25, 1.0)
 RANDOM_ORDERS = 4
 """Orders with disturbed keys that are tried where those are hard."""
 
-HARD_ORDERS = 3
-"""Where so many orders all need too large a table, others will: of 60 such problems none had a narrower one among five
-more."""
+ALL_ORDERS = len(FILL_WEIGHTS) + RANDOM_ORDERS
+
+FEW_ORDERS = 3
+"""Tried where message passing follows: of 60 problems that were too wide in three orders, all were in eight."""
 
 EASY_ENTRIES = 20_000_000
 """An order with fewer entries in all its tables ends the search for another."""
@@ -43,7 +44,7 @@ def elimination_order(
     scopes: Sequence[tuple[int, ...]],
     keep: set[int],
     effort: Effort = EFFORT,
-    orders: int = len(FILL_WEIGHTS) + RANDOM_ORDERS,
+    orders: int = ALL_ORDERS,
 ) -> tuple[list[int] | None, int]:
     """The best of at most so many greedy min-fill orders, by the total size of their tables, and how many were tried.
     None where each needs a table, or all its tables together, with more entries than the effort allows.
@@ -60,7 +61,7 @@ def elimination_order(
         tried += 1
         if order is not None and entries < fewest:
             fewest, best = entries, order
-        if min(entries, fewest) > HOPELESS_ENTRIES or fewest < EASY_ENTRIES or (best is None and tried == HARD_ORDERS):
+        if min(entries, fewest) > HOPELESS_ENTRIES or fewest < EASY_ENTRIES:
             break
     return best, tried
 
@@ -173,12 +174,12 @@ def schedule(
     keep: tuple[int, ...],
     meter: Meter | None = None,
     entries: float | None = None,
-    orders: int = len(FILL_WEIGHTS) + RANDOM_ORDERS,
+    orders: int = ALL_ORDERS,
 ) -> Schedule:
     """Greedy elimination order by the weight of the table that eliminating a node creates, all but `keep`.
 
     Raises `TooWide` where a table, or all of them together, would have more entries than the effort of the `meter`
-    allows, or all together more than `entries`, in each of so many `orders`, and where the meter has no work left for them.
+    allows, or all together more than `entries`, in each of so many `orders`, and where the meter has no work left.
     """
     meter = meter or Meter()
     effort = meter.effort if entries is None else replace(meter.effort, elimination_entries=entries)

@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 
 from .effort import ELIMINATED_WORK, VISIT_WORK, Meter
-from .elimination import Eliminated, Schedule, eliminate, schedule
+from .elimination import ALL_ORDERS, Eliminated, Schedule, eliminate, schedule
 from .network import Network, network
 from .problem import Choice, Problem, Repeat, TooWide
 from .rows import Bools, Floats, Ints
@@ -117,10 +117,10 @@ def restricted(problem: Problem, variable: int, option: int) -> Problem:
 
 class Library:
     """The networks and schedules of problems, cached by problem object: they serve every price. `meter` counts the work
-    done with them."""
+    done with them, and at most so many `orders` of elimination are tried for each."""
 
-    def __init__(self, meter: Meter | None = None) -> None:
-        self.meter = meter or Meter()
+    def __init__(self, meter: Meter | None = None, orders: int = ALL_ORDERS) -> None:
+        self.meter, self.orders = meter or Meter(), orders
         self._compiled: dict[tuple[int, tuple[int, ...]], Compiled] = {}
         self._networks: dict[tuple[int, tuple[int, ...]], tuple[Problem, Network]] = {}
         self._bare: dict[int, Problem] = {}
@@ -149,7 +149,7 @@ class Library:
         )
         joints = tuple(_joint(repeat, factors.sizes) for repeat in problem.repeats)
         scopes = (*(table.nodes for table in factors.tables), *(joint.nodes for joint in joints))
-        plan = schedule(factors.sizes, scopes, keep, self.meter)
+        plan = schedule(factors.sizes, scopes, keep, self.meter, orders=self.orders)
         return Compiled(problem=problem, network=factors, schedule=plan, repeats=joints)
 
     def network(self, problem: Problem, borders: Collection[int] = ()) -> Network:

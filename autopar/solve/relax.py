@@ -325,7 +325,7 @@ class _Near:
         """None if it would take more work."""
         kept = self.kept(reach)
         scopes = tuple(_wide(nodes, kept) for nodes, _ in self.factors)
-        most = min(work / ELIMINATED_WORK, self.meter.effort.elimination_entries)
+        most = min(work / ELIMINATED_WORK, self.meter.effort.message_narrow_entries)
         try:
             return _Plan(reach, kept, schedule(tuple(map(len, kept)), scopes, (), self.meter, most, orders=1))
         except TooWide:
