@@ -35,6 +35,9 @@ CLOSE = 0.02
 
 SGD = OPTIMIZERS["sgd"]
 
+COUNTER_BYTES = 4
+"""AdamW counts the steps of each parameter in a float32."""
+
 Start = Mapping[str, Iterable[SiteChoice]]
 
 
@@ -71,7 +74,8 @@ def test_views_share_the_memory_of_their_base() -> None:
 
 
 def test_what_is_kept_for_backward_and_the_gradients() -> None:
-    """p is [10] on each of two ranks, AdamW's moments twice that; a is kept, and so is the gathered w."""
+    """p is [10] on each of two ranks, AdamW's moments twice that, with a counter; a is kept, and so is the gathered
+    w."""
     made = program(
         """
         g = collective.all_gather p 0
@@ -90,7 +94,7 @@ def test_what_is_kept_for_backward_and_the_gradients() -> None:
     made = replace(made, outputs=(replace(made.outputs[0], target="p"),))
     # forward: p, x, gathered, a = 10 + 20 + 20 + 20; backward: p, x, b, r and s in one = 10 + 20 + 20 + 10
     assert peak(made, SGD, "cuda").bytes == 70 * BYTES
-    assert peak(made, OPTIMIZERS["adamw"], "cuda").bytes == 90 * BYTES
+    assert peak(made, OPTIMIZERS["adamw"], "cuda").bytes == 90 * BYTES + COUNTER_BYTES
     found = peak(made, SGD, "cpu")  # the parts arrive beside what is sent
     assert found.bytes == 80 * BYTES and found.at == "backward, `r = collective.reduce_scatter(b, 'sum', dp)`"
 
@@ -121,7 +125,25 @@ def test_an_all_reduce_in_place_takes_no_more() -> None:
     ],
 )
 def test_optimizers(name: str | float, dtype: torch.dtype, size: float) -> None:
-    assert named_optimizer(name).bytes(TensorMeta((10, 100), dtype)) == 1000 * size
+    counter_bytes = COUNTER_BYTES if name in ("adamw", "adamw_fp32") else 0
+    assert named_optimizer(name).bytes(TensorMeta((10, 100), dtype)) == 1000 * size + counter_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["adamw", "sgd", "sgd_momentum"])
+def test_torchs_own_optimizers_keep_as_much(name: str, dtype: torch.dtype) -> None:
+    parameters = [nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in ((10, 100), (7,), ())]
+    optimizer = {
+        "adamw": partial(torch.optim.AdamW, lr=1e-3),
+        "sgd": partial(torch.optim.SGD, lr=1e-3),
+        "sgd_momentum": partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
+    }[name](parameters)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    kept = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    expected = sum(OPTIMIZERS[name].bytes(TensorMeta(tuple(p.shape), dtype)) for p in parameters)
+    assert sum(value.numel() * value.itemsize for value in kept) == expected
 
 
 @pytest.mark.parametrize("given", ["adam", -1, True, float("nan")])
@@ -234,8 +256,10 @@ def test_the_optimizer_is_part_of_the_peak() -> None:
         )
         for name in ("adamw", "sgd", 12)
     }
-    held = {name: plan.peak.optimizer / plan.peak.parameters for name, plan in plans.items()}
-    assert held == {"adamw": 2, "sgd": 0, 12: 3}
+    counters = COUNTER_BYTES * len(list(made.model.parameters()))
+    parameters = plans["sgd"].peak.parameters
+    held = {name: plan.peak.optimizer for name, plan in plans.items()}
+    assert held == {"adamw": 2 * parameters + counters, "sgd": 0, 12: 3 * parameters}
     assert plans["sgd"].account.optimizer_seconds < plans["adamw"].account.optimizer_seconds
 
 

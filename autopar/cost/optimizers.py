@@ -9,38 +9,43 @@ from autopar.ir.graph import TensorMeta
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimizer:
     """`states` tensors of a parameter's shape, with elements of `state_bytes` (None: as those of the parameter);
-    `master_weights` keeps a float32 copy of parameters of narrower dtypes; `bytes_per_element` is kept beside. While
-    a parameter is updated, `copies` more of its size are alive."""
+    `master_weights` keeps a float32 copy of parameters of narrower dtypes; `bytes_per_element` is kept beside, and
+    so is a counter of steps of `counter_bytes`. While a parameter is updated, `copies` more of its size are alive."""
 
     name: str
     states: int = 0
     state_bytes: int | None = None
     master_weights: bool = False
     bytes_per_element: float = 0.0
+    counter_bytes: int = 0
     copies: int = 0
 
     def bytes(self, parameter: TensorMeta) -> int:
         """Kept of a parameter (or of the part of it that a rank has)."""
-        each = parameter.dtype.itemsize
-        wide = 4 if self.master_weights and each < 4 else 0
-        return round(parameter.numel * (self.states * (self.state_bytes or each) + wide + self.bytes_per_element))
+        return self.counter_bytes + self._bytes_of_elements(parameter)
 
     def moved_bytes(self, parameter: TensorMeta) -> int:
         """Read and written by a step: the parameter and the states twice, the gradient once."""
-        return 3 * parameter.bytes + 2 * self.bytes(parameter)
+        return 3 * parameter.bytes + 2 * self._bytes_of_elements(parameter)
+
+    def _bytes_of_elements(self, parameter: TensorMeta) -> int:
+        each = parameter.dtype.itemsize
+        wide = 4 if self.master_weights and each < 4 else 0
+        return round(parameter.numel * (self.states * (self.state_bytes or each) + wide + self.bytes_per_element))
 
 
 OPTIMIZERS = {
     optimizer.name: optimizer
     for optimizer in (
-        Optimizer(name="adamw", states=2, copies=2),
-        Optimizer(name="adamw_fp32", states=2, state_bytes=4, master_weights=True, copies=2),
+        Optimizer(name="adamw", states=2, counter_bytes=4, copies=2),
+        Optimizer(name="adamw_fp32", states=2, state_bytes=4, master_weights=True, counter_bytes=4, copies=2),
         Optimizer(name="sgd"),
         Optimizer(name="sgd_momentum", states=1),
     )
 }
-"""adamw is `torch.optim.AdamW` (moments of the parameter's dtype), Adam and the like; adamw_fp32 keeps float32 moments,
-and float32 weights where the model has narrower ones; sgd keeps nothing, sgd_momentum one buffer."""
+"""adamw is `torch.optim.AdamW` (moments of the parameter's dtype, and a float32 that counts steps), Adam and the like;
+adamw_fp32 keeps float32 moments, and float32 weights where the model has narrower ones; sgd keeps nothing, sgd_momentum
+one buffer."""
 
 
 def named_optimizer(optimizer: str | float | Optimizer) -> Optimizer:
