@@ -69,7 +69,7 @@ def test_no_other_descent_ends_with_a_shorter_step(layers: int, is_elsewhere: bo
     assert max(others.values()) > 1.01 * min(others.values())
 
 
-@pytest.mark.parametrize(("batch", "disagree"), [(BATCH, True), (4 * BATCH, False)])
+@pytest.mark.parametrize(("batch", "disagree"), [(BATCH, True), (32 * BATCH, False)])
 def test_further_descents_begin_where_the_first_disagree(
     batch: int, disagree: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
