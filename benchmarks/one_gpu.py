@@ -1,10 +1,11 @@
 """Steps and peaks on one GPU, predicted and measured: `python benchmarks/one_gpu.py [--limits GB ...] [--json FILE]`.
 
 A Llama of 0.9 billion parameters (bf16, batch 8, sequence 2048) trains with fused AdamW in one process: in eager, as
-autopar's program within each limit (none, 25 and 16 GB), and with float32 weights that are used in bfloat16. A plan for one rank has no
-communication: what is compared are operators, what is kept and what is made again. The cluster is dgx-h100, so that
-predictions are for that GPU and its nominal rates. Each row has its process, since a peak belongs to one. Printed are
-the median of steps and the peak of allocated memory over them. Without a GPU, a tiny model shows that it runs.
+autopar's program within each limit (none, 25 and 16 GB), and with float32 weights that are used in bfloat16. A plan for
+one rank has no communication: what is compared are operators, what is kept and what is made again. The cluster is
+dgx-h100, so that predictions are for that GPU and its nominal rates. Each row has its process, since a peak belongs to
+one. Printed are the median of steps and the peak of allocated memory over them. Without a GPU, a tiny model shows that
+it runs.
 """
 
 from __future__ import annotations
