@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 import autopar
+from autopar.compat import full_tensor
 from autopar.ops import sdpa
 from autopar.passes.capture.trace import capture
 from autopar.planning.plan import graph_digest
@@ -44,7 +45,7 @@ def on_cuda(made: Case) -> Case:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
+    return (full_tensor(tensor) if isinstance(tensor, DTensor) else tensor).detach().cpu()
 
 
 def step_and_train(name: str, mesh: dict[str, int], solver: str, plan: autopar.Plan | None = None) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from .distributed import local_tensor as local_tensor
 from .distributed import make_dtensor as make_dtensor
 from .distributed import patient as patient
 from .distributed import reduce_scatter_single as reduce_scatter_single
-from .distributed import strided_shard as strided_shard
 from .exporting import as_exported as as_exported
 from .exporting import causal_biases as causal_biases
 from .exporting import plain_attention as plain_attention
@@ -44,6 +43,9 @@ from .recording import is_recorded_function as is_recorded_function
 from .recording import place_of as place_of
 from .recording import recorded as recorded
 from .recording import set_place as set_place
+from .redistributing import full_tensor as full_tensor
+from .redistributing import redistributed as redistributed
+from .redistributing import strided_shard as strided_shard
 from .regions import region_of as region_of
 from .autocast import autocast_dtype as autocast_dtype
 from .autocast import autocast_of as autocast_of

@@ -158,22 +158,3 @@ def _spec(
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
-
-
-def strided_shard(dim: int, split_factor: int) -> Placement:
-    """A split of `dim` in `split_factor` contiguous pieces, each of them sharded over the mesh axis.
-
-    Seen on torch 2.12 and 2.13 with gloo, for a dim that no other axis splits by `_StridedShard`: `from_local`,
-    `distribute_tensor`, `full_tensor` and `redistribute` to and from Shard and Replicate are right, beside a
-    Shard of the same or another dim too; with one on each of two axes of the same dim it is not. AdamW and
-    clipping by norm are right.
-
-    On torch 2.11 one alone on its dim cannot be redistributed or gathered at all: it raises ValueError.
-
-    Distributed checkpoints are NOT right: saving one alone on its dim raises ("overlapping chunks"), and
-    loading into one gives wrong values silently, since a checkpoint takes the local tensor for one
-    contiguous chunk. Redistribute to Shard before saving, and load into a Shard.
-    """
-    from torch.distributed.tensor.placement_types import _StridedShard
-
-    return _StridedShard(dim, split_factor=split_factor)
