@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -18,7 +18,7 @@ def full_tensor(dtensor: DTensor) -> torch.Tensor:
     """`dtensor.full_tensor()`, on the host where gloo would end the process; differentiable, as that is."""
     if not _on_gloo(dtensor):
         return dtensor.full_tensor()
-    return dtensor.to("cpu").full_tensor().to(dtensor.device)
+    return _moved(dtensor, "cpu").full_tensor().to(dtensor.device)
 
 
 def redistributed(dtensor: DTensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
@@ -26,8 +26,12 @@ def redistributed(dtensor: DTensor, mesh: DeviceMesh, placements: Sequence[Place
     is."""
     if not _on_gloo(dtensor):
         return dtensor.redistribute(mesh, placements)
-    moved: DTensor = dtensor.to("cpu").redistribute(mesh, placements).to(dtensor.device)  # type: ignore[assignment]
-    return moved
+    return _moved(_moved(dtensor, "cpu").redistribute(mesh, placements), dtensor.device)
+
+
+def _moved(dtensor: DTensor, device: torch.device | str) -> DTensor:
+    """With what this rank holds of it on a device; its mesh stays."""
+    return cast("DTensor", dtensor.to(device))
 
 
 def _on_gloo(dtensor: DTensor) -> bool:
@@ -68,7 +72,8 @@ def _redistribute_undecodable() -> None:
     if hasattr(_dtensor_spec, "_StridedShardNotDecodableError"):  # since 2.12
         return
     spec = _dtensor_spec.DTensorSpec
-    by_graph = DTensorRedistributePlanner.generate_graph_based_transform_infos
+    redistribution: Any = DTensorRedistributePlanner
+    by_graph = redistribution.generate_graph_based_transform_infos
 
     def is_order(given: Any) -> bool:
         known = spec._maybe_convert_StridedShard_to_shard_order(given.placements, given.mesh)
@@ -79,4 +84,4 @@ def _redistribute_undecodable() -> None:
             return by_graph(planner, source, target, shape)
         return planner.generate_greedy_transform_infos(source, target)
 
-    DTensorRedistributePlanner.generate_graph_based_transform_infos = transforms  # type: ignore[method-assign]
+    redistribution.generate_graph_based_transform_infos = transforms
