@@ -16,6 +16,7 @@ from .distributed import all_gather_single as all_gather_single
 from .distributed import control_channel as control_channel
 from .distributed import dtensors_of as dtensors_of
 from .distributed import follow_world_timeout as follow_world_timeout
+from .distributed import from_host_alone as from_host_alone
 from .distributed import keep_until_exit as keep_until_exit
 from .distributed import local_tensor as local_tensor
 from .distributed import make_dtensor as make_dtensor

@@ -36,6 +36,12 @@ def reduce_scatter_single(
     return work
 
 
+def from_host_alone(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether a group carries tensors of this device by gloo, and it is not the host. gloo copies them where it knows
+    of CUDA. Where it does not, it takes their addresses for the host's, and the process ends with SIGSEGV."""
+    return device.type not in ("cpu", "meta") and group._get_backend(device).name() == "gloo"
+
+
 def follow_world_timeout(group: dist.ProcessGroup, device: torch.device) -> None:
     """Give a group the timeout of the world's group, unless it was made with one of its own: a mesh makes its groups
     with the default of 30 minutes (10 on NCCL), whatever `init_process_group` was told."""

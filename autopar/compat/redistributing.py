@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from .distributed import from_host_alone
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
@@ -35,13 +37,11 @@ def _moved(dtensor: DTensor, device: torch.device | str) -> DTensor:
 
 
 def _on_gloo(dtensor: DTensor) -> bool:
-    """Whether gloo carries tensors of an accelerator for a group of its mesh. DTensors are gathered by the functional
+    """Whether gloo carries an accelerator's tensors over an axis of its mesh. DTensors are gathered by the functional
     all-gather, of which gloo has one for a host's memory alone: it reads a GPU's as if it were that, and the process
     ends with SIGSEGV (pytorch issue 152645; 2.11 to 2.13). The all-gather that programs use is another."""
-    if dtensor.device.type in ("cpu", "meta"):
-        return False
-    groups = dtensor.device_mesh.get_all_groups()
-    return any(group._get_backend(dtensor.device).name() == "gloo" for group in groups)
+    mesh, device = dtensor.device_mesh, dtensor.device
+    return any(size > 1 and from_host_alone(mesh.get_group(axis), device) for axis, size in enumerate(mesh.shape))
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:
