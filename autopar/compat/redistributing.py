@@ -41,7 +41,8 @@ def _on_gloo(dtensor: DTensor) -> bool:
     all-gather, of which gloo has one for a host's memory alone: it reads a GPU's as if it were that, and the process
     ends with SIGSEGV (pytorch issue 152645; 2.11 to 2.13). The all-gather that programs use is another."""
     mesh, device = dtensor.device_mesh, dtensor.device
-    return any(size > 1 and from_host_alone(mesh.get_group(axis), device) for axis, size in enumerate(mesh.shape))
+    axes = () if device.type == "cpu" else [axis for axis, size in enumerate(mesh.shape) if size > 1]
+    return any(from_host_alone(mesh.get_group(axis), device) for axis in axes)
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:
