@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from autopar.compat import local_tensor
+from autopar.compat import full_tensor, local_tensor
 
 from .agree import axis_name, coordinate_of, device_of, process_groups, watched
 
@@ -33,7 +33,7 @@ def clip_grad_norm_(
     meshes = {g.device_mesh for g in split}
     if len(meshes) != 1 or any(isinstance(p, Partial) for g in split for p in g.placements):
         norm = torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return full_tensor(norm) if isinstance(norm, DTensor) else norm
     norm = total_norm(gradients, meshes.pop(), float(norm_type))
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(f"the norm of order {norm_type} of the gradients is {norm.item()}, and so cannot be clipped")

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from autopar.compat import all_gather_single, reduce_scatter_single
+from autopar.compat import all_gather_single, from_host_alone, reduce_scatter_single
 
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -62,6 +63,19 @@ class Messages:
     def wait(self) -> None:
         for work in self.works:
             work.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class Landing:
+    """A transfer under way to the host's memory, from where it goes to `target`."""
+
+    work: Waited
+    received: torch.Tensor
+    target: torch.Tensor
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.target.copy_(self.received)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +145,24 @@ def all_to_all(x: torch.Tensor, group: dist.ProcessGroup) -> Pending:
     return _started(exchanged, dist.all_to_all_single(exchanged, x, group=group, async_op=True))
 
 
+Transfer = Callable[[torch.Tensor, int, dist.ProcessGroup], Pending]
+
+
+def _over_host(transfer: Transfer) -> Transfer:
+    """gloo has collectives for CUDA, and messages from host to host alone."""
+
+    @wraps(transfer)
+    def started(x: torch.Tensor, offset: int, group: dist.ProcessGroup) -> Pending:
+        if not from_host_alone(group, x.device):
+            return transfer(x, offset, group)
+        received, work = transfer(x.cpu(), offset, group)
+        target = torch.empty_like(received, device=x.device)
+        return target, Landing(work, received, target)
+
+    return started
+
+
+@_over_host
 def shift(x: torch.Tensor, offset: int, group: dist.ProcessGroup) -> Pending:
     rank, ranks = dist.get_rank(group), group.size()
     received = torch.zeros_like(x, memory_format=torch.contiguous_format)
@@ -143,6 +175,7 @@ def shift(x: torch.Tensor, offset: int, group: dist.ProcessGroup) -> Pending:
     return received, Messages(works, x)
 
 
+@_over_host
 def rotate(x: torch.Tensor, offset: int, group: dist.ProcessGroup) -> Pending:
     rank, ranks = dist.get_rank(group), group.size()
     if offset % ranks == 0:

@@ -278,7 +278,7 @@ class State:
 
     def _redistributed(self, name: str, value: DTensor, requires_grad: bool) -> torch.Tensor:
         if not isinstance(self.value(name), nn.Parameter):
-            return value.full_tensor().to(self.device)
+            return compat.full_tensor(value).to(self.device)
         shape = tuple(value.shape)
         wanted = placements_of(self.layout(name), shape, self.program.mesh)
         with torch.no_grad():
@@ -294,11 +294,11 @@ class State:
         as_in_torch = is_chunked(shape, layout, self.program.mesh)
         if value.device_mesh == self.mesh and value.placements == wanted and as_in_torch:
             return local_tensor(value).contiguous()
-        if value.device_mesh != self.mesh or is_strided(wanted) or not as_in_torch:
-            # torch's redistribution to strided shards is not to be relied on
-            part = local_slice(value.full_tensor(), layout, self.program.mesh, self.coordinate)
+        if value.device_mesh != self.mesh or is_strided((*value.placements, *wanted)) or not as_in_torch:
+            # torch's redistribution of strided shards is not to be relied on, beside gathering them
+            part = local_slice(compat.full_tensor(value), layout, self.program.mesh, self.coordinate)
             return unpadded(part, shape, layout, self.program.mesh, self.coordinate)
-        return local_tensor(value.redistribute(self.mesh, wanted)).contiguous()
+        return local_tensor(compat.redistributed(value, self.mesh, wanted)).contiguous()
 
     def padded(self, local: torch.Tensor, i: ProgramInput) -> torch.Tensor:
         """What the program is given, from what a DTensor's rank holds."""
@@ -341,7 +341,7 @@ class State:
             local, output = values[index], self.results[index]
             assert local is not None
             split = None if is_replicated(output.layout) else self._dtensor(local, output)
-            results.append(local if split is None else split.full_tensor() if self.whole_outputs else split)
+            results.append(local if split is None else compat.full_tensor(split) if self.whole_outputs else split)
         return tuple(results)
 
     def _dtensor(self, local: torch.Tensor, value: ProgramInput | ProgramOutput) -> DTensor:
@@ -364,8 +364,8 @@ class State:
         if form is not None:
             placements, wrapped = self.forms.get(i.target) or _form(self, output)
             gradient = wrapped(local.contiguous())
-            return gradient if placements == form else gradient.redistribute(self.mesh, form)
-        return local if is_replicated(output.layout) else self._dtensor(local.contiguous(), output).full_tensor()
+            return gradient if placements == form else compat.redistributed(gradient, self.mesh, form)
+        return local if is_replicated(output.layout) else compat.full_tensor(self._dtensor(local.contiguous(), output))
 
 
 def adopt(state: State, name: str, tensor: torch.Tensor) -> None:

@@ -13,6 +13,8 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from autopar.compat import full_tensor
+
 
 def _call(cls: type[nn.Module], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A submodule called by itself: `parallel.lm_head(h)`. Its parameters are DTensors, and a plain tensor beside one
@@ -24,8 +26,8 @@ def _call(cls: type[nn.Module], module: nn.Module, args: tuple[Any, ...], kwargs
     meta = [name for name, p in split.items() if p.device.type == "meta"]
     if meta:
         raise ValueError(f"parameter {meta[0]} is on meta: call materialize(init_fn or state_dict) first")
-    args, kwargs = pytree.tree_map_only(DTensor, lambda x: x.full_tensor(), (args, kwargs))
-    gathered = {name: p.full_tensor() for name, p in split.items()}
+    args, kwargs = pytree.tree_map_only(DTensor, full_tensor, (args, kwargs))
+    gathered = {name: full_tensor(p) for name, p in split.items()}
     return torch.func.functional_call(module, gathered, args, kwargs)
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autopar.compat import bare_step, local_tensor, make_dtensor
+from autopar.compat import bare_step, full_tensor, local_tensor, make_dtensor, redistributed
 
 ELEMENTWISE = (
     torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.Adamax, torch.optim.AdamW,
@@ -77,7 +77,7 @@ def held_locally(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     written = [twin.parameter for twin in local.twins.values() if twin.take(states)]
     scaling = ("grad_scale", "found_inf")
     amp: dict[str, Any] = {name: vars(optimizer)[name] for name in scaling if name in vars(optimizer)}
-    vars(optimizer).update((name, x.full_tensor()) for name, x in amp.items() if isinstance(x, DTensor))
+    vars(optimizer).update((name, full_tensor(x)) for name, x in amp.items() if isinstance(x, DTensor))
     for group, parameters in zip(groups, held, strict=True):
         group["params"] = parameters
     optimizer.state = local.states
@@ -168,7 +168,7 @@ def local_gradient(parameter: DTensor, gradient: torch.Tensor | None) -> torch.T
             f"a gradient of a split parameter of {list(parameter.shape)} is a plain tensor: give it as a DTensor"
         )
     if gradient.placements is not parameter.placements and gradient.placements != parameter.placements:
-        gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
+        gradient = redistributed(gradient, parameter.device_mesh, parameter.placements)
     return local_tensor(gradient)
 
 

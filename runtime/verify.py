@@ -17,6 +17,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from autopar.compat import full_tensor
 from autopar.ir.graph import JointGraph, Node
 from autopar.ir.tree import flatten
 from autopar.ops.lockstep import run
@@ -267,7 +268,7 @@ def _is_parameter(value: torch.Tensor) -> bool:
 @torch.no_grad()
 def gathered(tensor: torch.Tensor) -> torch.Tensor:
     """A copy, gathered from all ranks."""
-    return tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor.detach().clone()
+    return full_tensor(tensor).clone() if isinstance(tensor, DTensor) else tensor.detach().clone()
 
 
 def difference(actual: torch.Tensor, expected: torch.Tensor | None, floor: float) -> float:

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from autopar.compat import full_tensor
 from autopar.passes.capture.fakes import skeleton
 
 from .agree import raise_together
@@ -32,7 +33,7 @@ def whole_model(state: State, root: nn.Module) -> nn.Module:
     with torch.no_grad():
         for name, aliases in state.aliases.items():
             value = state.value(name)
-            held = value.full_tensor() if isinstance(value, DTensor) else value.detach()
+            held = full_tensor(value) if isinstance(value, DTensor) else value.detach()
             whole = held.clone(memory_format=torch.contiguous_format)
             if isinstance(value, nn.Parameter):
                 whole = nn.Parameter(whole, requires_grad=value.requires_grad)

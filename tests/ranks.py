@@ -58,6 +58,7 @@ def outcomes(
     """As `run`, with exceptions as values. A rank that does not finish in time, or within 10 s after
     another one failed, is killed and has a TimeoutError."""
     context = _forking()
+    pickle.dumps((function, args))  # a rank inherits them, but where torch is built for CUDA it is sent them
     found: dict[int, Outcome] = {}
     with tempfile.TemporaryDirectory() as folder:
         processes, connections = [], {}

@@ -71,9 +71,15 @@ def test_a_deep_copy_is_a_module_of_its_own() -> None:
     run(2, copied)
 
 
-def averaged_over_steps(options: dict[str, Any]) -> None:
+AVERAGED: dict[str, dict[str, Any]] = {
+    "parameters": {"multi_avg_fn": get_ema_multi_avg_fn(0.8)},
+    "buffers too": {"avg_fn": get_ema_avg_fn(0.8), "use_buffers": True},
+}
+
+
+def averaged_over_steps(averaged: str) -> None:
     module, beside = parallel(), Words()
-    ema = [AveragedModel(each, device="cpu", **options) for each in (module, beside)]
+    ema = [AveragedModel(each, device="cpu", **AVERAGED[averaged]) for each in (module, beside)]
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (module, beside)]
     for _ in range(4):
         for each, optimizer, average in zip((module, beside), optimizers, ema, strict=True):
@@ -92,13 +98,9 @@ def averaged_over_steps(options: dict[str, Any]) -> None:
     assert_close(whole(ema[0](IDS)).detach(), ema[1](IDS).detach(), "evaluation of the average", 1e-4)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"multi_avg_fn": get_ema_multi_avg_fn(0.8)}, {"avg_fn": get_ema_avg_fn(0.8), "use_buffers": True}],
-    ids=["parameters", "buffers too"],
-)
-def test_an_exponential_average_is_that_of_one_process(options: dict[str, Any]) -> None:
-    run(2, averaged_over_steps, options)
+@pytest.mark.parametrize("averaged", AVERAGED)
+def test_an_exponential_average_is_that_of_one_process(averaged: str) -> None:
+    run(2, averaged_over_steps, averaged)
 
 
 def stays() -> None:

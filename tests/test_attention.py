@@ -465,6 +465,8 @@ def test_a_model_holds_a_causal_bias_or_makes_it_in_forward(held: bool, variant:
 
 @pytest.mark.parametrize("empty", ["queries", "keys", "width"])
 def test_attention_of_nothing_is_torchs(empty: str) -> None:
+    if empty == "width" and torch.__version__.startswith("2.12."):
+        pytest.skip("torch 2.12 says 0 of queries without width; 2.11 and 2.13 say the mean of the values, as we do")
     calls = {
         "queries": lambda q, k, v: F.scaled_dot_product_attention(q[:, :, :0], k, v),
         "keys": lambda q, k, v: F.scaled_dot_product_attention(q, k[:, :, :0], v[:, :, :0]),

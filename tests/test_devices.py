@@ -16,9 +16,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 import zoo
+from ranks import run
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
 from autopar import compat
@@ -420,3 +424,36 @@ def test_an_operator_without_a_kernel_there_is_refused_by_name() -> None:
     name = "aten._scaled_dot_product_flash_attention_for_cpu.default in 0; "
     with pytest.raises(ValueError, match="torch has no kernel on cuda for " + re.escape(name)):
         autopar.plan(*given, cluster="dgx-h100")
+
+
+class Gathering(TorchDispatchMode):
+    """The devices of what DTensors all-gather within it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.devices: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops._c10d_functional.all_gather_into_tensor.default:
+            self.devices.append(args[0].device.type)
+        return func(*args, **kwargs or {})
+
+
+def gather_on_fakes(device: str) -> None:
+    mesh = init_device_mesh(device, (2, 2), mesh_dim_names=("dp", "tp"))
+    with compat.fake_mode(), Gathering() as gathering:
+        local = torch.empty(6, 4, device=device)
+        split = compat.make_dtensor(local, mesh, (Shard(0), Replicate()), torch.Size((12, 4)), (4, 1))
+        full = compat.full_tensor(split)
+        moved = compat.redistributed(split, mesh, (Replicate(), Shard(1)))
+        assert (full.device.type, full.shape) == (device, (12, 4))
+        assert (moved.device.type, moved.placements, compat.local_tensor(moved).shape) == (
+            device, (Replicate(), Shard(1)), (12, 2)
+        )  # fmt: skip
+    assert set(gathering.devices) == {"cpu"}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_gloo_gathers_no_dtensor_from_a_gpus_memory(device: str) -> None:
+    """Its all-gather for them reads a GPU's memory as if it were the host's, and that ends the process."""
+    run(4, gather_on_fakes, device)

@@ -18,9 +18,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 import autopar
+from autopar.compat import full_tensor
 from autopar.ops import sdpa
 from autopar.passes.capture.trace import capture
 from autopar.planning.plan import graph_digest
+from autopar.runtime.collectives import COLLECTIVES, wait
 
 pytest.importorskip("transformers")
 
@@ -44,7 +46,7 @@ def on_cuda(made: Case) -> Case:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
+    return (full_tensor(tensor) if isinstance(tensor, DTensor) else tensor).detach().cpu()
 
 
 def step_and_train(name: str, mesh: dict[str, int], solver: str, plan: autopar.Plan | None = None) -> dict[str, Any]:
@@ -93,6 +95,28 @@ def test_one_rank_with_nccl(name: str, tmp_path: Path) -> None:
 def test_four_gloo_ranks_that_share_a_gpu(name: str, solver: str) -> None:
     for found in run(4, step_and_train, name, {"dp": 2, "tp": 2}, solver):
         check(found, name)
+
+
+def carry(kind: str, *said: Any) -> list[torch.Tensor]:
+    """A collective's result on this rank, of tensors on the host and on the GPU."""
+    group = dist.group.WORLD
+    assert group is not None
+    x = torch.arange(24.0).reshape(8, 3) * (dist.get_rank() + 1)
+    return [wait(COLLECTIVES[kind](x.to(device), *said, group)).cpu() for device in ("cpu", "cuda")]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        *[("all_reduce", "sum"), ("all_reduce", "max"), ("all_gather",), ("reduce_scatter", "sum"), ("all_to_all",)],
+        *[("reduce_scatter", "min"), ("broadcast", 1), ("reduce", "sum", 1), ("shift", 1), ("rotate", -1)],
+        ("exchange", torch.tensor([[2] * 4] * 2)),
+    ],
+    ids=lambda call: call[0],
+)
+def test_gloo_carries_what_is_on_a_gpu(call: tuple[Any, ...]) -> None:
+    for host, gpu in run(4, carry, *call):
+        assert torch.equal(host, gpu)
 
 
 @pytest.mark.parametrize("kind", ["flash", "efficient", "cudnn", "composed"])

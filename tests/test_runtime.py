@@ -480,6 +480,9 @@ def rows_in_every_layout(folder: str) -> torch.Tensor:
         parallel.load_state_dict(state)
         torch.testing.assert_close(full(parallel.weight), full(state["weight"]))
         assert parallel.count == 2
+        nested = ParallelModule(Rows(), captured, parallel_rows(LAYOUTS["nested"], a=2, b=2), None, mesh)
+        nested.load_state_dict(parallel.state_dict())
+        torch.testing.assert_close(full(nested.weight), full(parallel.weight))
         if name == SAVED:
             checkpoint.save({"model": parallel.state_dict()}, checkpoint_id=folder)
             saved = full(parallel.weight)

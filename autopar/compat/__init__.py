@@ -16,12 +16,12 @@ from .distributed import all_gather_single as all_gather_single
 from .distributed import control_channel as control_channel
 from .distributed import dtensors_of as dtensors_of
 from .distributed import follow_world_timeout as follow_world_timeout
+from .distributed import from_host_alone as from_host_alone
 from .distributed import keep_until_exit as keep_until_exit
 from .distributed import local_tensor as local_tensor
 from .distributed import make_dtensor as make_dtensor
 from .distributed import patient as patient
 from .distributed import reduce_scatter_single as reduce_scatter_single
-from .distributed import strided_shard as strided_shard
 from .exporting import as_exported as as_exported
 from .exporting import causal_biases as causal_biases
 from .exporting import plain_attention as plain_attention
@@ -44,6 +44,9 @@ from .recording import is_recorded_function as is_recorded_function
 from .recording import place_of as place_of
 from .recording import recorded as recorded
 from .recording import set_place as set_place
+from .redistributing import full_tensor as full_tensor
+from .redistributing import redistributed as redistributed
+from .redistributing import strided_shard as strided_shard
 from .regions import region_of as region_of
 from .autocast import autocast_dtype as autocast_dtype
 from .autocast import autocast_of as autocast_of

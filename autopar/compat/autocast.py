@@ -162,18 +162,20 @@ _CASTS: Mapping[Cast, str] = {_lower: _LOWER, _in_float: _FLOAT, _to_float: _FLO
 def _kernels() -> Iterator[tuple[str, Any]]:
     """What the CPU's autocast is to do for each operator whose cast differs on CUDA."""
     for name in _NOT_CAST.split():
-        if _is_cast(name):
+        if _is_cast(name, "AutocastCPU"):
             yield name, torch.library.fallthrough_kernel
     for cast, names in _CASTS.items():
         for name in names.split():
+            if not _is_cast(name, "AutocastCUDA"):
+                continue
             packet, _, overload = name.partition(".")
             op = getattr(getattr(torch.ops.aten, packet), overload or "default")
             yield name, _kernel(op, cast)
 
 
-def _is_cast(name: str) -> bool:
-    """Whether this torch's CPU casts it."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", _KEY.name)
+def _is_cast(name: str, key: str) -> bool:
+    """Whether this torch has it in the list of a device, which need not be here. In 2.11 `rms_norm` is in none."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key)
 
 
 def _kernel(op: Any, cast: Cast) -> Callable[..., Any]:

@@ -1,6 +1,8 @@
 """Operators of ATen that have a kernel on a CPU or on CUDA and not on the other, by torch's own list of kernels
 (`native_functions.yaml`), from which a test takes them again."""
 
+from .versions import PRESENT
+
 _ON_CPU = """
     _add_relu _add_relu_ _convert_weight_to_int4pack_for_cpu _dyn_quant_matmul_4bit _dyn_quant_pack_4bit_weight
     _empty_affine_quantized _empty_per_channel_affine_quantized _histogramdd_bin_edges _histogramdd_from_bin_cts
@@ -33,7 +35,10 @@ _ON_CUDA = """
     miopen_batch_norm_backward miopen_convolution miopen_convolution_add_relu miopen_convolution_relu
     miopen_convolution_transpose miopen_ctc_loss miopen_depthwise_convolution miopen_rnn miopen_rnn_backward mm.dtype
     """
-ON_CPU_ALONE, ON_CUDA_ALONE = frozenset(_ON_CPU.split()), frozenset(_ON_CUDA.split())
+_ON_CPU_SINCE_2_12 = "_scaled_mm_v2"
+
+ON_CPU_ALONE = frozenset(_ON_CPU.split())
+ON_CUDA_ALONE = frozenset((*_ON_CUDA.split(), *(_ON_CPU_SINCE_2_12.split() if PRESENT == "2.11" else ())))
 
 
 def devices_of(op: str) -> frozenset[str]:

@@ -36,6 +36,12 @@ def reduce_scatter_single(
     return work
 
 
+def from_host_alone(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether a group carries tensors of this device by gloo, and it is not the host. gloo copies them where it knows
+    of CUDA. Where it does not, it takes their addresses for the host's, and the process ends with SIGSEGV."""
+    return device.type not in ("cpu", "meta") and group._get_backend(device).name() == "gloo"
+
+
 def follow_world_timeout(group: dist.ProcessGroup, device: torch.device) -> None:
     """Give a group the timeout of the world's group, unless it was made with one of its own: a mesh makes its groups
     with the default of 30 minutes (10 on NCCL), whatever `init_process_group` was told."""
@@ -158,22 +164,3 @@ def _spec(
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
-
-
-def strided_shard(dim: int, split_factor: int) -> Placement:
-    """A split of `dim` in `split_factor` contiguous pieces, each of them sharded over the mesh axis.
-
-    Seen on torch 2.12 and 2.13 with gloo, for a dim that no other axis splits by `_StridedShard`: `from_local`,
-    `distribute_tensor`, `full_tensor` and `redistribute` to and from Shard and Replicate are right, beside a
-    Shard of the same or another dim too; with one on each of two axes of the same dim it is not. AdamW and
-    clipping by norm are right.
-
-    On torch 2.11 one alone on its dim cannot be redistributed or gathered at all: it raises ValueError.
-
-    Distributed checkpoints are NOT right: saving one alone on its dim raises ("overlapping chunks"), and
-    loading into one gives wrong values silently, since a checkpoint takes the local tensor for one
-    contiguous chunk. Redistribute to Shard before saving, and load into a Shard.
-    """
-    from torch.distributed.tensor.placement_types import _StridedShard
-
-    return _StridedShard(dim, split_factor=split_factor)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .distributed import local_tensor
+from .redistributing import redistributed
 
 FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
 """Steps of optimizers as one operator on lists: parameters, their gradients, and states of each."""
@@ -37,7 +38,7 @@ def _on_shards(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             return gradient
         if gradient.placements == parameter.placements:
             return gradient
-        return gradient.redistribute(parameter.device_mesh, parameter.placements)
+        return redistributed(gradient, parameter.device_mesh, parameter.placements)
 
     parameters, gradients, *states = args
     lists = [parameters, list(map(placed, gradients, parameters)), *states]

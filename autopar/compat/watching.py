@@ -50,24 +50,22 @@ def suspended_in_branches(context: Callable[[], contextlib.AbstractContextManage
     """A context that is left while Dynamo traces the branches of `torch.cond`, and entered again after it."""
     from torch._higher_order_ops import utils
 
-    compiled = getattr(utils, "_hop_compile_and_call", None)
-    if compiled is None:
-        with context():
-            yield
-        return
+    compiling = utils.setup_compilation_env
     entered = [context()]
 
-    def outside(*args: Any, **kwargs: Any) -> Any:
+    @contextlib.contextmanager
+    def outside() -> Iterator[Any]:
         entered.pop().__exit__(None, None, None)
         try:
-            return compiled(*args, **kwargs)
+            with compiling() as backend:
+                yield backend
         finally:
             entered.append(context())
             entered[-1].__enter__()
 
     entered[-1].__enter__()
     try:
-        with patched(utils, "_hop_compile_and_call", outside):
+        with patched(utils, "setup_compilation_env", outside):
             yield
     finally:
         entered.pop().__exit__(None, None, None)

@@ -15,7 +15,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from autopar.compat import patched
+from autopar.compat import full_tensor, patched
 from autopar.runtime.clip import clip_grad_norm_
 from autopar.runtime.module import ParallelModule
 
@@ -127,7 +127,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
 def whole(values: Any) -> Any:
     """Values with split tensors gathered."""
-    return tree_map_only(DTensor, lambda value: value.full_tensor(), values)
+    return tree_map_only(DTensor, full_tensor, values)
 
 
 def _bare(optimizer: Any) -> Any:

@@ -1,0 +1,88 @@
+"""Redistribution of DTensors, and the strided shard."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from .distributed import from_host_alone
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
+
+
+def full_tensor(dtensor: DTensor) -> torch.Tensor:
+    """`dtensor.full_tensor()`, on the host where gloo would end the process; differentiable, as that is."""
+    if not _on_gloo(dtensor):
+        return dtensor.full_tensor()
+    return _moved(dtensor, "cpu").full_tensor().to(dtensor.device)
+
+
+def redistributed(dtensor: DTensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """`dtensor.redistribute(mesh, placements)`, on the host where gloo would end the process; differentiable, as that
+    is."""
+    if not _on_gloo(dtensor):
+        return dtensor.redistribute(mesh, placements)
+    return _moved(_moved(dtensor, "cpu").redistribute(mesh, placements), dtensor.device)
+
+
+def _moved(dtensor: DTensor, device: torch.device | str) -> DTensor:
+    """With what this rank holds of it on a device; its mesh stays."""
+    return cast("DTensor", dtensor.to(device))
+
+
+def _on_gloo(dtensor: DTensor) -> bool:
+    """Whether gloo carries an accelerator's tensors over an axis of its mesh. DTensors are gathered by the functional
+    all-gather, of which gloo has one for a host's memory alone: it reads a GPU's as if it were that, and the process
+    ends with SIGSEGV (pytorch issue 152645; 2.11 to 2.13). The all-gather that programs use is another."""
+    mesh, device = dtensor.device_mesh, dtensor.device
+    axes = () if device.type == "cpu" else [axis for axis, size in enumerate(mesh.shape) if size > 1]
+    return any(from_host_alone(mesh.get_group(axis), device) for axis in axes)
+
+
+def strided_shard(dim: int, split_factor: int) -> Placement:
+    """A split of `dim` in `split_factor` contiguous pieces, each of them sharded over the mesh axis.
+
+    Seen on torch 2.11 to 2.13 with gloo, for a dim that no other axis splits by `_StridedShard`: `from_local`,
+    `distribute_tensor`, `full_tensor` and `redistribute` from Shard and to and from Replicate are right, beside a
+    Shard of the same or another dim too; with one on each of two axes of the same dim it is not. AdamW and
+    clipping by norm are right. `redistribute` to Shard is right from 2.12 on, and raises NotImplementedError before.
+
+    Distributed checkpoints are NOT right: saving one alone on its dim raises ("overlapping chunks"), and
+    loading into one gives wrong values silently, since a checkpoint takes the local tensor for one
+    contiguous chunk. Redistribute to Shard before saving, and load into a Shard.
+    """
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    _redistribute_undecodable()
+    return _StridedShard(dim, split_factor=split_factor)
+
+
+@cache
+def _redistribute_undecodable() -> None:
+    """Have torch 2.11 redistribute strided shards that stand for no order of mesh axes as 2.12 and 2.13 do: axis after
+    axis. It raises ValueError for them, and for whatever is derived from such a DTensor, as by `detach`."""
+    from torch.distributed.tensor import _dtensor_spec
+    from torch.distributed.tensor._redistribute import DTensorRedistributePlanner
+
+    if hasattr(_dtensor_spec, "_StridedShardNotDecodableError"):  # since 2.12
+        return
+    spec = _dtensor_spec.DTensorSpec
+    redistribution: Any = DTensorRedistributePlanner
+    by_graph = redistribution.generate_graph_based_transform_infos
+
+    def is_order(given: Any) -> bool:
+        known = spec._maybe_convert_StridedShard_to_shard_order(given.placements, given.mesh)
+        return known is not None or not given.use_strided_shard_as_shard_order
+
+    def transforms(planner: Any, source: Any, target: Any, shape: tuple[int, ...]) -> Any:
+        if is_order(source) and is_order(target):
+            return by_graph(planner, source, target, shape)
+        return planner.generate_greedy_transform_infos(source, target)
+
+    redistribution.generate_graph_based_transform_infos = transforms
