@@ -79,14 +79,15 @@ class Descent:
         return first, further
 
     def _ends_of(self, starts: Starts, *, side_by_side: bool, stage: Stage) -> Iterator[Solved]:
+        """What the descents end with, but for those for which no time is left: the first is made in any case."""
         begun, *others = starts.values()
         tasks: list[Callable[[], Solved | None]] = [begun, *(partial(self._in_time, descent) for descent in others)]
         for name, solved in zip(starts, together(stage.told(tasks), worthwhile=side_by_side), strict=True):
             if solved is None:
                 self.log(f"no time is left for a descent from {name}")
                 continue
-            yield solved
             self.log(f"descent from {name}: {solved.score.seconds * 1e3:.3f} ms, {solved.score.bytes / 2**20:.0f} MiB")
+            yield solved
 
     def from_all_starts(self, *, side_by_side: bool, stage: Stage) -> Solved:
         space, axes = self.space, self.axes()

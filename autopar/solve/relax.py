@@ -293,10 +293,13 @@ def _near(
         if (plan := near.plan(REACHES[number], most)) is None:
             high = number
         else:
+            taken = ELIMINATED_WORK * plan.schedule.entries + VISIT_WORK * len(factors)
+            if not relaxation.meter.takes(taken):
+                return
             yield (found := near.optimum(plan))
             best = min(best, found[1])
             low, high = number + 1, min(high, proof(best) + 1)
-            work -= ELIMINATED_WORK * plan.schedule.entries
+            work -= taken
         work -= NODE_WORK * len(relaxation.nodes)
         most, number = work, (low + high) // 2
 
