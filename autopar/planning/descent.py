@@ -6,7 +6,7 @@ one problem.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import cycle
 
@@ -21,8 +21,6 @@ from .progress import Stage
 from .solving import Solved, Solves
 from .starts import by_blocks
 
-Starts = dict[str, Callable[[], Solved]]
-
 DESCENT_SOLVER = "dp"
 """Steps of a descent are many and small; the solver that was asked for solves the pool."""
 
@@ -31,15 +29,9 @@ class Descent:
     """Descents over one space. `steps` solves their steps, `solver` the pool; each part has a share of `effort`."""
 
     def __init__(
-        self,
-        options: Options,
-        solves: Solves,
-        solver: str,
-        *,
-        blocks: Callable[[], Blocks],
-        effort: Effort,
-        log: Callable[[str], None],
-    ) -> None:
+        self, options: Options, solves: Solves, solver: str, *,
+        blocks: Callable[[], Blocks], effort: Effort, log: Callable[[str], None],
+    ) -> None:  # fmt: skip
         self.options, self.solve, self.space, self.log = options, solves, options.space, log
         self.blocks = blocks
         self.solver, self.steps = solver, DESCENT_SOLVER if SOLVERS[solver].exact else solver
@@ -54,10 +46,10 @@ class Descent:
         """The axes of more than one rank, one by one, the slowest first."""
         return one_by_one(self.space)
 
-    def starts(self) -> tuple[Starts, Starts]:
-        """Name of a start -> the descent from there; and of further ones, for where the first do not all end with the
-        same. Slow axes are freed first, or fast ones: so they are where blocks have split an axis, so that the first
-        ones to be freed see how the others split."""
+    def starts(self) -> dict[str, Callable[[], Solved]]:
+        """Name of a start -> the descent from there; the last two are for where the others do not end with the same.
+        Slow axes are freed first, or fast ones: so they are where blocks have split an axis, so that the first ones to
+        be freed see how the others split."""
         axes, coarser = self.axes(), coarser_axes(self.space)
         share = self.effort.descents / (4 + len(coarser))
 
@@ -65,29 +57,16 @@ class Descent:
             by = self.options.replicated() if split is None else by_blocks(self.options, self.blocks(), split)
             return self.descend(by, order, purse=self.purse(share))
 
-        first: Starts = {
+        descents: dict[str, Callable[[], Solved]] = {
             "replicated": partial(descent, axes),
             "blocks": partial(descent, axes[::-1], axes[-1][0]),
         }
         for groups in coarser:
             name = " ".join("*".join(self.space.axes[axis] for axis in group) for group in groups)
-            first[f"mesh {name}"] = partial(self._descend_from_coarser, groups, self.purse(share))
-        further: Starts = {
-            "replicated, fast axes first": partial(descent, axes[::-1]),
-            "blocks on the slowest axis": partial(descent, axes[::-1], axes[0][0]),
-        }
-        return first, further
-
-    def _ends_of(self, starts: Starts, *, side_by_side: bool, stage: Stage) -> Iterator[Solved]:
-        """What the descents end with, but for those for which no time is left: the first is made in any case."""
-        begun, *others = starts.values()
-        tasks: list[Callable[[], Solved | None]] = [begun, *(partial(self._in_time, descent) for descent in others)]
-        for name, solved in zip(starts, together(stage.told(tasks), worthwhile=side_by_side), strict=True):
-            if solved is None:
-                self.log(f"no time is left for a descent from {name}")
-                continue
-            self.log(f"descent from {name}: {solved.score.seconds * 1e3:.3f} ms, {solved.score.bytes / 2**20:.0f} MiB")
-            yield solved
+            descents[f"mesh {name}"] = partial(self._descend_from_coarser, groups, self.purse(share))
+        descents["replicated, fast axes first"] = partial(descent, axes[::-1])
+        descents["blocks on the slowest axis"] = partial(descent, axes[::-1], axes[0][0])
+        return descents
 
     def from_all_starts(self, *, side_by_side: bool, stage: Stage) -> Solved:
         space, axes = self.space, self.axes()
@@ -99,13 +78,19 @@ class Descent:
             for name, choices in taken(space, solved.assignment).items():
                 pool[name].update(dict.fromkeys(choices))
 
-        first, further = self.starts()
-        for solved in self._ends_of(first, side_by_side=side_by_side, stage=stage.part(0.0, 0.5)):
-            note(solved)
-        objectives = [solved.score.objective for solved in solutions]
-        if max(objectives) > min(objectives) * (1 + self.effort.gain) and not self.effort.is_over:
-            for solved in self._ends_of(further, side_by_side=side_by_side, stage=stage.part(0.5, 1.0)):
+        descents = list(self.starts().items())
+        for some, part in ((descents[:-2], stage.part(0.0, 0.5)), (descents[-2:], stage.part(0.5, 1.0))):
+            objectives = [solved.score.objective for solved in solutions]
+            if solutions and max(objectives) <= min(objectives) * (1 + self.effort.gain):
+                break
+            tasks = [partial(self._in_time, d, needed=d is descents[0][1]) for _, d in some]
+            for (name, _), solved in zip(some, together(part.told(tasks), worthwhile=side_by_side), strict=True):
+                if solved is None:
+                    self.log(f"no time is left for a descent from {name}")
+                    continue
                 note(solved)
+                score = solved.score
+                self.log(f"descent from {name}: {score.seconds * 1e3:.3f} ms, {score.bytes / 2**20:.0f} MiB")
         purse = self.purse(self.effort.pool)
         for _ in range(self.effort.pool_rounds):
             if self.effort.is_over:
@@ -125,8 +110,8 @@ class Descent:
         self.ends = list({solved.score: solved for solved in solutions}.values())
         return min(solutions, key=lambda solved: solved.score.objective)
 
-    def _in_time(self, descent: Callable[[], Solved]) -> Solved | None:
-        return None if self.effort.is_over else descent()
+    def _in_time(self, descent: Callable[[], Solved], *, needed: bool) -> Solved | None:
+        return None if self.effort.is_over and not needed else descent()
 
     def _descend_from_coarser(self, groups: list[Axes], purse: Purse) -> Solved:
         """From where the descent on a coarser mesh ends."""
@@ -137,14 +122,9 @@ class Descent:
         return self.descend(taken(self.space, start.assignment, in_middle=True), self.axes(), price, purse=purse)
 
     def descend(
-        self,
-        start: Mapping[str, Iterable[SiteChoice]],
-        order: list[Axes],
-        price: float = 0.0,
-        below: float = math.inf,
-        *,
-        purse: Purse,
-    ) -> Solved:
+        self, start: Mapping[str, Iterable[SiteChoice]], order: list[Axes],
+        price: float = 0.0, below: float = math.inf, *, purse: Purse,
+    ) -> Solved:  # fmt: skip
         """Frees axis after axis until nothing improves, or each axis once if the result is hopelessly above `below` or
         the purse is empty."""
         current = {name: list(choices) for name, choices in start.items()}

@@ -34,19 +34,18 @@ def solve_dp(
 ) -> Solution:
     """Minimise seconds + tie-break * bytes, subject to bytes <= bytes_limit, by min-sum variable elimination.
 
-    Variables: one per op, group, parameter or border, each with its options. A tensor is a table over
-    the classes of options of its producer and its readers (or a chain of accumulators of (produced,
-    wanted set)); a repeat is a table over its left and right variables: the min-plus power of its
-    body's matrix, so that depth costs its logarithm. Objective: the sum of all tables. Ties go to the
-    lowest option index.
+    Variables: one per op, group, parameter or border, each with its options. A tensor is a table over the classes of
+    options of its producer and its readers (or a chain of accumulators of (produced, wanted set)); a repeat is a table
+    over its left and right variables: the min-plus power of its body's matrix, so that depth costs its logarithm.
+    Objective: the sum of all tables. Ties go to the lowest option index.
 
-    Exact without a limit, and where the limit does not bind: `lower_bound` is the objective.
-    Where it binds, bytes get a price. The price that gives the best Lagrangian bound is found by
-    bisection; what a sweep of prices around it chooses for each body, border state by border state, is a
-    pool of (seconds, bytes) points, and the chain of copies is put together from the pool point by point, so
-    that identical copies may choose differently. Exact only where every problem in it has at most
-    `fronts.ALL_STATES` joint options and no front needed thinning; elsewhere choices between two supported
-    prices within one copy can be missed, and `lower_bound` is the Lagrangian bound: the gap is honest, not 0.
+    Exact without a limit, and where the limit does not bind: `lower_bound` is the objective. Where it binds, bytes get
+    a price. The price that gives the best Lagrangian bound is found by bisection; what a sweep of prices around it
+    chooses for each body, border state by border state, is a pool of (seconds, bytes) points, and the chain of copies
+    is put together from the pool point by point, so that identical copies may choose differently. Exact only where
+    every problem in it has at most `fronts.ALL_STATES` joint options and no front needed thinning; elsewhere choices
+    between two supported prices within one copy can be missed, and `lower_bound` is the Lagrangian bound: the gap is
+    honest, not 0.
 
     Where elimination needs too large a table, message passing (`relax`) gives a choice and a bound, mostly equal. Not
     `bounded`: it gives a choice alone, of those in which the middle of a repeat comes again and again, in a fraction of
