@@ -29,9 +29,15 @@ class Descent:
     """Descents over one space. `steps` solves their steps, `solver` the pool; each part has a share of `effort`."""
 
     def __init__(
-        self, options: Options, solves: Solves, solver: str, *,
-        blocks: Callable[[], Blocks], effort: Effort, log: Callable[[str], None],
-    ) -> None:  # fmt: skip
+        self,
+        options: Options,
+        solves: Solves,
+        solver: str,
+        *,
+        blocks: Callable[[], Blocks],
+        effort: Effort,
+        log: Callable[[str], None],
+    ) -> None:
         self.options, self.solve, self.space, self.log = options, solves, options.space, log
         self.blocks = blocks
         self.solver, self.steps = solver, DESCENT_SOLVER if SOLVERS[solver].exact else solver
@@ -47,9 +53,8 @@ class Descent:
         return one_by_one(self.space)
 
     def starts(self) -> dict[str, Callable[[], Solved]]:
-        """Name of a start -> the descent from there; the last two are for where the others do not end with the same.
-        Slow axes are freed first, or fast ones: so they are where blocks have split an axis, so that the first ones to
-        be freed see how the others split."""
+        """Name of a start -> the descent from there. Slow axes are freed first, or fast ones: so they are where blocks
+        have split an axis, so that the first ones to be freed see how the others split."""
         axes, coarser = self.axes(), coarser_axes(self.space)
         share = self.effort.descents / (4 + len(coarser))
 
@@ -60,12 +65,12 @@ class Descent:
         descents: dict[str, Callable[[], Solved]] = {
             "replicated": partial(descent, axes),
             "blocks": partial(descent, axes[::-1], axes[-1][0]),
+            "replicated, fast axes first": partial(descent, axes[::-1]),
+            "blocks on the slowest axis": partial(descent, axes[::-1], axes[0][0]),
         }
         for groups in coarser:
             name = " ".join("*".join(self.space.axes[axis] for axis in group) for group in groups)
             descents[f"mesh {name}"] = partial(self._descend_from_coarser, groups, self.purse(share))
-        descents["replicated, fast axes first"] = partial(descent, axes[::-1])
-        descents["blocks on the slowest axis"] = partial(descent, axes[::-1], axes[0][0])
         return descents
 
     def from_all_starts(self, *, side_by_side: bool, stage: Stage) -> Solved:
@@ -78,19 +83,15 @@ class Descent:
             for name, choices in taken(space, solved.assignment).items():
                 pool[name].update(dict.fromkeys(choices))
 
-        descents = list(self.starts().items())
-        for some, part in ((descents[:-2], stage.part(0.0, 0.5)), (descents[-2:], stage.part(0.5, 1.0))):
-            objectives = [solved.score.objective for solved in solutions]
-            if solutions and max(objectives) <= min(objectives) * (1 + self.effort.gain):
-                break
-            tasks = [partial(self._in_time, d, needed=d is descents[0][1]) for _, d in some]
-            for (name, _), solved in zip(some, together(part.told(tasks), worthwhile=side_by_side), strict=True):
-                if solved is None:
-                    self.log(f"no time is left for a descent from {name}")
-                    continue
-                note(solved)
-                score = solved.score
-                self.log(f"descent from {name}: {score.seconds * 1e3:.3f} ms, {score.bytes / 2**20:.0f} MiB")
+        descents = self.starts()
+        first, *others = descents.values()
+        tasks: list[Callable[[], Solved | None]] = [first, *(partial(self._in_time, descent) for descent in others)]
+        for name, solved in zip(descents, together(stage.told(tasks), worthwhile=side_by_side), strict=True):
+            if solved is None:
+                self.log(f"no time is left for a descent from {name}")
+                continue
+            note(solved)
+            self.log(f"descent from {name}: {solved.score.seconds * 1e3:.3f} ms, {solved.score.bytes / 2**20:.0f} MiB")
         purse = self.purse(self.effort.pool)
         for _ in range(self.effort.pool_rounds):
             if self.effort.is_over:
@@ -110,8 +111,8 @@ class Descent:
         self.ends = list({solved.score: solved for solved in solutions}.values())
         return min(solutions, key=lambda solved: solved.score.objective)
 
-    def _in_time(self, descent: Callable[[], Solved], *, needed: bool) -> Solved | None:
-        return None if self.effort.is_over and not needed else descent()
+    def _in_time(self, descent: Callable[[], Solved]) -> Solved | None:
+        return None if self.effort.is_over else descent()
 
     def _descend_from_coarser(self, groups: list[Axes], purse: Purse) -> Solved:
         """From where the descent on a coarser mesh ends."""
@@ -122,9 +123,14 @@ class Descent:
         return self.descend(taken(self.space, start.assignment, in_middle=True), self.axes(), price, purse=purse)
 
     def descend(
-        self, start: Mapping[str, Iterable[SiteChoice]], order: list[Axes],
-        price: float = 0.0, below: float = math.inf, *, purse: Purse,
-    ) -> Solved:  # fmt: skip
+        self,
+        start: Mapping[str, Iterable[SiteChoice]],
+        order: list[Axes],
+        price: float = 0.0,
+        below: float = math.inf,
+        *,
+        purse: Purse,
+    ) -> Solved:
         """Frees axis after axis until nothing improves, or each axis once if the result is hopelessly above `below` or
         the purse is empty."""
         current = {name: list(choices) for name, choices in start.items()}
