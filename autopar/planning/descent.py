@@ -123,14 +123,9 @@ class Descent:
         return self.descend(taken(self.space, start.assignment, in_middle=True), self.axes(), price, purse=purse)
 
     def descend(
-        self,
-        start: Mapping[str, Iterable[SiteChoice]],
-        order: list[Axes],
-        price: float = 0.0,
-        below: float = math.inf,
-        *,
-        purse: Purse,
-    ) -> Solved:
+        self, start: Mapping[str, Iterable[SiteChoice]], order: list[Axes],
+        price: float = 0.0, below: float = math.inf, *, purse: Purse,
+    ) -> Solved:  # fmt: skip
         """Frees axis after axis until nothing improves, or each axis once if the result is hopelessly above `below` or
         the purse is empty."""
         current = {name: list(choices) for name, choices in start.items()}
