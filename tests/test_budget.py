@@ -173,6 +173,8 @@ def test_no_plan_of_a_preset_needs_less_than_its_parameters_at_rest(preset: str)
 
 def test_an_order_whose_tables_are_too_large_is_given_up_and_its_work_is_counted() -> None:
     sizes, scopes = (10,) * 8, tuple(itertools.combinations(range(8), 2))
+    with pytest.raises(TooWide, match="a table of more than 1000 entries"):
+        schedule(sizes, scopes, (), Meter(effort=Effort(table_entries=1000)))
     meter = Meter()
     with pytest.raises(TooWide, match="more than 1000 in all tables"):
         schedule(sizes, scopes, (), meter, entries=1000)
