@@ -263,13 +263,13 @@ def parallelize(
     Outputs that the plan splits are DTensors. With `whole_outputs` each rank gathers them, and returns the plain
     tensors of the model on one device, for code that computes a metric or a loss with plain labels.
 
-    The first `verify` calls, and the backward of each, also run in one process: every rank gathers parameters and
-    buffers, runs the model on one device, and compares outputs, buffers and gradients. If they differ by more than 1e-9
-    (float64), 1e-3 (float32), 2e-2 (float16) or 1e-1 (bfloat16) of a tensor's largest element, all ranks raise a
-    ValueError that names the first such tensor and the operator and module that compute it (the narrowest dtype of the
-    step counts; integers must be equal, except for 1% of an output's elements). Every rank needs the memory and the
-    time of one device for that. A model with random operators runs as its captured graph in that process, with the same
-    random numbers, instead of as Python.
+    The first `verify` calls and one of the next hundred, and the backward of each, also run in one process: every rank
+    gathers parameters and buffers, runs the model on one device, and compares outputs, buffers and gradients. If they
+    differ by more than 1e-9 (float64), 1e-3 (float32), 2e-2 (float16) or 1e-1 (bfloat16) of a tensor's largest element,
+    all ranks raise a ValueError that names the first such tensor and the operator and module that compute it (the
+    narrowest dtype of the step counts; integers must be equal, except for 1% of an output's elements). Every rank needs
+    the memory and the time of one device for that. A model with random operators runs as its captured graph in that
+    process, with the same random numbers, instead of as Python.
 
     With `padding`, batches with fewer rows than the example, or of other lengths, are padded to shapes that have a
     program (see `Padding`). Inputs of any other form are captured and planned again when they first come.

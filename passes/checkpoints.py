@@ -36,7 +36,7 @@ class _Checkpoints:
     nodes: list[Node] = field(default_factory=list)
 
     def run(self) -> JointGraph:
-        written = {o.target for o in self.graph.outputs if o.role == "mutation"}
+        written = {o.target for o in self.graph.outputs if o.role in ("mutation", "update")}
         overwritten = {i.name for i in self.graph.inputs if i.role in ("parameter", "buffer") and i.target in written}
         regions = self._regions(overwritten)
         middle = self.graph.first_backward

@@ -138,7 +138,7 @@ class _Call:
             state.shared = Shared.of(seen, state.mutated, results, saved)
         with torch.no_grad():
             results, saved = state.shared.apart(results, saved)
-            state.write_back(results)
+            state.write_back(results, state.mutations)
         return results, saved
 
     def _run(self) -> tuple[tuple[torch.Tensor | None, ...], tuple[torch.Tensor, ...]]:
@@ -223,6 +223,7 @@ class ProgramStep(torch.autograd.Function):
         if look:
             state.overlapping[form] = overlapping(computed, kept)
             held.clear()
+        state.write_back(computed, state.updates)
         # an optimizer writes into gradients: no two may share memory
         for index in state.overlapping[form]:
             value = computed[index]

@@ -168,9 +168,9 @@ class SourceWriter:
         program = self.program
         saved = program.saved
         given = [i.name for i in program.inputs if i.role != "tangent"]
-        results = [o.name for o in program.outputs if o.role != "gradient"]
+        results = [o.name for o in program.outputs if not o.backward]
         tangents = [i.name for i in program.inputs if i.role == "tangent"]
-        gradients = [o.name for o in program.outputs if o.role == "gradient"]
+        gradients = [o.name for o in program.outputs if o.backward]
 
         def written(style: Source) -> str:
             lines = self.function("forward", given, program.forward, (*results, *saved), 1, style)

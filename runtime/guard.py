@@ -16,7 +16,6 @@ from torch import nn
 from autopar import compat
 from autopar.passes.capture.looks import Drawn, Look, Reads, listed
 from autopar.passes.capture.state import look
-from autopar.passes.capture.witness import check_hooks
 
 logger = logging.getLogger("autopar")
 
@@ -28,10 +27,8 @@ class Guard:
         self.model, self.reads = model, reads
         self.modules = dict(model.named_modules())
         self.roots: dict[str, Any] = {} if loss_fn is None else {"loss_fn": loss_fn}
-        self.roots |= compat.global_forward_hooks()
-        registries = [compat.hook_registries(module) for module in self.modules.values()]
-        self.forward = tuple(hooks for both in registries for hooks in both[:2])
-        self.backward = tuple(hooks for both in registries for hooks in both[2:])
+        self.roots |= compat.global_hooks()
+        self.hooks = tuple(hooks for module in self.modules.values() for hooks in compat.hook_registries(module))
         self.children = {path: dict(m._modules) for path, m in self.modules.items() if m._modules}
         self.changed: list[str] = []
         """What differed when it was last seen not to hold."""
@@ -56,7 +53,6 @@ class Guard:
         return (
             all(map(is_, map(dict.get, self.dicts, self.keys), self.values))
             and not any(map(dict.__contains__, self.absent, self.absent_keys))
-            and not any(map(len, self.backward))
             and list(map(len, self.sized)) == self.sizes
             and all(len(now) == len(then) and all(map(is_, now, then)) for now, then in self.sequences)
             and all(map(is_, [again() for again in self.others], self.other_values))
@@ -65,7 +61,6 @@ class Guard:
         )
 
     def _check(self) -> None:
-        check_hooks(self.model)
         for path, children in self.children.items():
             now = self.modules[path]._modules
             for name in {**children, **now}:
@@ -80,16 +75,16 @@ class Guard:
         return look(self.modules, {**self.roots, **self._hooked()}, self.reads)
 
     def _hooked(self) -> dict[str, Any]:
-        """The forward hooks of modules that have some."""
+        """The hooks of modules that have some."""
         return {
-            f"the forward hooks of {path or type(self.model).__name__}": list(map(dict, both))
+            f"the hooks of {path or type(self.model).__name__}": list(map(dict, registries))
             for path, module in self.modules.items()
-            if any(both := compat.hook_registries(module)[:2])
+            if any(registries := compat.hook_registries(module))
         }
 
     def _arm(self, seen: Look) -> None:
         entries = [*seen.entries]
-        entries += [(hooks, key, value) for hooks in self.forward for key, value in hooks.items()]
+        entries += [(hooks, key, value) for hooks in self.hooks for key, value in hooks.items()]
         registries = [self.modules[path]._modules for path in self.children]
         entries += [(children, key, value) for children in registries for key, value in children.items()]
         self.dicts = tuple(mapping for mapping, _, _ in entries)
@@ -97,7 +92,7 @@ class Guard:
         self.values = tuple(value for _, _, value in entries)
         self.absent = tuple(mapping for mapping, _ in seen.absent)
         self.absent_keys = tuple(key for _, key in seen.absent)
-        self.sized = (*seen.sized, *self.forward, *registries)
+        self.sized = (*seen.sized, *self.hooks, *registries)
         self.sizes = list(map(len, self.sized))
         self.sequences = tuple(seen.sequences)
         self.others = tuple(again for again, _ in seen.others)

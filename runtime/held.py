@@ -140,15 +140,17 @@ class State:
         self.carriers = frozenset(i.target for i in self.tangents)
         """Outputs that the program takes gradients of; `differentiable` are those that eager would."""
         self.differentiable = self.carriers | {leaf.path for leaf in captured.output_leaves if leaf.requires_grad}
-        self.results = tuple(o for o in program.outputs if o.role != "gradient")
-        self.gradients = {o.target: i for i, o in enumerate(o for o in program.outputs if o.role == "gradient")}
-        self.gradient_outputs = tuple(o for o in program.outputs if o.role == "gradient")
-        self.trained = frozenset(o.target for o in self.gradient_outputs if o.name is not None)
+        self.results = tuple(o for o in program.outputs if not o.backward)
+        self.gradient_outputs = tuple(o for o in program.outputs if o.backward)
+        self.gradients = {o.target: i for i, o in enumerate(self.gradient_outputs) if o.role == "gradient"}
+        self.trained = frozenset(o.target for o in self.gradient_outputs if o.role == "gradient" and o.name is not None)
         outputs = [(i, o) for i, o in enumerate(self.results) if o.role == "output" and o.name is not None]
         self.output_indices = tuple(i for i, _ in outputs)
         self.output_paths = tuple(o.target for _, o in outputs)
         written = [(i, o) for i, o in enumerate(self.results) if o.role == "mutation"]
         self.mutations = tuple((i, o) for i, o in written if o.name is not None)
+        self.updates = tuple((i, o) for i, o in enumerate(self.gradient_outputs) if o.role == "update")
+        """What backward writes."""
         self.at_rest = {i.target: i.layout for i in self.inputs if i.role == "parameter"}
         self.constants = {name: t.detach().to(self.device) for name, t in captured.constants.items()}
         self.owners: dict[str, tuple[dict[str, Any], str]] = {}
@@ -323,8 +325,9 @@ class State:
         """The keys of this step's random operators."""
         return keys(step_seed(self.program.axes, self.groups, self.device), self.seeds) if self.seeds else ()
 
-    def write_back(self, results: tuple[torch.Tensor | None, ...]) -> None:
-        for index, o in self.mutations:
+    def write_back(self, results: Sequence[torch.Tensor | None], written: Sequence[tuple[int, ProgramOutput]]) -> None:
+        """Write results of a pass into the buffers and parameters that they replace."""
+        for index, o in written:
             value = results[index]
             assert value is not None
             held = self.value(o.target)

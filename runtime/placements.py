@@ -146,7 +146,7 @@ def mismatch(program: Program, mesh: DeviceMesh) -> ValueError | None:
             )
         if o.role == "output" and o.meta is not None and not is_gatherable(o.layout, o.meta.shape, program.mesh):
             return _unserved("output", o.target, o.layout, program)
-        if o.role == "mutation" and not is_replicated(o.layout):
+        if o.role in ("mutation", "update") and not is_replicated(o.layout):
             return ValueError(
                 f"{o.target} is written as {describe(o.layout, program.axes)}: what forward writes is replicated"
             )

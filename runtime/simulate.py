@@ -49,13 +49,14 @@ def simulate_step(
     `tolerance` relative to their largest element, which counts as `least` at least.
     """
     values_of_ranks = run_ranks(program, given_to_ranks(program, parameters, inputs, tangents, seed))
-    results: dict[str, dict[str, torch.Tensor]] = {"output": {}, "mutation": {}, "gradient": {}}
+    results: dict[str, dict[str, torch.Tensor]] = {"output": {}, "mutation": {}, "gradient": {}, "update": {}}
     for o in program.outputs:
         if o.name is not None and o.meta is not None:
             shards = {coordinate: values[o.name] for coordinate, values in values_of_ranks.items()}
             what = f"{o.role} {o.target}"
             results[o.role][o.target] = assemble(shards, o.meta.shape, o.layout, program.mesh, tolerance, what, least)
-    return Simulated(outputs=results["output"], mutations=results["mutation"], gradients=results["gradient"])
+    written = results["mutation"] | results["update"]
+    return Simulated(outputs=results["output"], mutations=written, gradients=results["gradient"])
 
 
 def given_to_ranks(

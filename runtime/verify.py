@@ -8,8 +8,10 @@ on global tensors in the place of the model, with the same keys: PyTorch's own g
 from __future__ import annotations
 
 import copy
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.compat import full_tensor
 from autopar.ir.graph import JointGraph, Node
+from autopar.ir.program import ProgramOutput
 from autopar.ir.tree import flatten
 from autopar.ops.lockstep import run
 from autopar.passes.capture.captured import Captured
@@ -70,16 +73,20 @@ class Eager:
         output = captured.precision.cast_outputs(model(*args, **kwargs))
         output = output if loss_fn is None else loss_fn(output)
         self.outputs = {path: x for path, x in flatten("output", output)[0] if isinstance(x, torch.Tensor)}
-        self.buffers = dict(model.named_buffers())
+        self.model = model
+
+    @property
+    def buffers(self) -> Values:
+        """And parameters, which forward may write too."""
+        return {name: x.detach() for name, x in (*self.model.named_parameters(), *self.model.named_buffers())}
 
     def gradients(self, tangents: Values) -> Values:
         """By the parameter's name or the input's path, from those of outputs by path."""
         wanted = {name: leaf for name, leaf in self.leaves.items() if leaf.requires_grad}
         roots = [(self.outputs[path], t) for path, t in tangents.items() if self.outputs[path].requires_grad]
-        gradients = torch.autograd.grad(
-            [root for root, _ in roots], [*wanted.values()], [t for _, t in roots], allow_unused=True, retain_graph=True
-        )
-        return {name: g for name, g in zip(wanted, gradients, strict=True) if g is not None}
+        if roots:  # forward may have differentiated before, and accumulated
+            torch.autograd.backward([root for root, _ in roots], [t for _, t in roots], retain_graph=True)
+        return {name: leaf.grad for name, leaf in wanted.items() if leaf.grad is not None}
 
 
 class GraphReference:
@@ -102,6 +109,7 @@ class GraphReference:
         values = {**self.values, **{i.name: tangents[i.target] for i in self.graph.inputs if i.role == "tangent"}}
         with torch.no_grad():
             self._run(values, (node for node in self.graph.nodes if node.backward))
+        self.buffers |= self._results("update", values)
         return self._results("gradient", values)
 
     def _run(self, values: dict[str, Any], nodes: Iterator[Node]) -> None:
@@ -126,14 +134,19 @@ class Given:
 
 
 class Verifier:
-    """Checks the first `steps` calls of a module, and the backward of each."""
+    """Checks the first `steps` calls of a module and one of the next hundred, and the backward of each."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable[[Any], torch.Tensor] | None, steps: int) -> None:
-        self.model, self.loss_fn, self.steps, self.done = skeleton(model), loss_fn, steps, 0
+        self.model, self.loss_fn, self.steps = skeleton(model), loss_fn, steps
+        self.calls, self.done = 0, 0
+        self.later = 0
+        """The number of the later call, the same on all ranks. State that no first call shows may show in it."""
 
     def begin(self, state: _State, modules: Sequence[nn.Module], inputs: Mapping[str, torch.Tensor]) -> Check | None:
-        """What checks the step that begins, or None when all are done. Gathers parameters."""
-        if self.done == self.steps:
+        """What checks the step that begins, or None where it is not checked. Gathers parameters."""
+        self.later = self.later or self.steps + 1 + int(state.program.digest, 16) % 100
+        self.calls += 1
+        if self.calls > self.steps and self.calls != self.later:
             return None
         self.done += 1
         held = {name: state.value(name) for name in state.aliases}
@@ -153,7 +166,8 @@ class Verifier:
         model = copy.deepcopy(self.model)
         for module, other in zip(model.modules(), modules, strict=True):
             module.training = other.training
-        return Check(step=self.done, state=state, model=model, loss_fn=self.loss_fn, given=given)
+            vars(module).update(_plain(vars(other), vars(module)))
+        return Check(step=self.calls, state=state, model=model, loss_fn=self.loss_fn, given=given)
 
 
 @dataclass(kw_only=True)
@@ -173,13 +187,10 @@ class Check:
         returned = {path: gathered(x) for path, x in outputs.items()}
         with together(self.state.mesh):
             self.reference = self._graph() if keys else self._eager()
-            written = {o.target: gathered(self.state.value(o.target)) for _, o in self.state.mutations}
-            now = {**self.given.buffers, **self.reference.buffers}
             pairs = [
                 (f"output {path}", path, "output", x, self.reference.outputs.get(path)) for path, x in returned.items()
             ]
-            pairs += [(f"buffer {name}", name, "mutation", x, now.get(name)) for name, x in written.items()]
-            self._compare(pairs, {})
+            self._compare([*pairs, *self._written(self.state.mutations)], {})
 
     def backward(self, tangents: Mapping[str, torch.Tensor | None], gradients: Mapping[str, torch.Tensor]) -> None:
         """Compare the gradients that came of those of outputs, by path; absent ones are zero."""
@@ -193,7 +204,15 @@ class Check:
             }
             expected = self._at_rest(self.reference.gradients(filled))
             pairs = [(f"the gradient of {name}", name, "gradient", g, expected.get(name)) for name, g in actual.items()]
-            self._compare(pairs, filled)
+            self._compare([*pairs, *self._written(self.state.updates)], filled)
+
+    def _written(self, results: Sequence[tuple[int, ProgramOutput]]) -> list[Pair]:
+        """What a pass wrote into buffers, and what it should have."""
+        expected = {**self.given.buffers, **self.reference.buffers}
+        return [
+            (f"buffer {o.target}", o.target, o.role, gathered(self.state.value(o.target)), expected.get(o.target))
+            for _, o in results
+        ]
 
     def _at_rest(self, gradients: Values) -> Values:
         """Gradients in the dtypes in which the module holds their parameters."""
@@ -217,9 +236,7 @@ class Check:
         inputs = {path: x.detach().clone() for path, x in self.given.inputs.items()}
         return replace(self.given, buffers=buffers, inputs=inputs)
 
-    def _compare(
-        self, pairs: Sequence[tuple[str, str, str, torch.Tensor, torch.Tensor | None]], tangents: Values
-    ) -> None:
+    def _compare(self, pairs: Sequence[Pair], tangents: Values) -> None:
         """Raises ValueError for the first tensor, in the order of the graph, that differs."""
         graph = self.state.captured.graph
         reduced_in = self.state.captured.precision.reduced_in or torch.float64
@@ -254,11 +271,22 @@ class Check:
         if isinstance(self.reference, GraphReference):
             return f"The ranks do not compute the captured graph: {report}"
         graph = self._graph()
-        expected = {"output": graph.outputs, "mutation": graph.buffers}.get(role)
-        expected = self._at_rest(graph.gradients(tangents)) if expected is None else expected
+        gradients = self._at_rest(graph.gradients(tangents)) if role in ("gradient", "update") else {}
+        expected = {"output": graph.outputs, "gradient": gradients}.get(role, graph.buffers)
         if target in expected and difference(actual, expected[target], 0.0) <= limit:
             return f"The ranks compute the captured graph, and that is not the model: {report}"
         return f"The ranks do not compute the captured graph: {report}"
+
+
+def _plain(now: Mapping[str, Any], then: Mapping[str, Any]) -> dict[str, Any]:
+    """The constants and containers that attributes hold now, which may have changed since."""
+    kinds = (type(None), bool, int, float, complex, str, list, tuple, dict, set, SimpleNamespace, Namespace)
+    names = (name for name in then.keys() & now.keys() if not name.startswith("_"))
+    return {name: copy.deepcopy(now[name]) for name in names if type(now[name]) in kinds}
+
+
+Pair = tuple[str, str, str, torch.Tensor, torch.Tensor | None]
+"""What a tensor is, its target and role, its value here, and what it should be."""
 
 
 def _is_parameter(value: torch.Tensor) -> bool:

@@ -172,7 +172,7 @@ class Versions:
     def _reads(self, version: _Version, inputs: Inputs) -> bool:
         """Whether a program's numbers are those of these inputs, on all ranks alike."""
         differs = None
-        bound = {path: gathered(inputs.leaves[path]) for path in version.pinned.slots}
+        bound = {path: gathered(inputs.leaves[path]) for path in version.pinned.inputs}
         with together(self.base.mesh):
             differs = version.pinned.differs(bound)
         all_equal(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from autopar import compat
-from autopar.ir.graph import GraphOutput, JointGraph, TensorMeta, map_references, overload
-from autopar.passes.capture import conversion as capture_module
+from autopar.ir.graph import JointGraph, TensorMeta, map_references, overload
 from autopar.passes.capture.captured import Captured, CaptureError
 from autopar.passes.capture.trace import capture
 
@@ -446,32 +445,6 @@ def test_parameters_without_a_gradient() -> None:
         capture(mlp(), (X,), loss_fn=lambda y: y.detach().sum())
 
 
-def test_parameters_without_a_gradient_are_those_of_the_branch_that_was_traced() -> None:
-    """Experts of `transformers` take another way while they are exported, since their own has no fakes in float32."""
-
-    class Exported(HalfUsed):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if not torch.compiler.is_exporting():
-                raise RuntimeError("no fakes of this")
-            return self.used(x).sum()
-
-    assert capture(Exported(), (X,)).without_gradient == ("unused.weight", "unused.bias")
-    assert not torch.compiler.is_exporting()
-
-
-def test_a_gradient_that_the_trace_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph without a gradient that eager has is refused."""
-    convert = capture_module.Conversion._output
-
-    def lossy(self: Any, result: Any) -> GraphOutput:
-        made = convert(self, result)
-        return replace(made, name=None) if made.role == "gradient" and made.target.endswith("bias") else made
-
-    monkeypatch.setattr(capture_module.Conversion, "_output", lossy)
-    with pytest.raises(ValueError, match=r"2 trainable parameters get no gradient from output: 0\.bias, 2\.bias"):
-        capture(mlp(), (X,), loss_fn=lambda y: y.sum())
-
-
 def test_buffers_that_cannot_be_replaced() -> None:
     class Replaces(nn.Module):
         def __init__(self, new: Any) -> None:
@@ -489,7 +462,7 @@ def test_buffers_that_cannot_be_replaced() -> None:
     for new, message in (
         (lambda self: setattr(self, "b", self.b[:2]), r"buffer b, which is float32\[3\], by float32\[2\]: keep"),
         (lambda self: setattr(self, "b", None), r"buffer b, which is float32\[3\], by None"),
-        (lambda self: setattr(self, "c", self.b + 1), r"buffer c, which is None, by float32\[3\]"),
+        (lambda self: setattr(self, "c", self.b + 1), r"forward registers c"),
         (lambda self: setattr(self, "b", self.b + 1), "buffer b, which has another name too"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -531,7 +504,7 @@ def test_refusals() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x[self.layer(x).sum(1) > 0].sum()
 
-    with pytest.raises(ValueError, match="has a shape that depends on the data"):
+    with pytest.raises(ValueError, match="makes a tensor whose shape depends on the data"):
         capture(Selects(), (X,))
 
 

@@ -131,7 +131,7 @@ def test_the_numbers_are_those_of_one_process_that_checkpoints(name: str, reentr
 @pytest.mark.parametrize("name", CASES)
 def test_exactly_what_lies_in_regions_is_made_again(name: str, reentrant: bool) -> None:
     made = case(name, reentrant)
-    graph = capture(made.model, made.args, made.kwargs, regions=True).graph
+    graph = capture(made.model, made.args, made.kwargs).graph
     forward = {node.name: node for node in graph.nodes if not node.backward}
     again = [node for node in checkpoints(graph).nodes if node.serves]
     assert again and all(node.backward and forward[node.serves].region for node in again)
@@ -147,7 +147,7 @@ def test_exactly_what_lies_in_regions_is_made_again(name: str, reentrant: bool) 
 
 
 def test_a_region_within_a_region_is_made_again_twice() -> None:
-    graph = checkpoints(capture(Layers(1, reentrant=False, nested=True), of(nn.Identity()).args, regions=True).graph)
+    graph = checkpoints(capture(Layers(1, reentrant=False, nested=True), of(nn.Identity()).args).graph)
     again = [node.op for node in graph.nodes if node.serves]
     assert [again.count(op) for op in ("aten.cos.default", "aten.sin.default", "aten.native_dropout.default")] == [
         1,
@@ -158,12 +158,9 @@ def test_a_region_within_a_region_is_made_again_twice() -> None:
 
 @KINDS
 def test_layers_stay_copies_of_each_other(reentrant: bool) -> None:
-    """So that planning costs per unique layer; stamped as captured in full."""
+    """So that planning costs per unique layer."""
     (repeat,) = planner("llama", reentrant, "asked").space.repeats
     assert repeat.count == 5
-    made = case("llama", reentrant)
-    stamped, full = (capture(made.model, (), made.kwargs, regions=True, stamp=stamp).graph for stamp in (True, False))
-    assert [(n.op, n.region, n.backward) for n in stamped.nodes] == [(n.op, n.region, n.backward) for n in full.nodes]
 
 
 def kept_by_eager(made: models.Case) -> int:
@@ -276,7 +273,7 @@ def test_a_buffer_that_forward_writes_is_not_read_again() -> None:
                 self.scale.add_(1.0)
             return result.square().mean()
 
-    graph = checkpoints(capture(Counted(), of(nn.Identity()).args, regions=True).graph)
+    graph = checkpoints(capture(Counted(), of(nn.Identity()).args).graph)
     again = [node.op for node in graph.nodes if node.serves]
     assert "aten.addmm.default" in again and "aten.sqrt.default" not in again
 

@@ -119,7 +119,7 @@ def test_a_graph_says_which_inputs_it_is_right_for(body: str) -> None:
     args = inputs(body)
     pinned = capture(net(body), args).pinned
     given = {f"args.{i}": tensor for i, tensor in enumerate(args)}
-    assert set(pinned.slots) == {f"args.{i}" for i in range(1, len(args))}
+    assert set(pinned.inputs) == {f"args.{i}" for i in range(1, len(args))}
     assert str(pinned).startswith("values of args.1") and "test_pinned.py" in str(pinned)
     assert pinned.differs(given) is None
     changed = torch.ones_like(args[1]) if body not in ("a branch", "in layers") else torch.zeros_like(args[1])

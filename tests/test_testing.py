@@ -161,7 +161,7 @@ def test_presets_dtypes_and_bad_input() -> None:
             check(model, MESH, (x,), **given)
     with torch.device("meta"), pytest.raises(ValueError, match="is on meta: a model that is run must have values"):
         check(nn.Linear(6, 4), MESH, (x,))
-    with pytest.raises(ValueError, match=r"does not run in PyTorch as it is given|cannot be captured"):
+    with pytest.raises(ValueError, match=r"does not run in PyTorch as it is given|raises RuntimeError"):
         check(model, MESH, (torch.randn(4, 5),))
 
 
@@ -215,15 +215,14 @@ def test_labels_of_a_multilabel_margin_end_at_the_first_that_is_none(reduction: 
 
 
 def test_an_operator_that_makes_a_shape_of_data_is_refused_even_if_nobody_reads_it() -> None:
-    places = torch.tensor([5, 0, 2, 2, 1, 4])
-
     class Picks(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.layer = nn.Linear(4, 4)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layer(x)[torch.unique(places, return_inverse=True)[1]].square().sum()
+            y = self.layer(x)
+            return y[torch.unique(y.detach()[:, 0].round(), return_inverse=True)[1]].square().sum()
 
     with pytest.raises(ValueError, match=r"_unique2.* makes a tensor whose shape depends on the data.*test_testing"):
         check(Picks(), {"a": 2}, (torch.ones(6, 4),))

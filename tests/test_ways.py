@@ -336,7 +336,7 @@ def test_labels_that_nobody_knows_and_something_else_reads_are_refused() -> None
         return labels[learned] * labels[learned].sum().sign(), mask.sum(-1)
 
     made.model.pick = [pick]
-    with pytest.raises(CaptureError, match="a shape that depends on the data"):
+    with pytest.raises(CaptureError, match="makes a tensor whose shape depends on the data"):
         capture(made.model, made.args)
 
 

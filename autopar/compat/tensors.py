@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import in_kernel_invocation_manager
 from torch.backends.cuda import SDPAParams
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -23,11 +25,40 @@ def is_profiling() -> bool:
     return bool(torch.autograd.profiler._is_profiler_enabled)
 
 
+def is_transformed() -> bool:
+    """Whether a transform of `torch.func` is at work."""
+    return torch._C._functorch.maybe_current_level() is not None
+
+
 class _Kernels(FakeTensorMode):  # type: ignore[no-untyped-call]
     """Fakes whose norms give the same dtypes on every device, those of `autopar.ops.kernels`. torch's give others for
-    statistics of bfloat16 and float16 on a CPU, beside wider weights, and for running statistics in these dtypes."""
+    statistics of bfloat16 and float16 on a CPU, beside wider weights, and for running statistics in these dtypes.
+    Grouped products are there in every dtype, as they are on real tensors."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.made: dict[Any, _Made | None] = {}
+        """What operators make of operands that lie in memory alike, and nothing else decides; None for others."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # it is not compiled, and to say so takes longer than what is known takes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        key = _lies((func, args, tuple(kwargs.items())), torch.get_default_dtype())
+        made = self.made.get(key) if key is not None else None
+        if made is not None:
+            return made.again(self, args)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if key is not None and key not in self.made:
+            self.made[key] = _Made.of(func, args, result)
+        return result
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+            made = {"dtype": args[0].dtype, "device": args[0].device}
+            return super().dispatch(torch.ops.aten.empty.memory_format, types, (_grouped_shape(*args),), made)
         results = super().dispatch(func, types, args, kwargs)
         if not isinstance(results, tuple):
             return results
@@ -40,11 +71,87 @@ class _Kernels(FakeTensorMode):  # type: ignore[no-untyped-call]
         )
 
 
-def control_flow() -> None:
-    """Control flow on `_Kernels` is what it is on any fakes: torch looks for the very class."""
-    from torch._higher_order_ops.cond import cond_op
+def _lies(*values: Any) -> tuple[Any, ...] | None:
+    """Arguments as far as they decide what an operator makes: how tensors lie, and all else by value and type. None
+    where more may decide."""
+    key: list[Any] = []
+    for x in values:
+        if isinstance(x, FakeTensor):
+            if x.constant is not None or x.is_complex() or x.is_neg():
+                return None
+            key.append((x.shape, x.stride(), x.storage_offset(), x.dtype, x.requires_grad, x.fake_device))
+        elif isinstance(x, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return None
+        elif isinstance(x, (tuple, list)):
+            inner = _lies(*x)
+            if inner is None:
+                return None
+            key.append(inner)
+        else:
+            key.append((type(x), x))
+    try:
+        hash(made := tuple(key))
+    except TypeError:
+        return None
+    return made
 
-    cond_op.py_impl(_Kernels)(cond_op.python_key_table[FakeTensorMode])
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """How the results of an operator lie: fresh tensors, or views of its first operand where an offset is given."""
+
+    several: type | None
+    lies: tuple[tuple[Any, Any, int | None, torch.dtype] | None, ...]
+
+    @staticmethod
+    def of(func: Any, args: Any, result: Any) -> _Made | None:
+        """None where a result is one of the operands, or is more than shape, stride and dtype."""
+        unknown = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
+        if func.namespace != "aten" or func._schema.is_mutable or any(tag in func.tags for tag in unknown):
+            return None
+        several = type(result) if isinstance(result, (tuple, list)) else None
+        given = {memory_of(x) for x in args if isinstance(x, torch.Tensor)}
+        lies: list[tuple[Any, Any, int | None, torch.dtype] | None] = []
+        for x in result if several else (result,):
+            if x is None:
+                lies.append(None)
+                continue
+            if type(x) is not FakeTensor or x.constant is not None or x.is_complex() or x.is_neg():
+                return None
+            viewed = memory_of(x) in given
+            if any(x is other for other in args) or (viewed and memory_of(x) != memory_of(args[0])):
+                return None
+            if x.fake_device != _CPU or (not viewed and x.storage_offset()):
+                return None
+            lies.append((tuple(x.shape), x.stride(), int(x.storage_offset()) if viewed else None, x.dtype))
+        return _Made(several, tuple(lies))
+
+    def again(self, mode: FakeTensorMode, args: Any) -> Any:
+        results: list[Any] = []
+        with in_kernel_invocation_manager(mode):
+            for lies in self.lies:
+                if lies is None:
+                    results.append(None)
+                    continue
+                shape, stride, offset, dtype = lies
+                if offset is None:
+                    bare = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+                else:
+                    bare = torch.empty(0, dtype=dtype, device="meta")
+                    bare.set_(args[0].untyped_storage(), offset, shape, stride)
+                results.append(bare)
+        fakes = [bare if bare is None else FakeTensor(mode, bare, _CPU) for bare in results]
+        return fakes[0] if self.several is None else self.several(fakes)
+
+
+_CPU = torch.device("cpu")
+
+
+def _grouped_shape(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor | None = None, *_: Any) -> list[int]:
+    """The shape of products of groups: of rows with a matrix each, or of the columns and rows of each group."""
+    groups = [ends.shape[0]] if ends is not None and a.dim() == b.dim() == 2 else []
+    batch = [a.shape[0]] if a.dim() == b.dim() == 3 else []
+    return [*groups, *batch, a.shape[-2], b.shape[-1]]
 
 
 def _norm_dtypes(op: str, args: Any) -> list[torch.dtype | None]:
@@ -182,9 +289,13 @@ def notes_of(tensor: torch.Tensor) -> dict[str, Any]:
     return {name: value for name, value in vars(tensor).items() if name not in own and not is_torchs(name)}
 
 
+RECORDED = "_autopar_recorded"
+"""The attribute of a fake in which recorders keep its names."""
+
+
 def is_torchs(name: str) -> bool:
-    """Whether torch itself sets such an attribute on tensors that it traces."""
-    return name.endswith(("_memo", "_memo_vc", "_memo_epoch")) or name.startswith("_dynamo_")
+    """Whether torch itself, or a recorder, sets such an attribute on fakes."""
+    return name == RECORDED or name.endswith(("_memo", "_memo_vc", "_memo_epoch")) or name.startswith("_dynamo_")
 
 
 @cache
@@ -200,7 +311,6 @@ def by_tensor() -> MutableMapping[torch.Tensor, Any]:
     return WeakTensorKeyDictionary()
 
 
-control_flow()
 meta_kernels()
 
 

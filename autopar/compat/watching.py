@@ -2,18 +2,23 @@
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.modules import module as every_module
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from .patching import patched
-from .tensors import memory_of
 
 
 class WritesReal(Exception):
@@ -25,11 +30,11 @@ class WritesReal(Exception):
 
 
 class WritesInput(Exception):
-    """A traced model writes one of its inputs, of this number."""
+    """An operator of a traced model writes one of its inputs, at this path."""
 
-    def __init__(self, index: int) -> None:
-        super().__init__(f"the model writes input {index} in place")
-        self.index = index
+    def __init__(self, path: str) -> None:
+        super().__init__(f"the model writes input {path} in place")
+        self.path = path
 
 
 def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
@@ -45,32 +50,6 @@ def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> lis
     return [x for x in pytree.tree_leaves(given) if isinstance(x, torch.Tensor)]
 
 
-@contextlib.contextmanager
-def suspended_in_branches(context: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
-    """A context that is left while Dynamo traces the branches of `torch.cond`, and entered again after it."""
-    from torch._higher_order_ops import utils
-
-    compiling = utils.setup_compilation_env
-    entered = [context()]
-
-    @contextlib.contextmanager
-    def outside() -> Iterator[Any]:
-        entered.pop().__exit__(None, None, None)
-        try:
-            with compiling() as backend:
-                yield backend
-        finally:
-            entered.append(context())
-            entered[-1].__enter__()
-
-    entered[-1].__enter__()
-    try:
-        with patched(utils, "setup_compilation_env", outside):
-            yield
-    finally:
-        entered.pop().__exit__(None, None, None)
-
-
 class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode that looks at operators and leaves them as they are. Dynamo, which traces the branches of `torch.cond`,
     works under it as without."""
@@ -81,19 +60,38 @@ class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def is_infra_mode(cls) -> bool:
         return True
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled while a mode watches, and to say so takes longer than most of its calls
 
-class Writes(Watching):  # type: ignore[no-untyped-call]
-    """Notes the memory that operators write. Versions do not tell: writing a list of fakes leaves theirs."""
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.memory: set[int] = set()
+def property_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What an operator gives that asks for a property of a tensor. Its device is asked for most, and at once known."""
+    if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+        return args[0].fake_device
+    return func(*args, **kwargs)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self.memory.update(map(memory_of, written_by(func, args, kwargs or {})))
-        return func(*args, **(kwargs or {}))
+
+def sizes_by_values(func: Any, args: Sequence[Any]) -> bool:
+    """Whether how much an operator makes depends on the values that it is given: of an index, on those of masks."""
+    if torch.Tag.dynamic_output_shape not in func.tags:
+        return False
+    if func is not torch.ops.aten.index.Tensor:
+        return True
+    return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
+
+
+def annotated(func: Any, args: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
+    """An operator of the same results whose schema says what it writes: that of batch norm on a CPU is silent of its
+    running statistics."""
+    if func is not torch.ops.aten.native_batch_norm.default:
+        return func, args
+    x, weight, bias, mean, var, training, momentum, eps = args
+    if not training:
+        return torch.ops.aten._native_batch_norm_legit_no_training.default, (x, weight, bias, mean, var, momentum, eps)
+    if mean is None:
+        return torch.ops.aten._native_batch_norm_legit.no_stats, (x, weight, bias, training, momentum, eps)
+    return torch.ops.aten._native_batch_norm_legit.default, args
 
 
 def decides_by_data(error: Exception) -> bool:
@@ -107,14 +105,20 @@ def leaves_numbers(error: Exception) -> bool:
     return "nbacked symbol" in str(error) or "SymInt" in str(error) or "data dependent" in str(error).lower()
 
 
-def hooks_gradient(tensor: torch.Tensor) -> bool:
-    """Whether hooks wait for its gradient."""
-    return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
+def unrecordable(error: Exception) -> str | None:
+    """The operator of which torch has no fake, if a step could not be recorded for that."""
+    unknown = UnsupportedOperatorException, DynamicOutputShapeException, DataDependentOutputException
+    return str(error.func) if isinstance(error, unknown) else None
 
 
-def hooks_gradients(module: nn.Module) -> bool:
-    """Whether it has full backward hooks or full backward pre-hooks."""
-    return bool(module._backward_hooks) or bool(module._backward_pre_hooks)
+def gradient_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], Any]]:
+    """The hooks that wait for its gradient."""
+    return [*(tensor._backward_hooks or {}).values()]
+
+
+def is_stepped_in_backward(tensor: torch.Tensor) -> bool:
+    """Whether hooks wait until its gradient is accumulated, as optimizers do that step during backward."""
+    return bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
 def hook_registries(module: nn.Module) -> tuple[dict[int, Any], ...]:
@@ -122,19 +126,14 @@ def hook_registries(module: nn.Module) -> tuple[dict[int, Any], ...]:
     return module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
 
 
-def global_forward_hooks() -> dict[str, dict[int, Any]]:
-    """The hooks that run before and after the forward of every module."""
+def global_hooks() -> dict[str, dict[int, Any]]:
+    """The hooks that run around the forward and the backward of every module."""
     return {
         "the global forward hooks": every_module._global_forward_hooks,
         "the global forward pre-hooks": every_module._global_forward_pre_hooks,
+        "the global backward hooks": every_module._global_backward_hooks,
+        "the global backward pre-hooks": every_module._global_backward_pre_hooks,
     }
-
-
-def global_backward_hooks() -> str:
-    """What kind of hooks torch has for the backward of every module; empty where it has none."""
-    if every_module._global_backward_pre_hooks:
-        return "global full backward pre-hooks"
-    return "global backward hooks" if every_module._global_backward_hooks else ""
 
 
 def without_modes() -> contextlib.AbstractContextManager[Any]:
@@ -170,19 +169,6 @@ def seeding(seeded: Callable[[], None]) -> contextlib.AbstractContextManager[Non
     return patched(holder, "default_generator", _Seeded(holder.default_generator, seeded))
 
 
-def saving(saved: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
-    """Within it `saved` is called where hooks are set on what autograd saves (not those of torch itself)."""
-    hooks: Any = torch.autograd.graph.saved_tensors_hooks
-    original = hooks.__enter__
-
-    def enter(self: Any) -> None:
-        if type(self) is hooks:
-            saved()
-        original(self)
-
-    return patched(hooks, "__enter__", enter)
-
-
 def asking_for_inference(asked: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
     """Within it `asked` is called where Python asks whether inference mode is on (not that of torch itself)."""
     original = torch.is_inference_mode_enabled
@@ -193,20 +179,6 @@ def asking_for_inference(asked: Callable[[], None]) -> contextlib.AbstractContex
         return original()
 
     return patched(torch, "is_inference_mode_enabled", ask)
-
-
-def differentiating(asked: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
-    """Within it `asked` is called where Python begins to differentiate in reverse by `torch.func`: `grad`, `vjp`,
-    `jacrev` and what builds on them."""
-    from torch._functorch import eager_transforms
-
-    original = eager_transforms.grad_increment_nesting
-
-    def nest() -> contextlib.AbstractContextManager[int]:
-        asked()
-        return original()
-
-    return patched(eager_transforms, "grad_increment_nesting", nest)
 
 
 def _device() -> str:

@@ -119,8 +119,8 @@ class _TrainingStep:
         given = [i.name for i in program.inputs if i.role != "tangent"]
         tangents = [i.name for i in program.inputs if i.role == "tangent"]
         outputs = [o.name for o in program.outputs if o.role == "output" and o.name is not None]
-        results = list(dict.fromkeys(o.name for o in program.outputs if o.role != "gradient" and o.name is not None))
-        gradients = [o.name for o in program.outputs if o.role == "gradient" and o.name is not None]
+        results = list(dict.fromkeys(o.name for o in program.outputs if not o.backward and o.name is not None))
+        gradients = [o.name for o in program.outputs if o.backward and o.name is not None]
         for i in program.inputs:
             memory.give(i.name, local_meta(i.meta, i.layout, program.mesh))
         unread, forward = lifetimes(given, program.forward, (*results, *program.saved))
@@ -261,7 +261,7 @@ def _weights(program: Program) -> set[str]:
         makers.update(dict.fromkeys(names, node))
         if node.inputs and weights.issuperset(node.inputs):
             weights.update(names)
-    left = [o.name for o in program.outputs if o.role == "gradient" and o.name is not None]
+    left = [o.name for o in program.outputs if o.backward and o.name is not None]
     while left:
         maker = makers.get(left.pop())
         if maker is not None and not weights.issuperset(name for name in maker.outputs if name):

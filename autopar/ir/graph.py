@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 InputRole = Literal["parameter", "buffer", "input", "tangent", "seed"]
-OutputRole = Literal["output", "gradient", "mutation"]
+OutputRole = Literal["output", "mutation", "gradient", "update"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,12 +133,17 @@ class GraphInput:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphOutput:
     """`target` is the path of an output of the model, the name of the parameter (or path of the
-    input) whose gradient it is, or the buffer or parameter that it replaces. `name` is None for a gradient or an
-    output that is not a tensor of the graph."""
+    input) whose gradient it is, or the buffer or parameter that it replaces: a mutation does after forward, an update
+    after backward. `name` is None for a gradient or an output that is not a tensor of the graph."""
 
     name: str | None
     role: OutputRole
     target: str
+
+    @property
+    def backward(self) -> bool:
+        """Whether it is a result of backward."""
+        return self.role in ("gradient", "update")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,6 +220,17 @@ def map_references(value: Any, function: Callable[[str], Any]) -> Any:
     if isinstance(value, tuple):
         return tuple(map_references(item, function) for item in value)
     return value
+
+
+def called(node: Node, value: Callable[[str], Any]) -> Any:
+    """The result of a node's operator on the values of what it reads, by name."""
+
+    def filled(argument: Any) -> Any:
+        if isinstance(argument, Ref):
+            return value(argument.name)
+        return [filled(item) for item in argument] if isinstance(argument, tuple) else argument
+
+    return overload(node.op)(*map(filled, node.args), **{key: filled(argument) for key, argument in node.kwargs})
 
 
 RESHAPE, PERMUTE = VIEWS = "aten.reshape.default", "aten.permute.default"

@@ -95,6 +95,11 @@ class ProgramOutput:
     meta: TensorMeta | None
     layout: Layout
 
+    @property
+    def backward(self) -> bool:
+        """Whether it is a result of backward."""
+        return self.role in ("gradient", "update")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
@@ -144,7 +149,7 @@ class Program:
                 lines.append(f"    {i.name},  # {i.role} {i.target}: {i.meta} {layout}")
         lines.append("):")
         lines += self._body(self.forward)
-        outputs = [o for o in self.outputs if o.role != "gradient"]
+        outputs = [o for o in self.outputs if not o.backward]
         for o in outputs:
             lines.append(f"    # {o.role} {o.target} = {o.name}: {o.meta} {describe(o.layout, self.axes)}")
         returned, saved = ("".join(f"{name}, " for name in names) for names in ((o.name for o in outputs), self.saved))
@@ -153,7 +158,7 @@ class Program:
         tangents = [i.name for i in self.inputs if i.role == "tangent"]
         lines.append(f"def backward({', '.join([*self.saved, *tangents])}):")
         lines += self._body(self.backward)
-        gradients = [o for o in self.outputs if o.role == "gradient"]
+        gradients = [o for o in self.outputs if o.backward]
         for o in gradients:
             lines.append(f"    # gradient {o.target} = {o.name} {describe(o.layout, self.axes)}")
         lines.append(f"    return ({''.join(f'{o.name}, ' for o in gradients)})")

@@ -107,22 +107,36 @@ def _types(value: Any) -> Any:
 
 
 def on_meta(op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> tuple[torch.Tensor | None, ...]:
-    """An op's outputs, without values. Operands are tensors of the meta device, or `TensorMeta`s of contiguous ones."""
+    """An op's outputs, without values. Operands are tensors of the meta device, or `TensorMeta`s of contiguous ones. An
+    op that knows no shapes, which few of torch's are, runs on zeros."""
+    try:
+        return _on(torch.device("meta"), op, args, kwargs)
+    except NotImplementedError:
+        outputs = _on(torch.device("cpu"), op, args, kwargs)
+        return tuple(o if o is None else torch.empty_like(o, device="meta") for o in outputs)
 
+
+def _on(
+    device: torch.device, op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]
+) -> tuple[torch.Tensor | None, ...]:
     def concrete(value: Any) -> Any:
         if isinstance(value, TensorMeta):
-            return torch.empty(value.shape, dtype=value.dtype, device="meta")
+            return torch.zeros(value.shape, dtype=value.dtype, device=device)
+        if isinstance(value, torch.Tensor):
+            if value.device == device:
+                return value
+            return torch.zeros_like(value, device=device)
         if isinstance(value, RankIndex):
             return value.constant
         if isinstance(value, torch.device):
-            return torch.device("meta")
+            return device
         if isinstance(value, tuple):
             return [concrete(item) for item in value]
         return value
 
     named = {key: concrete(value) for key, value in kwargs}
     if takes(op, "device"):
-        named["device"] = torch.device("meta")
+        named["device"] = device
     outputs = overload(op)(*(concrete(a) for a in args), **named)
     return (outputs,) if isinstance(outputs, torch.Tensor) else tuple(outputs)
 

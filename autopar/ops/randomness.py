@@ -207,6 +207,19 @@ def _integers(low: str = "") -> Draw:
     return draw
 
 
+def _random(emitter: Emitter, call: Call, key: Ref) -> Results | None:
+    """Integers up to a limit, or up to the largest that the dtype holds exactly."""
+    dtype = call.output.dtype
+    low = call.argument("from") if call.has("from") else 0
+    high = call.argument("to") if call.has("to") else None
+    if high is None:
+        high = round(2 / torch.finfo(dtype).eps) + 1 if dtype.is_floating_point else torch.iinfo(dtype).max + 1
+    high = min(high, 2**63 - 1)
+    if high - low > randomness.INTEGERS_MOST:
+        return None
+    return (emitter.op("autopar.integers.default", key, call.output.shape, low, high, dtype),)
+
+
 def _permutation(emitter: Emitter, call: Call, key: Ref) -> Results:
     """The order of random numbers."""
     numbers = emitter.op("autopar.integers.default", key, call.output.shape, 0, 1 << 62, torch.int64)
@@ -253,6 +266,7 @@ SEEDED: Mapping[str, Draw] = MappingProxyType({
         ("multinomial.default", _multinomial),
         ("randint.default randint_like.default", _integers()),
         ("randint.low randint_like.low_dtype", _integers("low")),
+        ("random.from random.to random.default", _random),
         ("randperm.default", _permutation),
         ("rrelu_with_noise_functional.default", _rrelu),
     ) for name in names.split()

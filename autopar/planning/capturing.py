@@ -37,7 +37,7 @@ def captured_for_planning(
     asked = training.recompute == "asked"
     captured = flow.run(
         CAPTURE, model, args, kwargs,
-        loss_fn=loss_fn, device_type=device_type, regions=asked, precision=training.precision,
+        loss_fn=loss_fn, device_type=device_type, precision=training.precision,
     )  # fmt: skip
     in_order = flow.run(ROUTING, flow.run(SEEDS, captured.graph), rule_of)
     graph = flow.run(MASKS, in_order, rule_of)

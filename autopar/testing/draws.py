@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.utils._pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from autopar import compat
 from autopar.ir.graph import JointGraph, Node, Ref, meta_of
 from autopar.ops.emit import LocalEmitter
 from autopar.ops.lockstep import run
@@ -44,7 +44,7 @@ def untouched_random_state() -> Iterator[None]:
         np.random.set_state(numbers)
 
 
-class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Draws(compat.Watching):  # type: ignore[no-untyped-call]
     """Eager's random operators with these keys. The number of the next one is the seed of torch's generator: a
     checkpoint that puts the generator back draws the same numbers again. `read` are the numbers of those that the graph
     has too, where it lacks some that nobody reads."""
@@ -66,7 +66,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags:
+        if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
             return func(*args, **kwargs)
         number = torch.default_generator.initial_seed()
         results = func(*args, **kwargs)

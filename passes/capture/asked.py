@@ -25,11 +25,6 @@ class Functions(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "")
-        if name in _HOOKS and (name != "retain_grad" or not args[0].is_leaf):
-            raise CaptureError(
-                f"forward calls {name}() on a {'x'.join(map(str, args[0].shape)) or 'scalar'} tensor{line_of_model()}, "
-                f"which a program would not run: {_HOOKS[name]}"
-            )
         asked = name == "is_inference" or (func == _GRAD.__get__ and args[0].is_leaf and args[0].requires_grad)
         if asked and not is_library(sys._getframe(1).f_code.co_filename):
             message = ASKING if name == "is_inference" else READING_GRADIENTS
@@ -46,11 +41,6 @@ class Functions(TorchFunctionMode):
 
 _VALUES = frozenset({"item", "tolist", "numpy", "__int__", "__float__", "__bool__", "__index__", "__complex__"})
 _GRAD: Any = torch.Tensor.grad
-_HOOKS = {
-    "register_hook": "change a gradient with a torch.autograd.Function, or hook the parallel module's parameters",
-    "register_post_accumulate_grad_hook": "register it on the parallel module's parameters",
-    "retain_grad": "return the tensor as an output, or take its gradient outside",
-}
 
 
 def refusing(message: str) -> Callable[[], None]:
@@ -62,9 +52,6 @@ def refusing(message: str) -> Callable[[], None]:
     return refuse
 
 
-SAVING = (
-    "forward sets saved_tensors_hooks{line}, which a program would not run: it saves what its plan says. Leave them out"
-)
 SEEDING = "forward seeds torch's generator{line}: a program's random operators draw by the step's seed. Seed outside"
 ASKING = (
     "forward asks torch.is_inference_mode_enabled(){line}, and a program is the same within inference mode and "
@@ -73,8 +60,4 @@ ASKING = (
 READING_GRADIENTS = (
     "forward reads .grad of a leaf{line}, which holds what earlier steps left there, and a program would keep what the "
     "first call saw: pass it in as an input, or leave it out of forward"
-)
-DIFFERENTIATING = (
-    "forward differentiates by torch.func{line}: a step is differentiated once, as a whole. Write that derivative out "
-    "as operators, or by torch.func.jvp, or compute it outside of the model"
 )

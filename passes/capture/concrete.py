@@ -1,15 +1,14 @@
-"""Concrete values of a forward on fakes: those that depend on inputs and constants alone.
+"""Concrete values of a step on fakes: those that depend on inputs and constants alone.
 
-A fake has no values. Operators whose operands are all concrete are noted, and run on real tensors once Python asks for
-a value: a number, or how many elements a mask picks. What depends on an input, which the next call may change, is
-pinned: the program is right for calls in which everything that was read comes out the same.
+A fake has no values. Once Python asks for a value, a number or how many elements a mask picks, the recorded nodes that
+it depends on run on real tensors. What depends on an input, which the next call may change, is pinned: the program is
+right for calls in which everything that was read comes out the same.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -17,75 +16,61 @@ import torch
 import torch.utils._pytree as pytree
 
 from autopar import compat
+from autopar.ir.graph import Node, Ref, called, map_references
 
-from .looks import line_of_model
-
-aten = torch.ops.aten
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """Stands for a tensor in the arguments of a call."""
-
-    number: int
+from .recorder import Line, Origin, Recorder, kind_of, line_of, line_running
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NotedCall:
-    """An operator and the slots of its operands and outputs. A call that reads has the leaves of its result in `read`,
-    and in `line` where the model's code asked."""
+class Reading:
+    """A function that Python asked for values, and what it gave: the leaves of its result."""
 
     func: Callable[..., Any]
     args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    outputs: tuple[int | None, ...] = ()
-    given: tuple[int, ...] = ()
-    writes: frozenset[int] = frozenset()
-    """The memory that it writes."""
-    read: tuple[Any, ...] | None = None
+    kwargs: tuple[tuple[str, Any], ...]
+    read: tuple[Any, ...] = ()
     line: str = ""
 
-    def run(self, values: dict[int, torch.Tensor]) -> Any:
-        """Its result on these tensors, by slot, to which it adds its own outputs."""
-
-        def filled(leaf: Any) -> Any:
-            return values[leaf.number] if isinstance(leaf, Slot) else leaf
-
-        args, kwargs = pytree.tree_map(filled, (self.args, dict(self.kwargs)))
-        result = self.func(*args, **kwargs)
-        for slot, leaf in zip(self.outputs, pytree.tree_leaves(result), strict=False):
-            if slot is not None:
-                values[slot] = leaf
-        return result
+    def run(self, values: Mapping[str, torch.Tensor]) -> Any:
+        args, kwargs = map_references((self.args, self.kwargs), values.__getitem__)
+        return self.func(*args, **dict(kwargs))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pinned:
     """What Python read of inputs while a model was captured, and how it is computed of them."""
 
-    calls: tuple[NotedCall, ...] = ()
-    slots: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
-    """By the path of an input."""
+    steps: tuple[Node | Reading, ...] = ()
+    inputs: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    """Path of an input -> its name in the steps."""
+    constants: Mapping[str, torch.Tensor] = field(default_factory=lambda: MappingProxyType({}))
 
     def __bool__(self) -> bool:
-        return bool(self.slots)
+        return bool(self.inputs)
 
     def __str__(self) -> str:
-        lines = list(dict.fromkeys(call.line for call in self.calls if call.read is not None))
+        lines = list(dict.fromkeys(step.line for step in self.steps if isinstance(step, Reading)))
         more = f" and {len(lines) - 1} more" if len(lines) > 1 else ""
-        return f"values of {', '.join(self.slots)}{lines[0] if lines else ''}{more}"
+        return f"values of {', '.join(self.inputs)}{lines[0] if lines else ''}{more}"
 
-    def differs(self, inputs: Mapping[str, torch.Tensor]) -> NotedCall | None:
+    def differs(self, inputs: Mapping[str, torch.Tensor]) -> Reading | None:
         """The first that reads something else of these inputs, by path."""
         with compat.unmodified():
-            values = {slot: inputs[path].detach() for path, slot in self.slots.items()}
-            if any(call.writes for call in self.calls):
-                values = {slot: value.clone() for slot, value in values.items()}
-            for call in self.calls:
-                leaves, read = pytree.tree_leaves(call.run(values)), call.read
-                if read is not None and not (len(leaves) == len(read) and all(map(same_value, leaves, read))):
-                    return call
+            values = {**self.constants, **{name: inputs[path].detach().cpu() for path, name in self.inputs.items()}}
+            for step in self.steps:
+                if isinstance(step, Node):
+                    _run(step, values)
+                    continue
+                leaves = pytree.tree_leaves(step.run(values))
+                if not (len(leaves) == len(step.read) and all(map(same_value, leaves, step.read))):
+                    return step
         return None
+
+
+def _run(node: Node, values: dict[str, torch.Tensor]) -> None:
+    """Adds the outputs of a node to the values that it reads."""
+    leaves = pytree.tree_leaves(called(node, values.__getitem__))
+    values.update((name, leaf) for name, leaf in zip(node.outputs, leaves, strict=False) if name)
 
 
 def same_value(a: Any, b: Any) -> bool:
@@ -101,218 +86,234 @@ def same_value(a: Any, b: Any) -> bool:
     return torch.equal(one, other)
 
 
-@dataclass(frozen=True, slots=True)
-class _ConcreteTensor:
-    fake: torch.Tensor
-    slot: int
-    memory: int
+class TrainedConstant(Exception):
+    """A step differentiates a tensor that is neither a parameter of the model nor an input."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__(tensor)
+        self.tensor = tensor
 
 
-class ConcreteValues(compat.Watching):
-    """Notes the operators of a forward whose operands are concrete. `inputs` are its fakes, by path, each with the
-    tensor that it stands for. Raises WritesReal before an operator writes a real tensor: while a model is traced,
-    operators that are given real tensors alone run."""
+class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
+    """Records a step while it runs, and answers Python where it asks for concrete values.
 
-    def __init__(self, inputs: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: list[NotedCall] = []
-        self.concrete: dict[int, _ConcreteTensor] = {}
-        self.forgotten: list[torch.Tensor] = []  # alive, lest another take its identity
-        self.memory: dict[int, int] = {}  # by slot
-        self.devices: dict[int, torch.device] = {}  # by slot
-        self.values: dict[int, torch.Tensor] = {}  # of what nobody writes
-        self.paths: dict[int, tuple[str, torch.Tensor]] = {}  # by slot
+    `sources` are the tensors that inputs stand for, by path: they are entered under their paths. Raises WritesReal and
+    WritesInput before an operator writes a tensor that is not the step's.
+    """
+
+    def __init__(self, where: compat.Whereabouts, sources: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.where, self.sources = where, sources
+        self.backward = False
+        """Whether the step's backward runs."""
         self.valued: set[int] = set()
         """The memory of real tensors whose numbers became Python's."""
         self.unread: list[tuple[str, tuple[str, ...]]] = []
         """Lines that ask for a value that is not concrete, each with the inputs that were given without values, if that
         is why."""
-        for path, (fake, source) in inputs.items():
-            self.paths[self._slot(fake)] = path, source
+        self.paths: dict[str, str] = {}  # name of an input -> path
+        self._inputs: dict[int, str] = {}  # memory of an input -> path
+        self._origins: dict[int, Origin] = {}  # by autograd's number
+        self._sequences = 0
+        self._concrete: set[str] = set()
+        self._numbers: dict[str, torch.Tensor] = {}  # of what nobody writes
+        self._readings: list[tuple[int, Reading]] = []  # and how many nodes there were
 
-    # -- noting
+    def enter_input(self, path: str, name: str, fake: torch.Tensor) -> str:
+        """Names an input, whose source is at this path."""
+        name = self.enter(name, fake)
+        self.paths[name] = path
+        self._inputs[self.values[name].memory] = path
+        self._concrete.add(name)
+        return name
+
+    # -- recording
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        kind = _kind(func)
+        kind = kind_of(func)
         if kind.asks:
-            return func(*args, **kwargs)
-        if kind.reads:
-            number = self.read(func, args, kwargs)
-            if number is not NotImplemented:
-                return number
-        written = compat.written_by(func, args, kwargs)
-        for x in written:
+            return compat.property_of(func, args, kwargs)
+        if not kind.is_operator:
+            raise ValueError(
+                f"the model has control flow that depends on data, torch's {kind.name}, which one graph cannot hold: "
+                f"write the loop out in Python, or as operators on all of its steps"
+            )
+        if kind.reads or compat.sizes_by_values(func, args):
+            result = self.read(func, args, kwargs)
+            if result is not NotImplemented:
+                return result if kind.reads else pytree.tree_map_only(torch.Tensor, self._constant, result)
+        if kind.indexes:
+            args = self._placed(args)
+        func, args = compat.annotated(func, args)
+        kind = kind_of(func)
+        for x in compat.written_by(func, args, kwargs) if kind.writes else ():
             if compat.is_real(x):
                 raise compat.WritesReal(str(func), x)
+            if (path := self._inputs.get(compat.memory_of(x))) is not None:
+                raise compat.WritesInput(path)
         result = func(*args, **kwargs)
-        self._note(func, args, kwargs, result, kind, written)
+        node = self.note(func, args, kwargs, result)
+        if node is None:
+            return result
+        operands = {*_tensors(args), *_tensors(tuple(kwargs.values()))}
+        names = [name for name in node.outputs if name]
+        if kind.is_determined and not any(n in self.of_data for n in names) and all(map(self.is_concrete, operands)):
+            self._concrete.update(names)
+        elif kind.writes:
+            written = self.writes[len(self.nodes) - 1]
+            self._concrete = {name for name in self._concrete if self.values[name].memory not in written}
         return result
 
-    def _note(
-        self, func: Any, args: Any, kwargs: dict[str, Any], result: Any, kind: _Kind, written: Sequence[torch.Tensor]
-    ) -> None:
-        tensors = [*_tensors(args), *_tensors(tuple(kwargs.values()))]
-        if not kind.is_determined or not all(map(self.is_concrete, tensors)) or _is_symbolic((args, kwargs)):
-            # a higher-order operator may write what it is given
-            for x in written if isinstance(func, torch._ops.OpOverload) else tensors:
-                self._forget(x)
-            return
-        leaves = pytree.tree_leaves(result)
-        if not any(isinstance(leaf, torch.Tensor) and compat.is_fake(leaf) for leaf in leaves):
-            return
-        if any(isinstance(leaf, torch.Tensor) and _is_symbolic(tuple(leaf.shape)) for leaf in leaves):
-            return
-        call = self._call(func, args, kwargs)
-        outputs = tuple(self._slot(x) if isinstance(x, torch.Tensor) and compat.is_fake(x) else None for x in leaves)
-        writes = frozenset(compat.memory_of(x) for x in written)
-        # what is lifted is the constant itself, which calls must not write
-        func = aten.lift_fresh_copy.default if func is aten.lift_fresh.default else func
-        self.calls.append(
-            NotedCall(func=func, args=call.args, kwargs=call.kwargs, outputs=outputs, given=call.given, writes=writes)
-        )
+    def _unknown(self, tensor: torch.Tensor, lifted: bool) -> str:
+        if compat.is_real(tensor) and tensor.requires_grad and torch.is_grad_enabled():
+            raise TrainedConstant(tensor)
+        return super()._unknown(tensor, lifted)
+
+    def _placed(self, args: Sequence[Any]) -> Sequence[Any]:
+        """An index, or what is written there, with the places that concrete masks pick in the place of the masks. Where
+        one number is written nothing depends on how many there are."""
+        source, indices, *values = args
+        if values and values[0].numel() == 1:
+            return args
+        placed: list[Any] = []
+        for index in indices:
+            places: Any = NotImplemented
+            if index is not None and index.dtype in _MASKS:
+                places = self.read(torch.ops.aten.nonzero.default, (index,), {})
+            if places is NotImplemented:
+                placed.append(index)
+                continue
+            with compat.unmodified():
+                columns = [column.clone() for column in places.unbind(1)]
+            placed += map(self._constant, columns)
+        return source, placed, *values
+
+    def _constant(self, value: torch.Tensor) -> Any:
+        """A real tensor as a constant of the step."""
+        return self.__torch_dispatch__(torch.ops.aten.lift_fresh_copy.default, (), (value,))
 
     def is_concrete(self, x: Any) -> bool:
         if not isinstance(x, torch.Tensor):
             return False
         if compat.is_fake(x):
-            return id(x) in self.concrete
+            return self.known(x) in self._concrete
         return compat.is_real(x) and compat.is_plain(x) and not x.requires_grad
 
-    def _slot(self, fake: torch.Tensor) -> int:
-        tensor = self.concrete.get(id(fake))
-        if tensor is None:
-            tensor = _ConcreteTensor(fake, len(self.memory), compat.memory_of(fake))
-            self.concrete[id(fake)], self.memory[tensor.slot] = tensor, tensor.memory
-            self.devices[tensor.slot] = fake.device
-        return tensor.slot
-
-    def _forget(self, x: torch.Tensor) -> None:
-        """Forget all that lies in the memory of a tensor into which a value was written that is not concrete."""
-        memory = compat.memory_of(x)
-        for key, tensor in list(self.concrete.items()):
-            if tensor.memory == memory:
-                self.forgotten.append(tensor.fake)
-                del self.concrete[key]
-
-    def _call(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> NotedCall:
-        given: list[int] = []
-
-        def slot(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor) or not compat.is_fake(leaf):
-                return leaf
-            given.append(self.concrete[id(leaf)].slot)
-            return Slot(given[-1])
-
-        args, kwargs = pytree.tree_map(slot, (tuple(args), dict(kwargs)))
-        return NotedCall(func=func, args=args, kwargs=kwargs, given=tuple(given))
+    def origin(self) -> Origin:
+        """Where an operator comes from: autograd's counter is at the operator's own number when it runs, and stays
+        there for what follows it and is not differentiable. An operator of a derivative comes from where its operator
+        does."""
+        where = self.where
+        if where.engines:
+            first = Origin() if where.node is None else self._origins.get(where.node, Origin())
+            if torch.is_grad_enabled():
+                self._origins.setdefault(where.number(), first)
+            return first._replace(backward=self.backward)
+        number = where.number()
+        here = Origin(where.modules[-1], self._sequences, where.regions, line_running(), self.backward)
+        first = self._origins.setdefault(number, here)
+        self._sequences += first is here
+        return here._replace(sequence=first.sequence)
 
     # -- reading
 
     def read(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The result of a function that asks for values, if its tensors are concrete, or NotImplemented."""
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        if not any(map(compat.is_fake, tensors)):
+        if not all(map(self.is_concrete, tensors)):
+            if kind_of(func).reads or not kind_of(func).is_operator:
+                self.unread.append((_shown(line_running()), ()))
             return NotImplemented
-        if not all(map(self.is_concrete, tensors)) or _is_symbolic((args, kwargs)):
-            self.unread.append((line_of_model(), ()))
+        filled = pytree.tree_map_only(torch.Tensor, lambda x: Ref(self.known(x)), (tuple(args), dict(kwargs)))
+        reading = Reading(func=func, args=_tuples(filled[0]), kwargs=tuple(filled[1].items()))
+        steps = self._steps([reading])
+        names = {name for step in steps for name in step.inputs} | {*_read_by(reading)}
+        inputs = [self.paths[name] for name in sorted(names) if name in self.paths]
+        if bare := tuple(path for path in inputs if not compat.is_real(self.sources[path])):
+            self.unread.append((_shown(line_running()), bare))
             return NotImplemented
-        call = self._call(func, args, kwargs)
-        needed = sliced(self.calls, [call], self.memory)
-        slots = {slot for c in needed for slot in c.given}
-        paths = [self.paths[slot] for slot in sorted(slots) if slot in self.paths]
-        bare = tuple(path for path, source in paths if not compat.is_real(source))
-        if bare:
-            self.unread.append((line_of_model(), bare))
-            return NotImplemented
-        for x in pytree.tree_leaves([(c.args, dict(c.kwargs)) for c in needed]):
-            if isinstance(x, torch.Tensor):
-                self.valued.add(compat.memory_of(x))
+        self.valued.update(compat.memory_of(self.constants[name]) for name in sorted(names & self.constants.keys()))
         with compat.unmodified():
-            values = self._evaluated(needed, slots)
-            result = call.run(values)
-            read = tuple(x.clone() if isinstance(x, torch.Tensor) else x for x in pytree.tree_leaves(result))
-        if paths:
-            self.calls.append(
-                NotedCall(
-                    func=func, args=call.args, kwargs=call.kwargs, given=call.given, read=read, line=line_of_model()
-                )
-            )
+            result = reading.run(self._evaluated(steps, names))
+            leaves = tuple(x.clone() if isinstance(x, torch.Tensor) else x for x in pytree.tree_leaves(result))
+        if inputs:
+            self._readings.append((len(self.nodes), replace(reading, read=leaves, line=_shown(line_running()))))
         return result
 
-    def _evaluated(self, needed: Sequence[NotedCall], slots: set[int]) -> dict[int, torch.Tensor]:
-        """The tensors of these calls, by slot."""
-        writes = any(call.writes for call in needed)
-        values = {} if writes else self.values
-        for slot in slots & self.paths.keys():
-            if slot not in values:
-                values[slot] = self.paths[slot][1].detach().to(self.devices[slot], copy=writes)
-        for call in needed[:-1]:
-            if call.read is None and (writes or not all(slot in values for slot in call.outputs if slot is not None)):
-                call.run(values)
+    def _steps(self, readings: Sequence[Reading]) -> list[Node]:
+        """The nodes on which these depend, in order."""
+        names = {name for reading in readings for name in _read_by(reading)}
+        memory = {self.values[name].memory for name in names}
+        needed: list[Node] = []
+        for i in range(len(self.nodes) - 1, -1, -1):
+            node = self.nodes[i]
+            if not names.isdisjoint(node.outputs) or not memory.isdisjoint(self.writes.get(i, ())):
+                needed.append(node)
+                names.update(node.inputs)
+                memory.update(self.values[name].memory for name in node.inputs)
+        return needed[::-1]
+
+    def _evaluated(self, steps: Sequence[Node], names: set[str]) -> Mapping[str, torch.Tensor]:
+        """The values of these nodes."""
+        number = {id(node): i for i, node in enumerate(self.nodes)} if self.writes else {}
+        writes = any(number[id(node)] in self.writes for node in steps) if number else False
+        values: dict[str, torch.Tensor] = {} if writes else self._numbers
+        for name in names - values.keys():
+            if name in self.paths:
+                values[name] = self.sources[self.paths[name]].detach().cpu()
+            elif name in self.constants:
+                values[name] = self.constants[name].detach()
+        for node in steps:
+            if writes or any(name and name not in values for name in node.outputs):
+                _run(node, values)
         return values
 
     def pinned(self) -> Pinned:
         """What was read of inputs."""
-        reads = [call for call in self.calls if call.read is not None]
-        needed = sliced(self.calls, [], self.memory)
-        slots = {slot for call in needed for slot in call.given}
-        paths = {path: slot for slot, (path, _) in self.paths.items() if slot in slots}
-        return Pinned(calls=tuple(needed), slots=MappingProxyType(paths)) if reads else Pinned()
+        if not self._readings:
+            return Pinned()
+        steps: list[Node | Reading] = []
+        needed = {id(node) for node in self._steps([reading for _, reading in self._readings])}
+        waiting = list(self._readings)
+        for i, node in enumerate(self.nodes):
+            while waiting and waiting[0][0] <= i:
+                steps.append(waiting.pop(0)[1])
+            if id(node) in needed:
+                steps.append(node)
+        steps += [reading for _, reading in waiting]
+        names = {name for step in steps for name in _read_by(step)}
+        return Pinned(
+            steps=tuple(steps),
+            inputs=MappingProxyType({path: name for name, path in self.paths.items() if name in names}),
+            constants=MappingProxyType({name: x for name, x in self.constants.items() if name in names}),
+        )
 
 
-def sliced(calls: Sequence[NotedCall], last: Sequence[NotedCall], memory: Mapping[int, int]) -> list[NotedCall]:
-    """Those of the calls on which the last ones depend, and these; without last ones, those that read."""
-    slots: set[int] = set()
-    spaces: set[int] = set()
-    needed: list[NotedCall] = []
-
-    def need(call: NotedCall) -> None:
-        needed.append(call)
-        slots.update(call.given)
-        spaces.update(memory[slot] for slot in call.given)
-
-    for call in last:
-        need(call)
-    for call in reversed(calls):
-        read = call.read is not None
-        if (read and not last) or (
-            not read and (not slots.isdisjoint(call.outputs) or not spaces.isdisjoint(call.writes))
-        ):
-            need(call)
-    return needed[len(last) :][::-1] + needed[: len(last)]
+_MASKS = (torch.bool, torch.uint8)
 
 
-def _tensors(values: Sequence[Any]) -> Iterator[torch.Tensor]:
+def _read_by(step: Node | Reading) -> Sequence[str]:
+    if isinstance(step, Node):
+        return step.inputs
+    names: list[str] = []
+    map_references((step.args, step.kwargs), names.append)
+    return names
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _shown(line: Line | None) -> str:
+    return "" if line is None else line_of(*line)
+
+
+def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
-            yield value
+            found.append(value)
         elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
-
-
-def _is_symbolic(given: Any) -> bool:
-    return any(isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)) for x in pytree.tree_leaves(given))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Kind:
-    """What an operator is: one that asks for a property of a tensor, one that reads values, and whether it gives the
-    same whenever it is given the same."""
-
-    asks: bool
-    reads: bool
-    is_determined: bool
-
-
-@functools.cache
-def _kind(func: Any) -> _Kind:
-    tags = getattr(func, "tags", ())
-    aten = isinstance(func, torch._ops.OpOverload) and func.namespace == "aten"
-    return _Kind(
-        asks=getattr(func, "namespace", "") == "prim",
-        reads=torch.Tag.data_dependent_output in tags,
-        is_determined=aten
-        and torch.Tag.nondeterministic_seeded not in tags
-        and not any(word in func._schema.name for word in ("empty", "resize")),
-    )
+            found += _tensors(value)
+    return found

@@ -1,4 +1,4 @@
-"""The joint graph of a trace: from `torch.fx` to our nodes.
+"""The joint graph of a recorded step.
 
 In the graph that comes out every pure view is one of two operators, `aten.reshape.default(x, shape)` with explicit
 sizes and `aten.permute.default(x, order)` with non-negative dims, and there is none that does nothing. Which module a
@@ -7,336 +7,266 @@ gradient it computes. The adds by which autograd accumulates the gradients of a 
 the gradient of no forward node; their module is "" and their sequence -1.
 """
 
-import operator
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import keyword
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
-from torch import fx
 
-from autopar import compat
-from autopar.ir.graph import PERMUTE, RESHAPE, GraphInput, GraphOutput, InputRole, JointGraph, Ref, TensorMeta, meta_of
-from autopar.ir.rewrite import with_own_metas
+from autopar.ir.graph import PERMUTE, RESHAPE, GraphInput, GraphOutput, JointGraph, Node, Ref, TensorMeta, references
+from autopar.ir.rewrite import living, numbered, reading, with_own_metas
+from autopar.ops.aten import COPIES, FILLED, KEEPS_WITH_ONE, LAZY, NO_OPS, PERMUTES, RESHAPES
 
 from .captured import CaptureError
-from .draft import Draft, Drafts, identifier
-from .refusals import OfData, Unlocated, line_of_node
+from .here import HERE
+from .recorder import Geometry, Line, line_of
+from .refusals import OfData
 
 
-class Conversion(Drafts):
-    """From the traced `torch.fx` graph to ours."""
-
-    def __init__(
-        self,
-        joint: compat.Joint,
-        input_paths: Sequence[str],
-        output_paths: Sequence[str],
-        input_names: Mapping[str, str],
-        *,
-        lines: bool,
-    ) -> None:
-        """With `lines`, nodes know the lines of code that made them."""
-        super().__init__()
-        self.joint, self.lines = joint, lines
-        self.parameters = [name.removeprefix("model.") for name in joint.parameters]
-        self.buffers = [name.removeprefix("model.") for name in joint.buffers]
-        self.input_paths, self.output_paths, self.input_names = input_paths, output_paths, input_names
-        self.constants = {name.removeprefix("model."): tensor for name, tensor in joint.constants.items()}
-
-    def graph(self) -> JointGraph:
-        inputs = [self._input(p) for p in self.joint.placeholders]
-        needed = self._needed()
-        for node in self.joint.graph.nodes:
-            if node not in needed:
-                continue  # assertions, and what only they read
-            if node.op == "call_function":
-                self._node(node)
-            elif node.op == "get_attr":
-                raise CaptureError(f"the model has control flow ({node.target}), which one graph cannot hold")
-        outputs = tuple(self._output(r) for r in self.joint.results)
-        nodes, used = self.ordered(inputs, outputs)
-        # constants that only no-ops read
-        unused = {i.target for i in inputs if i.role == "buffer" and i.target in self.constants and i.name not in used}
-        self.constants = {name: tensor for name, tensor in self.constants.items() if name not in unused}
-        inputs = [i for i in inputs if i.target not in unused or i.role != "buffer"]
-        return with_own_metas(JointGraph(inputs=tuple(inputs), nodes=nodes, outputs=outputs, metas=self.metas))
-
-    def _needed(self) -> set[fx.Node]:
-        """The nodes that a result needs."""
-        waiting = [result.node for result in self.joint.results if result.node is not None]
-        needed = set(waiting)
-        while waiting:
-            fresh = [node for node in waiting.pop().all_input_nodes if node not in needed]
-            needed.update(fresh)
-            waiting += fresh
-        return needed
-
-    def _input(self, placeholder: compat.Placeholder) -> GraphInput:
-        kind, index = placeholder.kind, placeholder.index
-        role: InputRole = kind
-        if kind == "parameter":
-            target = path = self.parameters[index]
-        elif kind == "buffer":
-            target = path = self.buffers[index]
-        elif kind == "input":
-            target = self.input_paths[index]
-            path = self.input_names[target]
-        else:
-            target = self.output_paths[index]
-            path = f"tangent.{target}"
-        name = identifier(path, self.taken)
-        self.metas[name] = meta_of(placeholder.node.meta["val"])
-        self.values[placeholder.node] = name
-        return GraphInput(name=name, role=role, target=target)
-
-    def _output(self, result: compat.Result) -> GraphOutput:
-        name = None if result.node is None else self.values[result.node]
-        if result.kind == "output":
-            return GraphOutput(name=name, role="output", target=self.output_paths[result.index])
-        if result.kind in ("mutation", "parameter mutation"):
-            written = self.buffers if result.kind == "mutation" else self.parameters
-            return GraphOutput(name=name, role="mutation", target=written[result.index])
-        targets = self.parameters if result.kind == "parameter gradient" else self.input_paths
-        return GraphOutput(name=name, role="gradient", target=targets[result.index])
-
-    # -- nodes
-
-    def _node(self, node: fx.Node) -> None:
-        target = node.target
-        if target is operator.getitem:
-            self._item(node)
-            return
-        value = node.meta["val"]
-        if isinstance(value, (tuple, list)):
-            sizes = [size for part in value if isinstance(part, torch.Tensor) for size in part.shape]
-            if any(type(size) is not int for size in sizes):  # even where nobody reads that part: it runs all the same
-                if not self.lines:
-                    raise Unlocated(node.name)
-                raise OfData(
-                    f"{target} makes a tensor whose shape depends on the data{line_of_node(node)}: a graph has static "
-                    f"shapes (compute it outside of the model, or select with torch.where or a mask)"
-                )
-            self.emit(node, outputs=[""] * len(value))
-            return
-        if not isinstance(value, torch.Tensor):
-            if not self.lines:
-                raise Unlocated(node.name)
+def joint_graph(
+    nodes: Sequence[Node],
+    values: Mapping[str, Geometry],
+    inputs: Sequence[GraphInput],
+    outputs: Sequence[GraphOutput],
+    *,
+    of_data: Mapping[str, str],
+    lines: Mapping[str, Line],
+) -> JointGraph:
+    """The graph of nodes that write nothing in place. Values that depend on the data are described in `of_data`: raises
+    CaptureError, with the line of the model, where an output needs one."""
+    results = [output.name for output in outputs if output.name is not None]
+    needed = living(nodes, results)
+    conversion = _Conversion(values, lines)
+    for i in inputs:
+        conversion.metas[i.name], conversion.names[i.name] = values[i.name].meta, i.name
+    # an operator runs all the same where nobody reads the result that depends on the data
+    refused = {
+        name: of_data[cause] for node in nodes for cause in node.outputs if cause in of_data for name in node.outputs
+    }
+    for node in needed:
+        if node.name in refused:
             raise OfData(
-                f"{node.name} = {target} is a number that depends on the data ({value}): the model reads a tensor's "
-                f"value{line_of_node(node)}, and shapes must be static"
+                f"{refused[node.name]}{conversion.line(node)}: a graph has static shapes (select with torch.where or a "
+                f"mask, or compute it outside of the model)"
             )
-        meta = self._static_meta(node)
+        conversion.node(node)
+    renamed = [o if o.name is None else replace(o, name=conversion.names[o.name]) for o in outputs]
+    return with_own_metas(
+        JointGraph(
+            inputs=tuple(inputs),
+            nodes=_ordered(conversion.written, inputs, renamed),
+            outputs=tuple(renamed),
+            metas=conversion.metas,
+        )
+    )
+
+
+def identifier(path: str) -> str:
+    """A Python identifier for a path."""
+    base = re.sub(r"\W", "_", path)
+    return f"_{base}" if not base or base[0].isdigit() or keyword.iskeyword(base) else base
+
+
+def _ordered(nodes: Sequence[Node], inputs: Sequence[GraphInput], outputs: Sequence[GraphOutput]) -> tuple[Node, ...]:
+    """The live nodes, all forward nodes first.
+
+    Forward is what an output or a mutation needs, unless that needs a tangent, and what was recorded in forward and
+    needs no tangent. A backward node that needs no tangent either (a weight's transpose, zeros to scatter into) stays
+    in backward, where its value is not held between the two.
+    """
+    tainted = {i.name for i in inputs if i.role == "tangent"}
+    for node in nodes:
+        if any(name in tainted for name in references((node.args, node.kwargs))):
+            tainted.update(name for name in node.outputs if name)
+    early = {o.name for o in outputs if o.name is not None and o.role != "gradient"} - tainted
+    forward: list[Node] = []
+    backward: list[Node] = []
+    for node in reversed(living(nodes, [o.name for o in outputs])):
+        late = node.backward or any(name in tainted for name in node.outputs)
+        if any(name in early for name in node.outputs):
+            late = False
+        if not late:
+            early.update(node.inputs)
+        (backward if late else forward).append(replace(node, backward=late))
+    return (*reversed(forward), *reversed(backward))
+
+
+class _Conversion:
+    """From ATen's views and factories to those of a graph, node by node."""
+
+    def __init__(self, values: Mapping[str, Geometry], lines: Mapping[str, Line]) -> None:
+        self.values, self.lines = values, lines
+        self.metas: dict[str, TensorMeta] = {}
+        self.names: dict[str, str] = {}
+        """What a recorded value is called in the graph."""
+        self.producers: dict[str, Node] = {}
+        self.written: list[Node] = []
+
+    def line(self, node: Node) -> str:
+        line = self.lines.get(node.name)
+        return "" if line is None else line_of(*line)
+
+    def node(self, recorded: Node) -> None:
+        node = reading(recorded, self.names)
+        metas = [self.values[name].meta if name else None for name in node.outputs]
+        op, meta = node.op, metas[0] if len(metas) == 1 else None
+        if meta is None:
+            self._emit(node, metas)
+            return
         if self._is_no_op(node, meta):
-            self.values[node] = self.name(node.args[0])
-        elif target in RESHAPES:
+            self.names[node.name] = node.inputs[0]
+        elif op in RESHAPES:
             self._reshape(node, meta)
-        elif target in PERMUTES:
+        elif op in PERMUTES:
             self._permute(node, meta)
-        elif target is aten.cat.default:
+        elif op == "aten.cat.default":
             self._cat(node, meta)
-        elif target in FILLED:
+        elif op in FILLED:
             self._filled(node, meta)
-        elif target in LAZY:
+        elif op in LAZY:
             self._now(node, meta)
-        elif target is aten.as_strided.default:
-            self._as_strided(node, meta)
-        elif target is aten.as_strided_scatter.default:
-            self._as_strided_scatter(node, meta)
-        elif target is aten.expand.default:
-            self.emit(node, meta=meta, args=(Ref(self.name(node.args[0])), meta.shape))
-        elif target is aten.copy.default and self.metas[self.name(node.args[1])] == meta:
+        elif op == "aten.as_strided.default":
+            self._as_strided(recorded, node, meta)
+        elif op == "aten.as_strided_scatter.default":
+            self._as_strided_scatter(recorded, node, meta)
+        elif op == "aten.expand.default":
+            self._emit(replace(node, args=(node.args[0], meta.shape), kwargs=()), metas)
+        elif op == "aten.copy.default" and self.metas[node.args[1].name] == meta:
             # nothing is left of what is written over, which may be an empty tensor with strides of its own
             contiguous = (("memory_format", torch.contiguous_format),)
-            self.emit(node, meta=meta, op="aten.clone.default", args=(Ref(self.name(node.args[1])),), kwargs=contiguous)
+            self._emit(replace(node, op="aten.clone.default", args=(node.args[1],), kwargs=contiguous), metas)
         else:
-            self.emit(node, meta=meta)
+            self._emit(node, metas)
 
-    def _static_meta(self, node: fx.Node) -> TensorMeta:
-        meta = meta_of(node.meta["val"])
-        if any(type(size) is not int for size in meta.shape):
-            raise OfData(
-                f"{node.name} = {node.target} has a shape that depends on the data ({meta}): a graph has static shapes "
-                f"(select with torch.where or a mask, not with a boolean index)"
-            )
-        return meta
+    def _emit(self, node: Node, metas: Sequence[TensorMeta | None]) -> None:
+        for name, meta in zip(node.outputs, metas, strict=True):
+            if meta is not None:
+                self.metas[name], self.names[name], self.producers[name] = meta, name, node
+        self.written.append(node)
 
-    def _item(self, node: fx.Node) -> None:
-        source, index = node.args
-        draft = self.values[source]  # type: ignore[index]
-        assert isinstance(draft, Draft) and isinstance(index, int)
-        if not draft.outputs[index]:
-            draft.outputs[index] = self.take(node, self._static_meta(node), draft)
-        self.values[node] = draft.outputs[index]
+    def _view(self, node: Node, op: str, source: str, argument: tuple[int, ...], name: str | None = None) -> str:
+        """A view of a value on the way to a node's result, or, by its name, that result."""
+        shape = argument if op == RESHAPE else tuple(self.metas[source].shape[d] for d in argument)
+        name = numbered(f"{node.name}_view", self.values, self.metas) if name is None else name
+        meta = TensorMeta(shape, self.metas[source].dtype)
+        self._emit(replace(node, op=op, args=(Ref(source), argument), kwargs=(), outputs=(name,)), [meta])
+        return name
 
-    def _is_no_op(self, node: fx.Node, meta: TensorMeta) -> bool:
-        target, args = node.target, node.args
-        if target in NO_OPS:
+    def _reshaped(self, node: Node, source: str, shape: tuple[int, ...]) -> str:
+        return source if self.metas[source].shape == shape else self._view(node, RESHAPE, source, shape)
+
+    def _permuted(self, node: Node, source: str, order: tuple[int, ...]) -> str:
+        return source if order == tuple(range(len(order))) else self._view(node, PERMUTE, source, order)
+
+    def _is_no_op(self, node: Node, meta: TensorMeta) -> bool:
+        op, args = node.op, node.args
+        # what autograd clones on its way into a leaf is the gradient itself
+        if op in NO_OPS or (op in COPIES and node.sequence < 0):
             return True
-        if not args or not isinstance(args[0], fx.Node) or self.metas.get(self.name(args[0])) != meta:
+        if not args or not isinstance(args[0], Ref) or self.metas.get(args[0].name) != meta:
             return False
-        if target in (aten.expand.default, aten.slice.Tensor):
-            return target is aten.expand.default or len(args) < 5 or bool(args[4] == 1)
-        if len(args) < 2 or node.kwargs or isinstance(args[1], fx.Node):
+        if op in ("aten.expand.default", "aten.slice.Tensor"):
+            return op == "aten.expand.default" or len(args) < 5 or bool(args[4] == 1)
+        if len(args) < 2 or node.kwargs or isinstance(args[1], Ref):
             return False
         # not add(x, 0), which turns -0.0 into 0.0
-        keeps_with_one = (aten.pow.Tensor_Scalar, aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor)
-        return target in keeps_with_one and bool(args[1] == 1)
+        return op in KEEPS_WITH_ONE and bool(args[1] == 1)
 
-    def _reshape(self, node: fx.Node, meta: TensorMeta) -> None:
-        source = self.name(node.args[0])
+    def _reshape(self, node: Node, meta: TensorMeta) -> None:
+        source = node.inputs[0]
         if (producer := self.producers.get(source)) and producer.op == RESHAPE:
             source = producer.args[0].name  # a reshape of a reshape is a reshape
         if self.metas[source].shape == meta.shape:
-            self.values[node] = source
+            self.names[node.name] = source
         else:
-            self.emit(node, meta=meta, op=RESHAPE, args=(Ref(source), meta.shape))
+            self._view(node, RESHAPE, source, meta.shape, node.name)
 
-    def _now(self, node: fx.Node, meta: TensorMeta) -> None:
-        """A change of sign that a view would leave to its readers. Autograd asks for the conjugates of numbers, too."""
-        (given,) = node.args
-        if isinstance(given, fx.Node):
-            self.emit(node, meta=meta, op=LAZY[node.target], args=(Ref(self.name(given)),))
-            return
-        assert isinstance(given, (int, float, complex))
-        value = given.conjugate() if node.target is aten._conj.default else -given
-        where = ("dtype", meta.dtype), ("device", node.meta["val"].device)
-        self.emit(node, meta=meta, op="aten.full.default", args=(meta.shape, value), kwargs=where)
-
-    def _as_strided(self, node: fx.Node, meta: TensorMeta) -> None:
-        """A view by addresses, where it sees all of a dense tensor, or only restrides dims of size 1."""
-        source, base, view = self.name(node.args[0]), node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
-        here = base.storage_offset() == view.storage_offset()
-        if here and long_dims(base) == long_dims(view):
-            self.values[node] = self.reshaped(node, source, meta.shape)
-        elif here and (order := dense(base)) is not None and (target := dense(view)) is not None:
-            source = self.permuted(node, source, order)
-            source = self.reshaped(node, source, tuple(meta.shape[d] for d in target))
-            self.values[node] = self.permuted(node, source, inverse(target))
-        else:
-            self._refuse_addresses(node, source)
-
-    def _as_strided_scatter(self, node: fx.Node, meta: TensorMeta) -> None:
-        """Autograd's gradient of a view by addresses: a tensor that is written over, all of it."""
-        base, given = node.args[0].meta["val"], node.args[1].meta["val"]  # type: ignore[union-attr]
-        size, stride, offset = (*node.args[2:], base.storage_offset())[:3]
-        source = self.name(node.args[1])
-        order = dense(torch.empty_strided(size, stride, device="meta"))
-        target = dense(base)
-        covers_all = offset == base.storage_offset() and given.numel() == base.numel()
-        if not covers_all or order is None or target is None:
-            self._refuse_addresses(node, source)
-            return
-        source = self.permuted(node, source, order)
-        source = self.reshaped(node, source, tuple(meta.shape[d] for d in target))
-        self.values[node] = self.permuted(node, source, inverse(target))
-
-    def _refuse_addresses(self, node: fx.Node, source: str) -> None:
-        raise CaptureError(
-            f"{node.name} = as_strided of {self.metas[source]} (module {compat.module_path(node)}) reads a tensor "
-            f"by its addresses in memory, which shards do not have: write it with views, slices, unfold or gather"
-        )
-
-    def _permute(self, node: fx.Node, meta: TensorMeta) -> None:
-        source = self.name(node.args[0])
-        order = PERMUTES[node.target](len(meta.shape), *node.args[1:])
+    def _permute(self, node: Node, meta: TensorMeta) -> None:
+        source = node.inputs[0]
+        order = PERMUTES[node.op](len(meta.shape), *node.args[1:])
         if (producer := self.producers.get(source)) and producer.op == PERMUTE:
             source, inner = producer.args[0].name, producer.args[1]
             order = tuple(inner[d] for d in order)
         if order == tuple(range(len(order))):
-            self.values[node] = source
+            self.names[node.name] = source
         else:
-            self.emit(node, meta=meta, op=PERMUTE, args=(Ref(source), order))
+            self._view(node, PERMUTE, source, order, node.name)
 
-    def _cat(self, node: fx.Node, meta: TensorMeta) -> None:
-        parts = [self.name(part) for part in node.args[0]]  # type: ignore[union-attr]
+    def _now(self, node: Node, meta: TensorMeta) -> None:
+        """A change of sign that a view would leave to its readers. Autograd asks for the conjugates of numbers, too."""
+        (given,) = node.args
+        if isinstance(given, Ref):
+            self._emit(replace(node, op=LAZY[node.op]), [meta])
+            return
+        value = given.conjugate() if node.op == "aten._conj.default" else -given
+        where = ("dtype", meta.dtype), ("device", HERE)
+        self._emit(replace(node, op="aten.full.default", args=(meta.shape, value), kwargs=where), [meta])
+
+    def _as_strided(self, recorded: Node, node: Node, meta: TensorMeta) -> None:
+        """A view by addresses, where it sees all of a dense tensor, or only restrides dims of size 1."""
+        source = node.inputs[0]
+        base, view = self.values[recorded.inputs[0]], self.values[node.name]
+        here = base.offset == view.offset
+        if here and long_dims(base) == long_dims(view):
+            self.names[node.name] = self._reshaped(node, source, meta.shape)
+            return
+        order, target = dense(base.shape, base.stride), dense(view.shape, view.stride)
+        if not here or order is None or target is None:
+            self._refuse_addresses(node, source)
+        else:
+            source = self._permuted(node, source, order)
+            source = self._reshaped(node, source, tuple(meta.shape[d] for d in target))
+            self.names[node.name] = self._permuted(node, source, inverse(target))
+
+    def _as_strided_scatter(self, recorded: Node, node: Node, meta: TensorMeta) -> None:
+        """Autograd's gradient of a view by addresses: a tensor that is written over, all of it."""
+        base, given = (self.values[ref.name] for ref in recorded.args[:2])
+        size, stride, offset = (*node.args[2:], base.offset)[:3]
+        source = node.args[1].name
+        order, target = dense(size, stride), dense(base.shape, base.stride)
+        covers_all = offset == base.offset and given.meta.numel == base.meta.numel
+        if not covers_all or order is None or target is None:
+            self._refuse_addresses(node, source)
+            return
+        source = self._permuted(node, source, order)
+        source = self._reshaped(node, source, tuple(meta.shape[d] for d in target))
+        self.names[node.name] = self._permuted(node, source, inverse(target))
+
+    def _refuse_addresses(self, node: Node, source: str) -> None:
+        raise CaptureError(
+            f"as_strided of {self.metas[source]}{self.line(node)} reads a tensor by its addresses in memory, which "
+            f"shards do not have: write it with views, slices, unfold or gather"
+        )
+
+    def _cat(self, node: Node, meta: TensorMeta) -> None:
+        parts = [ref.name for ref in node.args[0]]
         # an empty cache is a tensor of shape [0], to which the first keys are appended
         kept = [part for part in parts if self.metas[part].numel] or parts[:1]
         if len(kept) == 1 and self.metas[kept[0]] == meta:
-            self.values[node] = kept[0]
+            self.names[node.name] = kept[0]
         else:
-            self.emit(node, meta=meta, args=(tuple(map(Ref, kept)), *node.args[1:]))
+            self._emit(replace(node, args=(tuple(map(Ref, kept)), *node.args[1:])), [meta])
 
-    def _filled(self, node: fx.Node, meta: TensorMeta) -> None:
+    def _filled(self, node: Node, meta: TensorMeta) -> None:
         """Factories such as `new_zeros` read no element: without their tensor, it need not be kept alive."""
-        op, value = FILLED[node.target], node.meta["val"]
+        op = FILLED[node.op]
         filling = node.args[-1:] if op == "aten.full.default" else ()
-        where = ("dtype", meta.dtype), ("device", value.device)
-        self.emit(node, meta=meta, op=op, args=(meta.shape, *filling), kwargs=where)
+        where = ("dtype", meta.dtype), ("device", HERE)
+        self._emit(replace(node, op=op, args=(meta.shape, *filling), kwargs=where), [meta])
 
 
-aten = torch.ops.aten
-
-NO_OPS = frozenset(
-    {
-        aten.detach.default,
-        aten.alias.default,
-        aten.lift_fresh.default,
-        aten.lift_fresh_copy.default,
-        aten.lift.default,
-        aten.view_as.default,
-        aten.resolve_conj.default,
-        aten.resolve_neg.default,
-    }
-)
-
-RESHAPES = frozenset(
-    {
-        aten.view.default,
-        aten._unsafe_view.default,
-        aten.reshape.default,
-        aten._reshape_alias.default,
-        aten.view_copy.default,
-        aten.unsqueeze.default,
-        aten.squeeze.default,
-        aten.squeeze.dim,
-        aten.squeeze.dims,
-        aten.flatten.using_ints,
-        aten.unflatten.int,
-    }
-)
-
-PERMUTES: dict[Any, Callable[..., tuple[int, ...]]] = {
-    aten.permute.default: lambda rank, order: tuple(d % rank for d in order),
-    aten.t.default: lambda rank: tuple(reversed(range(rank))),
-    aten.numpy_T.default: lambda rank: tuple(reversed(range(rank))),
-    aten.transpose.int: lambda rank, a, b: _swapped(rank, a, b),
-    aten.swapaxes.default: lambda rank, a, b: _swapped(rank, a, b),
-    aten.swapdims.default: lambda rank, a, b: _swapped(rank, a, b),
-    aten.mT.default: lambda rank: _swapped(rank, -1, -2),
-}
-
-FILLED: dict[Any, str] = {
-    aten.new_zeros.default: "aten.zeros.default",
-    aten.new_ones.default: "aten.ones.default",
-    aten.new_full.default: "aten.full.default",
-}
-"""Ops that take dtype and device of a tensor, and read nothing of it."""
-
-LAZY: dict[Any, str] = {
-    aten._conj.default: "aten._conj_physical.default",
-    aten._neg_view.default: "aten.neg.default",
-}
-"""Views that leave a sign to whoever reads them: kernels and collectives of shards read what lies there."""
-
-
-def long_dims(x: torch.Tensor) -> list[tuple[int, int]]:
+def long_dims(x: Geometry) -> list[tuple[int, int]]:
     """(size, stride) of the dims that have a stride that means something."""
-    return [(size, stride) for size, stride in zip(x.shape, x.stride(), strict=True) if size != 1]
+    return [(size, stride) for size, stride in zip(x.shape, x.stride, strict=True) if size != 1]
 
 
-def dense(x: torch.Tensor) -> tuple[int, ...] | None:
+def dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...] | None:
     """The order in which the dims of a tensor stand in memory, of which every element is one of it; else None."""
-    strides = x.stride()
-    order = tuple(sorted(range(x.dim()), key=lambda d: (x.shape[d] != 1, -strides[d])))
-    return order if x.permute(order).is_contiguous() else None
+    order = tuple(sorted(range(len(shape)), key=lambda d: (shape[d] != 1, -stride[d])))
+    lies = torch.empty_strided(shape, stride, device="meta").permute(order)
+    return order if lies.is_contiguous() else None
 
 
 def inverse(order: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(order.index(d) for d in range(len(order)))
-
-
-def _swapped(rank: int, a: int, b: int) -> tuple[int, ...]:
-    order = list(range(rank))
-    if rank:
-        order[a], order[b] = order[b], order[a]
-    return tuple(order)

@@ -58,8 +58,15 @@ class Fakes:
         with self.mode:
             fake = torch.empty_strided(source.shape, source.stride(), dtype=dtype or source.dtype, device=HERE)
         if isinstance(source, nn.Parameter):
+            if compat.is_stepped_in_backward(source):
+                raise CaptureError(
+                    f"{name} has a hook that runs once its gradient is accumulated, and the parallel module has "
+                    f"parameters of its own: register it on those, after parallelize"
+                )
             fake = nn.Parameter(fake, requires_grad=source.requires_grad and self.grad)
             compat.take_notes(fake, source)
+            for hook in compat.gradient_hooks(source) if fake.requires_grad else ():
+                fake.register_hook(hook)  # type: ignore[no-untyped-call]
             return fake
         return fake.requires_grad_(source.requires_grad and self.grad)
 
@@ -71,6 +78,13 @@ class Fakes:
 
     def module(self, model: nn.Module) -> nn.Module:
         """A copy of the model that shares no tensor with it, and copies no data."""
+        modules = model.named_modules()
+        scripted = [path for path, module in modules if isinstance(module, torch.jit.ScriptModule)]
+        if scripted:
+            raise CaptureError(
+                f"{scripted[0] or type(model).__name__} is a scripted module, whose parameters autopar cannot see: "
+                f"give the module as it was before torch.jit.script or torch.jit.trace"
+            )
         memo: dict[int, Any] = {}
         for name, parameter in model.named_parameters():
             memo[id(parameter)] = self.tensor(name, parameter, self.precision.used_in(parameter.dtype))

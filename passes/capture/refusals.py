@@ -1,25 +1,19 @@
 """Errors for traces that fail: the cause, the line of the model, and what to do."""
 
-import re
-import sysconfig
+import linecache
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
 
-import torch
-from torch import fx, nn
+from torch import nn
 
 from autopar import compat
 
 from .captured import CaptureError
+from .recorder import Line, is_of_model, line_of
 
 
 class OfData(CaptureError):
     """A number or a shape of the graph depends on data."""
-
-
-class Unlocated(OfData):
-    """An operator is refused, and its line in the model was not traced."""
 
 
 def refusal(error: Exception, model: nn.Module, unread: Sequence[tuple[str, tuple[str, ...]]]) -> CaptureError:
@@ -32,8 +26,9 @@ def refusal(error: Exception, model: nn.Module, unread: Sequence[tuple[str, tupl
     subject = f"{type(model).__name__} cannot be captured as a graph of static shapes"
     if decides:
         line = _line(error)
+        code = "" if line is None else linecache.getline(line[0].co_filename, line[1]).strip().rstrip(":")
         return CaptureError(
-            f"{subject}: its code decides by a value of a tensor{f', {line!r}' if line else ''}{line_raised(error)}. A "
+            f"{subject}: its code decides by a value of a tensor{f', {code!r}' if code else ''}{line_raised(error)}. A "
             f"graph takes one way for all data: choose with torch.where, or pass the value as a Python constant"
         )
     if sizes:
@@ -41,8 +36,17 @@ def refusal(error: Exception, model: nn.Module, unread: Sequence[tuple[str, tupl
             f"{subject}: a size in it depends on data{line_raised(error)}, such as how many elements a mask picks. "
             f"Compute with all elements and a mask, or pass the size as a Python constant"
         )
+    if (op := compat.unrecordable(error)) is not None:
+        return CaptureError(
+            f"{subject}: torch cannot say how large the results of {op} are{line_raised(error)} before it computes "
+            f"them. Compute them outside of the model, or by other operators"
+        )
     reason, _, _ = str(error).partition("\n\n")  # what follows is torch's own state
-    return CaptureError(f"{subject}: {reason}{line_raised(error)}")
+    if _is_ours(error):
+        return CaptureError(f"{type(model).__name__} cannot be captured{line_raised(error)}: {reason}")
+    return CaptureError(
+        f"forward of {type(model).__name__} raises {type(error).__name__}{line_raised(error)}: {reason}"
+    )
 
 
 def unread_refusal(model: nn.Module, unread: Sequence[tuple[str, tuple[str, ...]]]) -> CaptureError | None:
@@ -65,34 +69,18 @@ def unread_refusal(model: nn.Module, unread: Sequence[tuple[str, tuple[str, ...]
     return None
 
 
-def line_raised(error: Exception) -> str:
-    """The line of the model at which an error was raised, if its code is in a file."""
-    frame = _frame(error)
-    return f" ({frame.filename}:{frame.lineno} in {frame.name})" if frame else ""
+def line_raised(error: BaseException) -> str:
+    """The line of the model at which an error was raised."""
+    line = _line(error)
+    return "" if line is None else line_of(*line)
 
 
-def _line(error: Exception) -> str:
-    """The code on that line."""
-    frame = _frame(error)
-    return (frame.line or "").strip().rstrip(":") if frame else ""
-
-
-def _frame(error: Exception) -> traceback.FrameSummary | None:
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).exists()]
-    lines = [frame for frame in frames if not _is_machinery(Path(frame.filename))]
+def _line(error: BaseException) -> Line | None:
+    lines = [(frame.f_code, number) for frame, number in traceback.walk_tb(error.__traceback__) if is_of_model(frame)]
     return lines[-1] if lines else None
 
 
-def line_of_node(node: fx.Node) -> str:
-    """The line of the model that a node comes from, if it was traced."""
-    frames = re.findall(r'File "(.+)", line (\d+), in (\w+)', str(node.meta.get("stack_trace", "")))
-    lines = [(file, line, name) for file, line, name in frames if not _is_machinery(Path(file))]
-    return " at {}:{} in {}".format(*lines[-1]) if lines else ""
-
-
-def _is_machinery(file: Path) -> bool:
-    """Whether code is torch's, ours or Python's own."""
-    modules = (str(torch.__file__), __file__, compat.__file__)
-    if any(file.is_relative_to(Path(module).parent) for module in modules):
-        return True
-    return file.is_relative_to(sysconfig.get_path("stdlib")) and "site-packages" not in file.parts
+def _is_ours(error: BaseException) -> bool:
+    """Whether our own code raised it."""
+    names = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(names) and names[-1].startswith("autopar.")

@@ -1,103 +1,187 @@
-"""Two steps of a model one after the other, on fakes: does the second compute what the first did?
+"""Two steps of a model one after the other: does the second compute what the first did?
 
-Every tensor gets a number that stands for how it was computed: operator, operands, constants, whether gradients were
-recorded. Equal numbers mean equal expressions. Inputs, parameters and buffers have the same numbers in both steps; what
-the first one left behind in Python has a number of its own in the second, unless it is made of constants alone, for
-then it is the same in each step (a cached table of sines).
+Every value gets a number that stands for how it was computed: operator, operands, constants. Equal numbers mean equal
+expressions. Inputs, parameters and buffers have the same numbers in both steps; what the first one left behind in
+Python has a number of its own in the second, unless it is made of constants alone, for then it is the same in each step
+(a cached table of sines).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar import compat
+from autopar.ir.graph import Node, overload, producers
+
+from .concrete import same_value
+from .functional import Functional
+from .recorder import line_of
+from .step import Recording
 
 
-class Numbering(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Numbers expressions while operators run."""
+class Repeated:
+    """A step and the one after it, compared. `parting` says in words where the second computes something else, and is
+    empty where it does not; `read` are values of the first step, not made of constants, that the second reads. `left`
+    are tensors that each step left in Python."""
 
-    def __init__(self, leaves: Mapping[str, torch.Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.numbers: dict[tuple[Any, ...], int] = {}
-        self.constant: set[int] = set()
-        self.of: dict[int, int] = {}
-        self.written: dict[int, int] = {}  # storage -> what was last written into it
-        self.kept: list[Any] = list(leaves.values())
-        self.leaves = {id(tensor): self._number("leaf", name) for name, tensor in leaves.items()}
-        self.storages = {compat.memory_of(tensor) for tensor in leaves.values()}
-        self.draws = 0
-        self.earlier: dict[int, torch.Tensor] = {}
-        """Numbers that tensors of an earlier step have in this one."""
-        self.read: dict[int, torch.Tensor] = {}
-        """Those of them that this step read."""
+    def __init__(
+        self,
+        first: Recording,
+        functional: Functional,
+        second: Recording,
+        left: Sequence[torch.Tensor],
+    ) -> None:
+        self.first, self.second = first.recorder, second.recorder
+        self.parting, self.read = "", set[str]()
+        self.expressions: tuple[_Expressions, _Expressions] | None = None
+        if _identical(first, second):
+            return
+        numbers: dict[Any, int] = {}
+        before = _Expressions(first, functional, numbers)
+        names = (self.second.name(tensor) for tensor in left)
+        after = _Expressions(second, second.functional(name for name in names if name), numbers, before)
+        self.expressions = before, after
+        self.parting, self.read = _difference(before, after), after.read
 
-    def again(self) -> None:
-        """Begin the next step."""
-        tensors = {id(tensor): tensor for tensor in self.kept if isinstance(tensor, torch.Tensor)}
-        for identity, number in self.of.items():
-            if number not in self.constant:
-                self.of[identity] = self._number("earlier", number)
-                self.earlier[self.of[identity]] = tensors[identity]
-        self.written = {s: n for s, n in self.written.items() if s not in self.storages}
-        self.draws = 0
+    def same(self, a: torch.Tensor, b: torch.Tensor) -> bool:
+        """Whether a tensor that the first step left is computed as one that the second left."""
+        one, other = self.first.name(a), self.second.name(b)
+        if one is None or other is None or a.requires_grad != b.requires_grad:
+            return False
+        if self.expressions is None:
+            return one == other
+        before, after = self.expressions
+        return before.now(one) == after.now(other)
 
-    def key(self, tensor: torch.Tensor) -> tuple[int, int | None, bool]:
-        """What a tensor is: expression, what was written into its memory, and whether it requires a gradient."""
-        return self._expression(tensor), self.written.get(compat.memory_of(tensor)), tensor.requires_grad
 
-    def same(self, a: torch.Tensor, b: torch.Tensor, before: Mapping[int, tuple[int, int | None, bool]]) -> bool:
-        """Whether a tensor of this step is what one of the step before was, whose keys are `before`."""
-        return before.get(id(a)) == self.key(b)
-
-    def _number(self, *key: Any) -> int:
-        return self.numbers.setdefault(key, len(self.numbers))
-
-    def _expression(self, tensor: torch.Tensor) -> int:
-        number = self.leaves.get(id(tensor), self.of.get(id(tensor)))
-        if number is None:
-            value = compat.value_of(tensor)
-            number = self._number("constant", id(tensor) if value is None else value, tensor.dtype, tuple(tensor.shape))
-            self.constant.add(number)
-            self.of[id(tensor)] = number
-            self.kept.append(tensor)
-        return number
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.ops.aten._local_scalar_dense.default and compat.is_real(args[0]):
-            return compat.number_of(args[0])
-        flat, spec = pytree.tree_flatten((args, kwargs))
-        operands = [self._operand(value) for value in flat]
-        random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
-        self.draws += random
-        number = self._number(
-            str(func), str(spec), tuple(operands), torch.is_grad_enabled(), self.draws if random else None
+def _identical(first: Recording, second: Recording) -> bool:
+    """Whether two steps ran the same operators one by one on the same values, by name."""
+    one, other = first.recorder, second.recorder
+    return (
+        not other.earlier
+        and (first.inputs, first.results) == (second.inputs, second.results)
+        and first.outcome.same(second.outcome)
+        and len(one.nodes) == len(other.nodes)
+        and one.constants.keys() == other.constants.keys()
+        and all(
+            x is y or same_value(x, y) for x, y in zip(one.constants.values(), other.constants.values(), strict=True)
         )
-        if not random and all(
-            number in self.constant and (written is None or written in self.constant)
-            for number, written in (o[1:3] for o in operands if o[0] == "tensor")
-        ):
-            self.constant.add(number)
-        results = func(*args, **kwargs)
-        for tensor in compat.written_by(func, args, kwargs):
-            self.written[compat.memory_of(tensor)] = number
-        given = {id(value) for value in flat if isinstance(value, torch.Tensor)}
-        for i, result in enumerate(pytree.tree_leaves(results)):
-            if isinstance(result, torch.Tensor) and id(result) not in given:
-                self.of[id(result)] = of_result = self._number("result", number, i)
-                if number in self.constant:
-                    self.constant.add(of_result)
-                self.kept.append(result)
-        return results
+        and all(map(_same_node, one.nodes, other.nodes))
+    )
 
-    def _operand(self, value: Any) -> tuple[Any, ...]:
-        if not isinstance(value, torch.Tensor):
-            return ("value", type(value), repr(value))
-        expression, written, requires_grad = self.key(value)
-        for number in (expression, written):
-            if number in self.earlier:
-                self.read[number] = self.earlier[number]
-        return ("tensor", expression, written, requires_grad)
+
+def _same_node(a: Node, b: Node) -> bool:
+    return a.op == b.op and a.outputs == b.outputs and _same(a.args, b.args) and _same(a.kwargs, b.kwargs)
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two arguments are one to an operator: 1, 1.0 and True are not."""
+    if type(a) is tuple and type(b) is tuple:
+        return len(a) == len(b) and all(map(_same, a, b))
+    return type(a) is type(b) and (same_value(a, b) if isinstance(a, (float, complex)) else bool(a == b))
+
+
+class _Expressions:
+    """The numbers of a step's values. `numbers` is one table for both steps; `earlier` is the step before."""
+
+    def __init__(
+        self,
+        recording: Recording,
+        functional: Functional,
+        numbers: dict[Any, int],
+        earlier: "_Expressions | None" = None,
+    ) -> None:
+        self.recording, self.functional, self.earlier = recording, functional, earlier
+        self.producer: Mapping[str, Node] = {
+            name: functional.nodes[i] for name, i in producers(functional.nodes).items()
+        }
+        self.of: dict[str, int] = {}
+        self.constant: set[int] = set()
+        self.read: set[str] = set()
+        """Values of the step before that this one reads and that are not made of constants."""
+        recorder = recording.recorder
+
+        def number(*key: Any) -> int:
+            return numbers.setdefault(key, len(numbers))
+
+        for given in recording.inputs:
+            self.of[given.name] = number("input", given.role, given.target)
+        for name, tensor in recorder.constants.items():
+            value = compat.value_of(tensor)
+            content = id(tensor) if value is None else value
+            self.of[name] = number("constant", content, tensor.dtype, tuple(tensor.shape))
+            self.constant.add(self.of[name])
+        for name, before in recorder.earlier.items():
+            assert earlier is not None
+            then = earlier.now(before)
+            self.of[name] = then if then in earlier.constant else number("earlier", then)
+            if then in earlier.constant:
+                self.constant.add(then)
+            else:
+                self.read.add(before)
+        draws = 0
+        for node in functional.nodes:
+            operands = tuple(self.of[name] for name in node.inputs)
+            random = torch.Tag.nondeterministic_seeded in overload(node.op).tags  # type: ignore[attr-defined]
+            draws += random
+            made = number(node.form, operands, draws if random else None)
+            is_constant = not random and self.constant.issuperset(operands)
+            for i, name in enumerate(node.outputs):
+                if name:
+                    self.of[name] = number("result", made, i)
+                    if is_constant:
+                        self.constant.add(self.of[name])
+
+    def now(self, name: str) -> int:
+        """The number of a recorded value, as it is at the end of the step."""
+        return self.of[self.functional.at(self.recording.end, name)]
+
+    def results(self) -> dict[tuple[str, str], str | None]:
+        """What the step makes, by role and target."""
+        return {(o.role, o.target): o.name for o in self.recording.outputs(self.functional)}
+
+
+def _difference(first: _Expressions, second: _Expressions) -> str:
+    """Where two steps part, in words; empty if they do the same."""
+    before, after = first.results(), second.results()
+    if not first.recording.outcome.same(second.recording.outcome):
+        return "it returns another structure or other Python constants"
+    for key in {**before, **after}:
+        a, b = before.get(key), after.get(key)
+        if a is None or b is None:
+            if a is not b:
+                kept = "only the first" if b is None else "only the second"
+                return f"{kept} call makes {key[0]} {key[1]}{_place(first, a) or _place(second, b)}"
+        elif first.of[a] != second.of[b]:
+            return f"{key[0]} {key[1]} is another: {_parting(first, a, second, b)}"
+    return ""
+
+
+def _parting(first: _Expressions, a: str, second: _Expressions, b: str) -> str:
+    """The operators at which two values part that are computed from the same on."""
+    while True:
+        one, other = first.producer.get(a), second.producer.get(b)
+        if one is None or other is None or one.form != other.form or len(one.inputs) != len(other.inputs):
+            return f"{_shown(first, a)} in the first call, and {_shown(second, b)} in the second"
+        pairs = zip(one.inputs, other.inputs, strict=True)
+        parting = next(((x, y) for x, y in pairs if first.of[x] != second.of[y]), None)
+        if parting is None:
+            return f"{_shown(first, a)} draws random numbers in another order"
+        a, b = parting
+
+
+def _shown(expressions: _Expressions, name: str) -> str:
+    node = expressions.producer.get(name)
+    if node is None:
+        return "what an earlier call left" if name in expressions.recording.recorder.earlier else name
+    constants = [repr(x) for x in node.args if isinstance(x, (int, float, complex, bool))]
+    shown = f" with {', '.join(constants)}" if constants else ""
+    return f"{node.op.removesuffix('.default')}{shown}{_place(expressions, name)}"
+
+
+def _place(expressions: _Expressions, name: str | None) -> str:
+    line = None
+    if name is not None and (node := expressions.producer.get(name)) is not None:
+        line = expressions.recording.recorder.lines.get(node.name)
+    return "" if line is None else line_of(*line)

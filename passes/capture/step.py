@@ -1,11 +1,11 @@
-"""The step that is traced: the model from flat tensors to flat tensors, everything but the loss detached."""
+"""The step that is recorded: the model's forward, its loss, and autograd's backward, on fakes."""
 
 import contextlib
 import dis
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import CodeType, FrameType
 from typing import Any
 
@@ -14,95 +14,198 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from autopar import compat
-from autopar.ir.graph import meta_of
+from autopar.ir.graph import GraphInput, GraphOutput, meta_of
 from autopar.ir.precision import Precision
 from autopar.ir.tree import flatten
 
 from .captured import CaptureError, Leaf, is_constant
-from .concrete import ConcreteValues, Pinned
+from .concrete import StepRecorder, same_value
+from .conversion import identifier
+from .functional import Functional
 from .here import Here
 from .ways import Generators, OtherWays
-from .witness import Witness
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Outcome:
-    """What the model returned."""
+class Outcome:
+    """What the model returned. `loss` is the path of what is differentiated, None for every floating output."""
 
     spec: pytree.TreeSpec
     leaves: tuple[Leaf, ...]
     loss: str | None
 
-
-class _Outcomes:
-    """What a step saw, in an object of its own: export restores a module's own attributes."""
-
-    def __init__(self) -> None:
-        self.last: _Outcome | None = None
-        self.checks: dict[str, None] = {}
-        """Lines of code that look at data and raise."""
-        self.pinned = Pinned()
-        self.unread: list[tuple[str, tuple[str, ...]]] = []
-        """Of `ConcreteValues`."""
-        self.inputs: list[tuple[str, torch.Tensor]] = []
-        """As they were given, by path."""
+    def same(self, other: "Outcome") -> bool:
+        """Whether another call returned the same structure and the same constants. A class that forward makes is
+        another one each time."""
+        leaves = [[(leaf.path, leaf.meta, leaf.requires_grad) for leaf in each.leaves] for each in (self, other)]
+        constants = zip(self.leaves, other.leaves, strict=False)
+        return (
+            (leaves[0], str(self.spec), self.loss) == (leaves[1], str(other.spec), other.loss)
+            and all(same_value(a.constant, b.constant) for a, b in constants)
+        )  # fmt: skip
 
 
-class TracedStep(nn.Module):
-    """The model from flat tensors to flat tensors, everything but the loss detached."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Recording:
+    """One step as it was recorded. `inputs` are those of its graph but for constants, `results` its outputs, each with
+    the number of nodes that had run when it was what it is; `checks` are the lines of code that look at data and raise;
+    `checkpoints` counts the calls of `torch.utils.checkpoint`."""
+
+    recorder: StepRecorder
+    inputs: Sequence[GraphInput]
+    results: Sequence[tuple[int, GraphOutput]]
+    outcome: Outcome
+    checks: Sequence[str]
+    checkpoints: int
+    mode: Any
+
+    @property
+    def end(self) -> int:
+        return len(self.recorder.nodes)
+
+    def functional(self, left: Iterable[str] = ()) -> Functional:
+        """The step in functional form, in which it can be told what these values are at its end."""
+        moments: dict[int, set[str]] = {self.end: set(left)}
+        for moment, output in self.results:
+            if output.name is not None:
+                moments.setdefault(moment, set()).add(output.name)
+        return Functional(self.recorder, moments, self.mode)
+
+    def outputs(self, functional: Functional) -> list[GraphOutput]:
+        """The outputs by the names that they have in functional form, without writes that change nothing."""
+        outputs: list[GraphOutput] = []
+        held: dict[str, str | None] = {i.target: i.name for i in self.inputs if i.role in ("parameter", "buffer")}
+        for moment, output in self.results:
+            name = None if output.name is None else functional.at(moment, output.name)
+            if output.role in ("mutation", "update"):
+                if name == held[output.target]:
+                    continue
+                held[output.target] = name
+            outputs.append(replace(output, name=name))
+        return outputs
+
+
+class Step:
+    """A model on fakes, its inputs by path, and its loss. `canonical` maps every name of a parameter or buffer to the
+    first of the same tensor."""
 
     def __init__(
         self,
         model: nn.Module,
         pairs: Sequence[tuple[str, Any]],
         spec: pytree.TreeSpec,
+        fakes: Mapping[str, torch.Tensor],
+        *,
+        names: Mapping[str, str],
+        canonical: Mapping[str, str],
         loss_fn: Callable[[Any], torch.Tensor] | None,
         here: Here,
         precision: Precision,
+        mode: Any,
     ) -> None:
-        super().__init__()
-        self.model, self.here, self.precision = model, here, precision
-        self.training = model.training
-        # a list, lest nn.Module take a loss that is a module for a part of the model
-        self.loss_fn = [loss_fn]
-        self.constants = [None if isinstance(value, torch.Tensor) else (value,) for _, value in pairs]
-        self.spec = spec
-        self.outcomes: _Outcomes = _Outcomes()
-        self.outcomes.inputs += [(path, value) for path, value in pairs if isinstance(value, torch.Tensor)]
-        self.replaced: set[str] = set()
-        self.witness = Witness(model, loss_fn)
+        self.model, self.pairs, self.spec, self.fakes, self.names = model, pairs, spec, fakes, names
+        self.canonical, self.loss_fn, self.here, self.precision, self.mode = canonical, loss_fn, here, precision, mode
+        self.places = {
+            f"{path}.{key}" if path else key: (registry, key)
+            for path, module in model.named_modules()
+            for registry in (module._parameters, module._buffers)
+            for key in registry
+        }
+        self.paths: dict[int, str] = {}
+        for path, module in model.named_modules():
+            self.paths.setdefault(id(module), path)
+        self.unread: list[tuple[str, tuple[str, ...]]] = []
+        """Those of the last recorder."""
 
-    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        remaining = iter(tensors)
-        leaves = [next(remaining) if constant is None else constant[0] for constant in self.constants]
-        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+    def held(self) -> dict[str, torch.Tensor]:
+        """The parameters and buffers that the model has now, by their first names."""
+        tensors = ((name, registry[key]) for name, (registry, key) in self.places.items() if key in registry)
+        return {name: tensor for name, tensor in tensors if tensor is not None and self.canonical[name] == name}
+
+    def record(self, watched: contextlib.AbstractContextManager[Any]) -> Recording:
+        """Runs and records one step. `watched` is around all Python of the model."""
+        sources = {path: self.here.tensor(value) for path, value in self.pairs if isinstance(value, torch.Tensor)}
+        checks: dict[str, None] = {}
         generators = Generators(self.model)
-        given = zip(tensors, self.outcomes.inputs, strict=True)
-        values = ConcreteValues({path: (fake, self.here.tensor(source)) for fake, (path, source) in given})
-        self.outcomes.unread, values.valued = values.unread, self.witness.valued
-        with (
-            self.witness.tracing(),
-            writing_buffers(self.model, self.replaced),
-            generators.watched(),
-            OtherWays(generators, values, self.here),
-            values,
-            without_checks(self.outcomes.checks),
-        ):
-            args, kwargs = self.precision.cast_inputs((args, kwargs))
-            output = self.precision.cast_outputs(self.model(*args, **kwargs))
-            if self.loss_fn[0] is not None:
-                output = self.loss_fn[0](output)
-        self.outcomes.pinned = values.pinned()
+        torch.clear_autocast_cache()  # within a context around all steps, it holds what the last one cast
+        with compat.followed(self.paths) as where, compat.neutral():
+            recorder = StepRecorder(where, sources)
+            self.unread = recorder.unread
+            held = self.held()
+            trained = {name: tensor for name, tensor in {**held, **self.fakes}.items() if tensor.requires_grad}
+            inputs = self._enter(recorder, held)
+            ways = OtherWays(generators, recorder, self.here)
+            with watched, generators.watched(), self.mode, without_checks(checks):
+                with ways, recorder:
+                    outcome, tensors = self._forward()
+                    results = [
+                        GraphOutput(name=recorder.known(tensor), role="output", target=path)
+                        for path, tensor in tensors.items()
+                    ]
+                    results += self._written(recorder, held)
+                forward, late = len(recorder.nodes), list[GraphOutput]()
+                roots = {
+                    path: tensor
+                    for path, tensor in tensors.items()
+                    if outcome.loss in (None, path) and tensor.requires_grad
+                }
+                tangents = {path: torch.empty(tensor.shape, dtype=tensor.dtype) for path, tensor in roots.items()}
+                for path, tangent in tangents.items():
+                    name = recorder.enter(identifier(f"tangent.{path}"), tangent)
+                    inputs.append(GraphInput(name=name, role="tangent", target=path))
+                if roots:
+                    recorder.backward = True
+                    with ways, recorder, compat.without_autocast("cpu"):
+                        torch.autograd.backward([*roots.values()], [*tangents.values()])
+                        late = [replace(output, role="update") for output in self._written(recorder, held)]
+        gradients = [
+            GraphOutput(name=None if x.grad is None else recorder.known(x.grad), role="gradient", target=name)
+            for name, x in trained.items()
+        ]
+        for tensor in trained.values():
+            tensor.grad = None
+        return Recording(
+            recorder=recorder,
+            inputs=inputs,
+            results=[(forward, o) for o in results] + [(len(recorder.nodes), o) for o in (*late, *gradients)],
+            outcome=outcome,
+            checks=[*checks],
+            checkpoints=where.checkpoints,
+            mode=self.mode,
+        )
+
+    def _enter(self, recorder: StepRecorder, held: Mapping[str, torch.Tensor]) -> list[GraphInput]:
+        inputs = [
+            GraphInput(
+                name=recorder.enter(identifier(name), tensor),
+                role="parameter" if isinstance(tensor, nn.Parameter) else "buffer",
+                target=name,
+            )
+            for name, tensor in held.items()
+        ]
+        for path, fake in self.fakes.items():
+            name = recorder.enter_input(path, identifier(self.names[path]), fake)
+            inputs.append(GraphInput(name=name, role="input", target=path))
+        return inputs
+
+    def _forward(self) -> tuple[Outcome, dict[str, torch.Tensor]]:
+        """What the model returns, and its tensors by path."""
+        leaves = [self.fakes[path] if isinstance(value, torch.Tensor) else value for path, value in self.pairs]
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        args, kwargs = self.precision.cast_inputs((args, kwargs))
+        output = self.precision.cast_outputs(self.model(*args, **kwargs))
+        if self.loss_fn is not None:
+            output = self.loss_fn(output)
         pairs, spec = flatten("output", output)
         loss = self._loss(output, pairs)
         described: list[Leaf] = []
-        results: list[torch.Tensor] = []
+        tensors: dict[str, torch.Tensor] = {}
         for path, value in pairs:
             if isinstance(value, torch.Tensor):
                 described.append(Leaf(path=path, meta=meta_of(value), requires_grad=value.requires_grad))
-                results.append(value if loss in (None, path) else value.detach())
+                tensors[path] = value
             elif is_constant(value):
                 described.append(Leaf(path=path, constant=value))
             else:
@@ -112,17 +215,42 @@ class TracedStep(nn.Module):
                     type(value).__name__,
                 )
                 described.append(Leaf(path=path))
-        if not results:
+        if not tensors:
             raise CaptureError(
                 f"the model returns no tensor that autopar can find in a {type(output).__name__}: register its class "
                 f"with torch.utils._pytree.register_pytree_node, or pass a loss_fn"
             )
-        self.outcomes.last = _Outcome(spec=spec, leaves=tuple(described), loss=loss)
-        return tuple(results)
+        return Outcome(spec=spec, leaves=tuple(described), loss=loss), tensors
+
+    def _written(self, recorder: StepRecorder, held: Mapping[str, torch.Tensor]) -> list[GraphOutput]:
+        """What parameters and buffers hold now."""
+        outputs: list[GraphOutput] = []
+        for name, old in held.items():
+            registry, key = self.places[name]
+            new = registry.get(key)
+            if new is not old and isinstance(old, nn.Parameter):
+                continue  # refused by `Witness`
+            if new is None or meta_of(old) != meta_of(new):
+                now = "None" if new is None else str(meta_of(new))
+                raise CaptureError(
+                    f"forward replaces buffer {name}, which is {meta_of(old)}, by {now}: keep its shape and dtype"
+                )
+            if new is not old and sum(first == name for first in self.canonical.values()) > 1:
+                raise CaptureError(
+                    f"forward replaces buffer {name}, which has another name too: write into it with copy_() if both "
+                    f"are to change, or give each its own tensor"
+                )
+            if new.requires_grad and not isinstance(new, nn.Parameter) and not new.is_leaf:
+                raise CaptureError(
+                    f"the model writes what requires a gradient into buffer {name}, from where the next step would "
+                    f"differentiate it: write value.detach(), or write under torch.no_grad()"
+                )
+            outputs.append(GraphOutput(name=recorder.known(new), role="mutation", target=name))
+        return outputs
 
     def _loss(self, output: Any, pairs: Sequence[tuple[str, Any]]) -> str | None:
         own = None if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
-        if self.loss_fn[0] is not None:
+        if self.loss_fn is not None:
             loss, source = output, "loss_fn(output)"
         elif own is not None:
             loss, source = own, "the output's .loss"
@@ -142,14 +270,6 @@ class TracedStep(nn.Module):
         return path
 
 
-class Replaced(Exception):
-    """Forward replaces these buffers."""
-
-    def __init__(self, names: set[str]) -> None:
-        super().__init__(names)
-        self.names = names
-
-
 def without_checks(lines: dict[str, None]) -> contextlib.AbstractContextManager[None]:
     """Branches on data that raise are taken not to; `lines` receives where they are. (A mode would not see those in
     torch's own functions.)"""
@@ -165,48 +285,6 @@ def without_checks(lines: dict[str, None]) -> contextlib.AbstractContextManager[
     original = torch.Tensor.__bool__
     truth.__name__ = original.__name__
     return compat.patched(torch.Tensor, "__bool__", truth)
-
-
-@contextlib.contextmanager
-def writing_buffers(model: nn.Module, replaced: set[str]) -> Iterator[None]:
-    """Write buffers that forward replaces (`self.count = self.count + 1`) where they stand: export sees the one
-    and loses the other. What forward reads of them is a copy, since backward may need what they were.
-
-    Raises Replaced with the names of further ones.
-    """
-    places = {
-        f"{path}.{key}" if path else key: (module._buffers, key, tensor)
-        for path, module in model.named_modules()
-        for key, tensor in module._buffers.items()
-    }
-    names: dict[int, int] = {}
-    for _, _, old in places.values():
-        names[id(old)] = names.get(id(old), 0) + 1
-    for name in replaced:
-        buffers, key, old = places[name]
-        assert old is not None
-        buffers[key] = old.clone()
-    yield
-    further: set[str] = set()
-    for name, (buffers, key, old) in places.items():
-        new, buffers[key] = buffers[key], old
-        if new is old:
-            continue
-        if old is None or new is None or meta_of(old) != meta_of(new):
-            was, now = ("None" if b is None else str(meta_of(b)) for b in (old, new))
-            raise CaptureError(f"forward replaces buffer {name}, which is {was}, by {now}: keep its shape and dtype")
-        if names[id(old)] > 1:
-            raise CaptureError(
-                f"forward replaces buffer {name}, which has another name too: write into it with copy_() if both "
-                f"are to change, or give each its own tensor"
-            )
-        if name in replaced:
-            with torch.no_grad():
-                old.copy_(new)
-        else:
-            further.add(name)
-    if further:
-        raise Replaced(further)
 
 
 def passing(frame: FrameType) -> bool | None:

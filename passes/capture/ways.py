@@ -18,9 +18,9 @@ from torch.overrides import TorchFunctionMode
 from autopar import compat
 
 from .attention import attended
-from .concrete import ConcreteValues
-from .constants import Constants, Selected, Selections
+from .concrete import StepRecorder
 from .here import Here
+from .selections import Selected, Selections
 
 logger = logging.getLogger(__name__)
 _DATA: Any = torch.Tensor.data
@@ -36,15 +36,13 @@ class OtherWays(TorchFunctionMode):
     """Attention is an operator of our own, the same on every device: see `attention`. CTC loss, covariances and counts
     are operators of static shapes: see `Selections`. Lookups with sparse gradients are those with dense ones, which
     collectives can reduce. What draws from a `torch.Generator` draws from the seed of the step, as all else does: see
-    `Generators`. `.data` is what `detach()` gives. Overlapping windows by `as_strided` are those of `unfold`. Values
-    are read off constants and inputs: see `Constants`. Devices that the model names are that of the trace: see
-    `Here`."""
+    `Generators`. Overlapping windows by `as_strided` are those of `unfold`. Devices that the model names are that of
+    the trace: see `Here`."""
 
-    def __init__(self, generators: Generators, values: ConcreteValues, here: Here) -> None:
+    def __init__(self, generators: Generators, recorder: StepRecorder, here: Here) -> None:
         super().__init__()
-        self.generators, self.here = generators, here
+        self.generators, self.recorder, self.here = generators, recorder, here
         self.selections = Selections()
-        self.constants = Constants(values)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -57,7 +55,7 @@ class OtherWays(TorchFunctionMode):
         if selected is not NotImplemented:
             return selected
         if self.selections.are_in((args, kwargs)):
-            args, kwargs = pytree.tree_map_only(Selected, self._picked, (args, kwargs))
+            args, kwargs = pytree.tree_map_only(Selected, lambda x: x.picked[x.mask], (args, kwargs))
             with self:
                 return func(*args, **kwargs)
         if (place := _SPARSE.get(func)) is not None:
@@ -66,7 +64,7 @@ class OtherWays(TorchFunctionMode):
                 logger.warning("the gradient of %s(sparse=True) is dense, with the same values", func.__name__)
                 args, kwargs = args[:place], {**_named(func, args[place + 1 :], place + 1), **kwargs, "sparse": False}
         if func in (torch.as_strided, torch.Tensor.as_strided) and compat.is_fake(args[0]):
-            sizes, named = pytree.tree_map_only(torch.Tensor, self.constants.number, (args[1:], kwargs))
+            sizes, named = pytree.tree_map_only(torch.Tensor, int, (args[1:], kwargs))
             unfolded = windows(args[0], *sizes, **named)
             if unfolded is not None:
                 return unfolded
@@ -76,34 +74,21 @@ class OtherWays(TorchFunctionMode):
             # torch calls the mode for it, and for nothing inside
             with compat.patched(F, "scaled_dot_product_attention", attended):
                 return func(*args, **kwargs)
-        if func is torch.Tensor.random_:
-            return _random_(*args, **kwargs)
-        if func == _DATA.__get__:
-            return args[0].detach()  # export takes what `.data` gives for a constant
         if func == _DATA.__set__:
             return _write_data(*args)
-        if func is torch.randint_like:
-            # it reads the shape alone, and has no derivative to be traced
-            return func(args[0].detach(), *args[1:], **kwargs)
-        number = self.constants.read(func, args, kwargs)
-        if number is not NotImplemented:
-            return number
+        if func in (torch.Tensor.tolist, torch.Tensor.numpy):
+            values = self.recorder.read(torch.ops.aten.clone.default, args[:1], {})
+            if values is not NotImplemented:
+                with compat.unmodified():
+                    return func(values, **kwargs)
         if (place := _LISTS.get(func)) is not None:
             named = {**kwargs}
-            args = (*args, named.pop("data")) if "data" in named else args  # export looks for it there
+            args = (*args, named.pop("data")) if "data" in named else args
             if _is_list_of_fakes(args[place]):
                 own = {"dtype": args[0].dtype, "device": args[0].device} if place else {}
                 return _stacked(*args[place:], **{**own, **named})
             return func(*args, **named)
-        if func is torch.Tensor.__iter__:
-            return iter(self.__torch_function__(torch.Tensor.unbind, types, args))
         return func(*args, **kwargs)
-
-    def _picked(self, selected: Selected) -> torch.Tensor:
-        """What PyTorch gives, as a constant where it is concrete."""
-        given = (selected.picked, selected.mask)
-        picked: Any = self.constants.read(torch.masked_select, given, {})
-        return torch.masked_select(*given) if picked is NotImplemented else picked
 
 
 def _named(function: Callable[..., Any], values: Sequence[Any], first: int) -> dict[str, Any]:
@@ -137,18 +122,6 @@ def _stacked(values: Any, dtype: torch.dtype | None = None, device: Any = None, 
     if isinstance(values, torch.Tensor):
         return values.detach().to(device=device, dtype=dtype)
     return torch.tensor(values, dtype=dtype, device=device)
-
-
-def _random_(tensor: torch.Tensor, *limits: int, **named: int | None) -> torch.Tensor:
-    """`Tensor.random_`, whose argument `from` is a keyword in the code that export writes."""
-    low, high = (0, limits[0]) if len(limits) == 1 else (*limits, None, None)[:2]
-    low, high = named.get("from", low), named.get("to", high)
-    if high is None:  # whatever the dtype holds exactly
-        info = torch.finfo(tensor.dtype) if tensor.is_floating_point() else None
-        high = torch.iinfo(tensor.dtype).max if info is None else round(2 / info.eps)
-        high += high < 2**63 - 1
-    with torch.no_grad():
-        return tensor.copy_(torch.randint(low or 0, high, tensor.shape, dtype=tensor.dtype, device=tensor.device))
 
 
 class Generators:
@@ -305,6 +278,13 @@ def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -
     return ones.new_zeros(minlength).scatter_add(0, input.long(), ones)
 
 
+def masked_select(input: Tensor, mask: Tensor) -> Tensor:
+    """`torch.masked_select`, as an index."""
+    x, picked = torch.broadcast_tensors(input, mask)  # type: ignore[no-untyped-call]
+    result: Tensor = x[picked]
+    return result
+
+
 def multilabel_margin_loss(
     input: Tensor, target: Tensor, size_average: bool | None = None, reduce: bool | None = None, reduction: str = "mean"
 ) -> Tensor:
@@ -321,9 +301,21 @@ def multilabel_margin_loss(
     return losses if reduction == "none" else losses.sum() if reduction == "sum" else losses.mean()
 
 
+def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """`torch.nn.functional.dropout`, as the operator of every device that keeps what it kept as truth values."""
+    if inplace or not training or not 0 < p < 1 or not input.is_floating_point() or compat.is_transformed():
+        return F.dropout(input, p, training, inplace)
+    result: Tensor = torch.ops.aten.native_dropout.default(input, p, True)[0]
+    return result
+
+
 TRACED: Mapping[Any, Callable[..., Tensor]] = {
     **{getattr(holder, way.__name__): way for holder in (torch, torch.Tensor) for way in (cov, corrcoef, bincount)},
+    torch.masked_select: masked_select,
+    torch.Tensor.masked_select: masked_select,
     F.multilabel_margin_loss: multilabel_margin_loss,
+    F.dropout: dropout,
+    torch.dropout: dropout,
     F.scaled_dot_product_attention: attended,
     torch.ops.aten.scaled_dot_product_attention: attended,
     torch.ops.aten.scaled_dot_product_attention.default: attended,

@@ -13,32 +13,22 @@ it was before.
 import contextlib
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
 from autopar import compat
+from autopar.ir.rewrite import distinct
 
-from .asked import ASKING, DIFFERENTIATING, SAVING, SEEDING, Functions, refusing
+from .asked import ASKING, SEEDING, Functions, refusing
 from .captured import CaptureError
 from .looks import Drawn, Look, Reads, Same, is_library, listed
-from .repeat import Numbering
+from .repeat import Repeated
 from .state import look
 
 logger = logging.getLogger(__name__)
-
-
-class WitnessedStep(Protocol):
-    """What is looked at while it runs: the model as a module of flat tensors. `outcomes.last` is what it gave."""
-
-    @property
-    def outcomes(self) -> Any: ...
-    def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]: ...
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
-    def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]: ...
-    def buffers(self) -> Iterator[torch.Tensor]: ...
 
 
 class Witness:
@@ -47,17 +37,10 @@ class Witness:
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
         self.modules = dict(model.named_modules())
         self.roots: dict[str, Any] = {} if loss_fn is None else {"loss_fn": loss_fn}
-        self.roots |= compat.global_forward_hooks()
+        self.roots |= compat.global_hooks()
         self.paths = {id(module): path for path, module in self.modules.items()}
-        self.notes = [
-            (module._parameters, key, notes)
-            for module in self.modules.values()
-            for key, tensor in module._parameters.items()
-            if tensor is not None and (notes := compat.notes_of(tensor))
-        ]
-        self.before: Look | None = None
-        self.after: Look | None = None
-        self.repeating = False
+        self.looks: list[Look] = []
+        """What Python could reach before the first step, after it, and after the second."""
         self.read: set[tuple[str, str]] = set()
         self.fields: dict[type, set[str]] = {}
         self.valued: set[int] = set()  # storages of tensors whose numbers became Python's
@@ -71,85 +54,85 @@ class Witness:
         )
 
     @contextlib.contextmanager
-    def tracing(self) -> Iterator[None]:
-        """Around all Python of a step."""
-        for parameters, key, notes in self.notes:
-            # export traces with other tensors in the place of parameters
-            vars(parameters[key]).update(notes)
-        if self.repeating:
-            yield
-            self.after = self._look()
-            return
-        self.before, tensors = self._look(), self._tensors()
-        kept = [p for p, fact in self.before.facts.items() if fact == Same(torch.is_inference_mode_enabled)]
+    def watching(self) -> Iterator[None]:
+        """Around all Python of the first step."""
+        before, tensors = self._look(), self._tensors()
+        self.looks = [before]
+        kept = [p for p, fact in before.facts.items() if fact == Same(torch.is_inference_mode_enabled)]
         if kept:  # called by another name than that in torch, which is watched
             raise CaptureError(ASKING.format(line=f" as {kept[0]}"))
-        try:
-            with (
-                self._observed(self.before.classes),
-                Functions(self.valued),
-                compat.saving(refusing(SAVING)),
-                compat.seeding(refusing(SEEDING)),
-                compat.asking_for_inference(refusing(ASKING)),
-                compat.differentiating(refusing(DIFFERENTIATING)),
-            ):
-                yield
-            _check_tensors(tensors, self._tensors())
-            self.after = self._look()
-        finally:
-            self.before.restore()
-
-    def settle(self, step: WitnessedStep, inputs: Sequence[torch.Tensor]) -> None:
-        """Raises CaptureError where a call keeps something for the next. Warns of what each call writes and nobody in
-        the model reads: with a program it keeps the value that it had."""
-        before, after = self.before, self.after
-        assert before is not None and after is not None
-        changed = before.differs(after)
-        drawn = [path for path in changed if isinstance(after.facts.get(path), Drawn)]
+        with (
+            self._observed(before.classes),
+            Functions(self.valued),
+            compat.seeding(refusing(SEEDING)),
+            compat.asking_for_inference(refusing(ASKING)),
+        ):
+            yield
+        _check_tensors(tensors, self._tensors())
+        self.looks.append(after := self._look())
+        drawn = [path for path in before.differs(after) if isinstance(after.facts.get(path), Drawn)]
         if drawn:
             raise CaptureError(
                 f"forward draws from {listed(drawn)}: each call would draw what the first one drew. Draw "
                 f"with torch's own operators (torch.rand, torch.randint, dropout), or draw outside and pass it in"
             )
-        asks = sorted(before.names & _ASKS)
-        if not changed and not asks:
-            return
-        kept = self._kept(step, inputs)
-        if kept:
-            raise CaptureError(
-                f"forward keeps {listed(kept)} from one call for the next: a program would keep what the first call "
-                f"saw. Register a tensor as a buffer (register_buffer) and write it with copy_(), pass it in as an "
-                f"input and return it as an output, or leave it out of forward"
-            )
-        if not changed:
-            return
-        shown = [path for path in changed if _is_shown(path, self.modules)]
-        (logger.warning if shown else logger.info)(
-            "forward writes %s, which no later call reads: the parallel module does not write it (return it as an "
-            "output to see it)",
-            listed(shown or changed),
-        )
 
     @contextlib.contextmanager
-    def differentiating(self) -> Iterator[None]:
-        """Around the backward passes that a model writes. Raises CaptureError where one keeps something."""
-        before = self._look()
-        try:
-            yield
-            changed = before.differs(self._look())
-        finally:
-            before.restore()
-        if changed:
+    def again(self) -> Iterator[None]:
+        """Around all Python of the second step."""
+        yield
+        self.looks.append(self._look())
+
+    def settle(self, steps: Repeated) -> None:
+        """Raises CaptureError where a step keeps something for the next: where it computes something else when it runs
+        again, or leaves something else in Python. Warns of what each call writes and nobody in the model reads: with a
+        program it keeps the value that it had."""
+        before, after, later = self.looks
+        moved = after.differs(later, lambda a, b: _is_same_tensor(a, b, steps))
+        read = [path for path, tensor in after.tensors if steps.first.name(tensor) in steps.read]
+        parting = steps.parting
+        if moved or parting:
+            kept = moved or read or before.differs(after)
+            if not kept:
+                asks = sorted(before.names & _ASKS)
+                kept = [f"something that changes by itself ({listed(asks)})" if asks else "something"]
             raise CaptureError(
-                f"the backward of an autograd function keeps {listed(changed)} from one call for the next: a program "
-                f"would keep what the first call saw. Compute it from ctx and the gradient, with tensors"
+                f"forward keeps {listed(kept)} from one call for the next: a program would keep what the first call "
+                f"saw{f' ({parting})' if parting else ''}. Register a tensor as a buffer (register_buffer) and write "
+                f"it with copy_(), pass it in as an input and return it as an output, or leave it out of forward"
             )
+        changed = before.differs(after)
+        if changed:
+            shown = [path for path in changed if _is_shown(path, self.modules)]
+            (logger.warning if shown else logger.info)(
+                "forward writes %s, which no later call reads: the parallel module does not write it (return it as an "
+                "output to see it)",
+                listed(shown or changed),
+            )
+
+    def restore(self) -> None:
+        """Puts back what Python could reach."""
+        if self.looks:
+            self.looks[0].restore()
 
     @property
     def seen(self) -> Look:
         """What Python could reach before the trace."""
-        assert self.before is not None
-        return self.before
+        return self.looks[0]
+
+    @property
+    def left(self) -> list[torch.Tensor]:
+        """The tensors that the last step left in Python."""
+        return [tensor for _, tensor in self.looks[-1].tensors]
+
+    def paths_of(self, constants: Mapping[str, torch.Tensor], taken: set[str]) -> dict[str, str]:
+        """Where the model holds constants, by name, or other paths that are not taken."""
+        held = {compat.memory_of(tensor): path for path, tensor in reversed(self.seen.tensors)}
+        paths: dict[str, str] = {}
+        for name, tensor in constants.items():
+            path = held.get(compat.memory_of(tensor), name)
+            paths[name] = distinct(path, {*taken, *paths.values()})
+        return paths
 
     def written(self, tensor: torch.Tensor) -> str:
         """Why a tensor that Python holds cannot be written in place."""
@@ -161,42 +144,18 @@ class Witness:
             f"writes buffers alone. Make it a buffer (register_buffer, persistent=False if no checkpoint is to hold it)"
         )
 
+    def trained(self, tensor: torch.Tensor) -> str:
+        """Why a tensor that Python holds cannot be trained."""
+        memory = compat.memory_of(tensor)
+        path = next((path for path, held in self.seen.tensors if compat.memory_of(held) == memory), "a tensor")
+        return (
+            f"{path} requires a gradient and is no parameter of the model: it would not train. Make it one (an "
+            f"nn.Parameter attribute, nn.ParameterList, nn.ParameterDict; a loss with parameters is a module of the "
+            f"model), or detach() it"
+        )
+
     def _look(self) -> Look:
         return look(self.modules, self.roots)
-
-    def _kept(self, step: WitnessedStep, inputs: Sequence[torch.Tensor]) -> list[str]:
-        """What two steps in a row differ in."""
-        assert self.before is not None
-        names = {f"input {i}": tensor for i, tensor in enumerate(inputs)}
-        names |= {**dict(step.named_parameters()), **dict(step.named_buffers())}
-        numbering = Numbering(names)
-        buffers = list(step.buffers())
-        self.repeating = True
-        try:
-            with compat.as_exported(), numbering:
-                first = [numbering.key(t) for t in (*step(*inputs), *buffers)]
-                outcome, left = step.outcomes.last, self.after
-                assert left is not None
-                keys = {id(t): numbering.key(t) for _, t in left.tensors}
-                numbering.again()
-                second = [numbering.key(t) for t in (*step(*inputs), *buffers)]
-                assert self.after is not None
-                moved = left.differs(
-                    self.after,
-                    lambda a, b: _is_tensor(a) and _is_tensor(b) and numbering.same(a.value, b.value, keys),
-                )
-                same = first == second and outcome == step.outcomes.last
-        finally:
-            self.repeating = False
-            self.before.restore()
-        if moved:
-            return moved
-        if same:
-            return []
-        read = {id(tensor) for tensor in numbering.read.values()}
-        by_tensor = [path for path, tensor in left.tensors if id(tensor) in read]
-        asks = sorted(self.before.names & _ASKS)
-        return by_tensor or self.before.differs(left) or [f"something that changes by itself ({listed(asks)})"]
 
     def _tensors(self) -> dict[str, tuple[Any, ...]]:
         """Which memory each parameter and buffer has, and whether it requires a gradient."""
@@ -206,7 +165,7 @@ class Witness:
                     kind,
                     compat.storage_span(tensor),
                     tensor.requires_grad,
-                    {key: value for key, value in vars(tensor).items() if not compat.is_torchs(key)},
+                    compat.notes_of(tensor),
                 )
                 for path, module in self.modules.items()
                 for kind in ("_parameters", "_buffers")
@@ -239,7 +198,7 @@ class Witness:
                             noted.add("__dict__")  # a class that cannot be watched: all of its attributes count
                 yield
 
-        with compat.suspended_in_branches(observing):
+        with observing():
             yield
 
 
@@ -287,25 +246,6 @@ _ASKS = frozenset(
 """Names of what changes by itself: where code mentions one, a second run decides."""
 
 
-def check_hooks(model: nn.Module) -> None:
-    """Raises CaptureError where hooks on gradients would be lost: those of modules and of their parameters."""
-    hooked = [path or type(model).__name__ for path, module in model.named_modules() if compat.hooks_gradients(module)]
-    if hooked:
-        raise CaptureError(
-            f"{listed(hooked)} {'has' if len(hooked) == 1 else 'have'} backward hooks, which a program would not run: "
-            f"register them on the parallel module itself, or on its parameters"
-        )
-    parameters = [name for name, p in model.named_parameters() if compat.hooks_gradient(p)]
-    if parameters:
-        raise CaptureError(
-            f"{listed(parameters)} {'has a hook' if len(parameters) == 1 else 'have hooks'} on the gradient, and the "
-            f"parallel module has parameters of its own: register it on those, after parallelize"
-        )
-    everywhere = compat.global_backward_hooks()
-    if everywhere:
-        raise CaptureError(f"torch has {everywhere} for all modules, which a program would not run: remove them")
-
-
 def check_memory(constants: Mapping[str, torch.Tensor], seen: Look, model: nn.Module) -> None:
     """Raises CaptureError where a constant of the graph views a parameter or buffer, with which it would not change."""
     held = [(name, *compat.storage_span(t)) for name, t in (*model.named_parameters(), *model.named_buffers())]
@@ -321,25 +261,13 @@ def check_memory(constants: Mapping[str, torch.Tensor], seen: Look, model: nn.Mo
             )
 
 
-def check_constants(constants: Mapping[str, torch.Tensor], seen: Look) -> None:
-    """Raises CaptureError where a constant of the graph is to be trained: no parameter of the model, and yet it
-    requires a gradient."""
-    trained = {compat.memory_of(t): path for path, t in reversed(seen.tensors) if t.requires_grad}
-    paths = [trained[s] for t in constants.values() if (s := compat.memory_of(t)) in trained]
-    if paths:
-        raise CaptureError(
-            f"{listed(paths)} {'requires' if len(paths) == 1 else 'require'} a gradient and "
-            f"{'is no parameter' if len(paths) == 1 else 'are no parameters'} of the model: it would not train. "
-            f"Make it one (an nn.Parameter attribute, nn.ParameterList, nn.ParameterDict; a loss with parameters is a "
-            f"module of the model), or detach() it"
-        )
-
-
 def _is_shown(path: str, modules: Mapping[str, nn.Module]) -> bool:
     """Whether somebody may look for what stands there: a public attribute of a module."""
     owner, _, name = path.split("[")[0].rpartition(".")
     return owner in modules and not name.startswith("_")
 
 
-def _is_tensor(token: Any) -> bool:
-    return isinstance(token, Same) and isinstance(token.value, torch.Tensor)
+def _is_same_tensor(a: Any, b: Any, steps: Repeated) -> bool:
+    """Whether what stands for a tensor after each of two steps is computed alike."""
+    tensors = [token.value for token in (a, b) if isinstance(token, Same) and isinstance(token.value, torch.Tensor)]
+    return len(tensors) == 2 and steps.same(*tensors)

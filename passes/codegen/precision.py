@@ -91,7 +91,7 @@ def _rested(program: Program, held_in: Mapping[str, torch.dtype]) -> Program:
     metas, late = dict(program.metas), readers(program.backward)
     again = {name for name in held if _is_gathered(name, program.backward, late)}
     early = {name for node in program.forward for name in node.inputs}
-    early.update(o.name for o in program.outputs if o.role != "gradient" and o.name is not None)
+    early.update(o.name for o in program.outputs if not o.backward and o.name is not None)
     early.update(name for name in program.saved if name not in again)
     forward, backward, gradients = _Casts(metas), _Casts(metas), _Casts(metas)
     for name, i in held.items():
@@ -100,7 +100,7 @@ def _rested(program: Program, held_in: Mapping[str, torch.dtype]) -> Program:
                 casts.of(name, metas[name].dtype, "used", i.target.rpartition(".")[0], name)
 
     def returned(output: ProgramOutput) -> ProgramOutput:
-        if output.role != "gradient":
+        if not output.backward:
             return replace(output, name=forward.names.get(output.name or "", output.name))
         if output.name is None or output.target not in parameters:
             return output

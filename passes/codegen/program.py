@@ -98,7 +98,7 @@ def _finish(
     made_in_backward = {name for i in backward for name in i.outputs}
     made_in_backward.update(i.name for i in graph.inputs if i.role == "tangent")
     read_in_backward = [name for i in backward for name in i.inputs]
-    read_in_backward += [o.name for o in results if o.role == "gradient" and o.name is not None]
+    read_in_backward += [o.name for o in results if o.backward and o.name is not None]
     saved = tuple(dict.fromkeys(name for name in read_in_backward if name not in made_in_backward))
     return Program(
         axes=space.axes,

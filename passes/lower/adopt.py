@@ -175,10 +175,10 @@ def stood_still(step: Timeline) -> dict[str, float]:
 
 def halves_of(program: Program) -> Iterator[tuple[Sequence[Node], frozenset[str]]]:
     """Each half, with what is read after it."""
-    results = [(o.role, o.name) for o in program.outputs if o.name is not None]
-    out = {name for role, name in results if role != "gradient"}
+    results = [(o.backward, o.name) for o in program.outputs if o.name is not None]
+    out = {name for backward, name in results if not backward}
     yield program.forward, frozenset(out | set(program.saved))
-    yield program.backward, frozenset(name for role, name in results if role == "gradient")
+    yield program.backward, frozenset(name for backward, name in results if backward)
 
 
 @dataclass(frozen=True, slots=True)

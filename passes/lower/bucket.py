@@ -49,8 +49,8 @@ def bucket(
     none that travel faster alone (`UNHIDDEN_ALONE_BYTES`).
     """
     parameters = {i.name for i in program.inputs if i.role == "parameter"}
-    results = [o.name for o in program.outputs if o.role != "gradient" and o.name is not None]
-    gradients = [o.name for o in program.outputs if o.name is not None and o.role == "gradient"]
+    results = [o.name for o in program.outputs if not o.backward and o.name is not None]
+    gradients = [o.name for o in program.outputs if o.name is not None and o.backward]
     limits = tuple(min(limit_bytes, size) for size in bucket_bytes or (limit_bytes,) * len(program.mesh))
     writer = BucketWriter(
         mesh=program.mesh,

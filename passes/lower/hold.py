@@ -30,10 +30,10 @@ def held(program: Program) -> Held:
     """The program in two forms, for the first micro-batch of a step and for the others."""
     gathered = _gathered(program)
     rest = [node for node in program.forward if not gathered.issuperset(filter(None, node.outputs))]
-    wanted = {*program.saved, *(o.name for o in program.outputs if o.role != "gradient")}
+    wanted = {*program.saved, *(o.name for o in program.outputs if not o.backward)}
     wanted.update(name for node in rest for name in node.inputs)
     names = tuple(name for node in program.forward for name in node.outputs if name in gathered & wanted)
-    results = (*(o.name for o in program.outputs if o.role != "gradient"), *program.saved)
+    results = (*(o.name for o in program.outputs if not o.backward), *program.saved)
     everywhere = (Replicate(),) * len(program.mesh)
     given = tuple(
         ProgramInput(name=name, role="buffer", target=name, meta=program.metas[name], layout=everywhere)
@@ -48,7 +48,7 @@ def held(program: Program) -> Held:
 
 def _gathered(program: Program) -> set[str]:
     """Values of forward that parameters alone lead to, by way of a collective."""
-    written = {o.target for o in program.outputs if o.role == "mutation"}
+    written = {o.target for o in program.outputs if o.role in ("mutation", "update")}
     known = {i.name for i in program.inputs if i.role == "parameter" and i.target not in written}
     gathered: set[str] = set()
 

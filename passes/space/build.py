@@ -171,7 +171,7 @@ class _Builder:
     def _output(self, number: int, home: int) -> Site:
         output = self.graph.outputs[number]
         assert output.name is not None
-        backward = output.role == "gradient"
+        backward = output.backward
         return Site(
             name=output_name(number),
             kind="output",

@@ -261,7 +261,7 @@ class Propagation:
             for split in self.digits.get(site.name, ()):
                 yield AxisChoice("S", split.dim, split.period)
             yield PASSES_PARTIAL
-        elif site.meta is not None and not site.module.startswith("mutation"):
+        elif site.meta is not None and not site.module.startswith(("mutation", "update")):
             # What the user holds is a DTensor: contiguous shards, which can be gathered and checkpointed.
             names = site.makes if site.makes else [site.reads[0].alias.root]
             if site.kind in ("parameter", "input") or self.digits.get(names[0]):

@@ -1,0 +1,240 @@
+"""Parts of torch that run in another way while a step is recorded: the same results, in operators of every device."""
+
+import contextlib
+import logging
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from .patching import patched
+from .tensors import stand_in, storage_span
+
+
+@contextlib.contextmanager
+def neutral() -> Iterator[None]:
+    """Within it the parts of torch below run in ways that a graph can hold."""
+    with (
+        _masks_as_they_are(),
+        _averaged_norms(),
+        _settled_modules(),
+        _plain_layers(),
+        _control_flow(),
+        causal_biases(),
+        torch.compiler.set_stance("force_eager"),
+        _quiet_fakes(),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _plain_layers() -> Iterator[None]:
+    """Recurrent and Transformer layers are their steps, on every device and in every dtype: a CPU, like CUDA, would
+    run some of them as one operator, of which no dim can be split."""
+    mha = torch.backends.mha.get_fastpath_enabled()
+    mkldnn = torch._C._get_mkldnn_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(mha)
+        torch._C._set_mkldnn_enabled(mkldnn)
+
+
+def _settled_modules() -> contextlib.AbstractContextManager[None]:
+    """`module.to(dtype)` in forward does nothing where the module is so already (the router of Switch Transformers);
+    by itself it swaps every parameter of fakes."""
+
+    def settled(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
+        with torch.no_grad():
+            for name, tensor in (*self.named_parameters(recurse=recurse), *self.named_buffers(recurse=recurse)):
+                converted = fn(tensor)
+                if converted is not tensor and storage_span(converted) != storage_span(tensor):
+                    was, now = (f"{t.dtype} on {t.device}" for t in (tensor, converted))
+                    raise ValueError(
+                        f"forward converts {name} of a {type(self).__name__} from {was} to {now}, which a program does "
+                        f"not write: convert the module before, outside of forward"
+                    )
+        return self
+
+    return patched(nn.Module, "_apply", settled)
+
+
+def _averaged_norms() -> contextlib.AbstractContextManager[None]:
+    """`BatchNorm(momentum=None)` keeps the plain average of what it has seen, whose factor is a number that it reads
+    off a buffer. Here that is arithmetic on the buffer."""
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    forward = _BatchNorm.forward
+
+    def averaged(self: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
+        count, mean, var = self.num_batches_tracked, self.running_mean, self.running_var
+        if self.momentum is not None or not self.training or count is None or mean is None or var is None:
+            return forward(self, input)
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
+        now_mean, now_var = mean.clone(), var.clone()
+        result = nn.functional.batch_norm(input, now_mean, now_var, self.weight, self.bias, True, 1.0, self.eps)
+        with torch.no_grad():
+            count.add_(1)
+            for running, now in ((mean, now_mean), (var, now_var)):
+                share = 1.0 / count.to(running.dtype)
+                running.copy_((1.0 - share) * running + share * now)
+        return result
+
+    return patched(_BatchNorm, "forward", averaged)
+
+
+@contextlib.contextmanager
+def _quiet_fakes() -> Iterator[None]:
+    """Fakes log what they raise, which the model may catch, or the error says."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addFilter(_nothing)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_nothing)
+
+
+def _nothing(record: logging.LogRecord) -> bool:
+    return False
+
+
+@contextlib.contextmanager
+def _control_flow() -> Iterator[None]:
+    """`torch.cond` runs both branches, whoever holds it by whatever name; what else torch has of control flow on data
+    is refused. By themselves they would compile their parts."""
+    from torch._higher_order_ops import utils
+
+    function: Any = torch.cond
+
+    def branch(pred, true_fn, false_fn, operands=()):  # type: ignore[no-untyped-def]
+        return _autopar_cond(pred, true_fn, false_fn, operands)  # type: ignore[name-defined]  # noqa: F821
+
+    def refuse() -> None:
+        frames = (frame.f_code for frame, _ in traceback.walk_stack(None) if frame.f_code.co_filename != utils.__file__)
+        name = next(code.co_name for code in frames if "_higher_order_ops" in code.co_filename)
+        raise ValueError(
+            f"the model has control flow that depends on data, torch's {name}, which one graph cannot hold: write the "
+            f"loop out in Python, or as operators on all of its steps"
+        )
+
+    function.__globals__["_autopar_cond"] = cond
+    with patched(function, "__code__", branch.__code__), patched(utils, "setup_compilation_env", refuse):
+        yield
+
+
+class _IfTaken(torch.autograd.Function):
+    """The operand of a branch. A branch that is not taken may be undefined where it stands, and then the derivative of
+    nothing is NaN: it gives no gradient instead."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(taken)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (taken,) = ctx.saved_tensors
+        return torch.where(taken, gradient, 0.0), None
+
+
+class _Gated(TorchFunctionMode):
+    """Within it functions read what stands outside of a branch through `_IfTaken`: operands, and what the branch closes
+    over."""
+
+    def __init__(self, taken: torch.Tensor) -> None:
+        super().__init__()
+        self.taken = taken
+        self.outside: dict[int, tuple[Any, torch.Tensor]] = {}
+        self.inside: dict[int, Any] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in ("__get__", "__set__"):
+            return func(*args, **(kwargs or {}))
+        args, kwargs = pytree.tree_map_only(torch.Tensor, self._gated, (args, kwargs or {}))
+        result = func(*args, **kwargs)
+        self.inside.update((id(x), x) for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor))
+        return result
+
+    def _gated(self, x: torch.Tensor) -> torch.Tensor:
+        if not x.requires_grad or id(x) in self.inside:
+            return x
+        if id(x) not in self.outside:
+            gate: Any = _IfTaken.apply
+            self.outside[id(x)] = x, gate(x, self.taken)
+            self.inside[id(self.outside[id(x)][1])] = self.outside[id(x)][1]
+        return self.outside[id(x)][1]
+
+
+def cond(wanted: Any, if_true: Callable[..., Any], if_false: Callable[..., Any], operands: Any = ()) -> Any:
+    """`torch.cond` on data: both branches run, and their results, a tensor or several, are selected from."""
+    if not isinstance(wanted, torch.Tensor):
+        return (if_true if wanted else if_false)(*operands)
+    wanted = wanted.reshape(()).to(torch.bool)
+
+    def run(branch: Callable[..., Any], taken: torch.Tensor) -> tuple[list[Any], pytree.TreeSpec]:
+        with _Gated(taken):
+            return pytree.tree_flatten(branch(*operands))
+
+    results = []
+    (one, spec), (other, other_spec) = run(if_true, wanted), run(if_false, wanted.logical_not())
+    if spec != other_spec:
+        raise ValueError(f"the branches of torch.cond return {spec} and {other_spec}: they must be alike")
+    for a, b in zip(one, other, strict=True):
+        if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
+            raise ValueError("a branch of torch.cond returns what is no tensor: autopar selects from tensors")
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            raise ValueError(
+                f"the branches of torch.cond return {a.dtype} {list(a.shape)} and {b.dtype} {list(b.shape)}: both run, "
+                f"and one result is selected, so that they must be alike"
+            )
+        results.append(torch.where(wanted, a, b))
+    return pytree.tree_unflatten(results, spec)
+
+
+def _masks_as_they_are() -> contextlib.AbstractContextManager[None]:
+    """`nn.TransformerEncoder` compares the mask that it is given with the causal one, to give attention a hint: a
+    branch on data, with and without which the result is the same."""
+    from torch.nn.modules import transformer
+
+    return patched(transformer, "_detect_is_causal_mask", lambda mask, is_causal=None, size=None: is_causal is True)
+
+
+def causal_biases() -> contextlib.AbstractContextManager[None]:
+    """Within it a causal bias of torch may be made under any modes. It is an empty tensor of its class, which torch
+    cannot make where tensors are to be fakes, or watched."""
+    from torch.nn.attention.bias import CausalBias
+
+    return patched(CausalBias, "__new__", lambda kind, *_, **named: stand_in(kind))
+
+
+def without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
+    """A context in which ops take their operands as they are."""
+    if not torch.is_autocast_enabled(device_type):
+        return contextlib.nullcontext()
+    return torch.autocast(device_type, enabled=False)
+
+
+def plain_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """`scaled_dot_product_attention` as matrix products and a softmax, on any device."""
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.where(attn_mask, 0.0, -torch.inf).to(query.dtype)
+    attended, _ = torch.ops.aten._scaled_dot_product_attention_math.default(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+    result: torch.Tensor = attended
+    return result

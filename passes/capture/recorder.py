@@ -1,0 +1,283 @@
+"""The recorder: what a step does, operator by operator, while the model's own Python and autograd's own engine run.
+
+    a call of torch on fakes --Recorder--> Node, with the module, the line and autograd's number that it comes from
+
+The nodes are those of a graph, but that they still write in place, and view in the terms of ATen: `functional` and
+`conversion` make a graph of them.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import keyword
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils._pytree as pytree
+
+from autopar import compat
+from autopar.ir.graph import Node, Ref, TensorMeta
+
+from .looks import is_library
+
+aten = torch.ops.aten
+
+Line = tuple[CodeType, int]
+"""The code of the model that runs, and the number of its line."""
+
+
+class Origin(NamedTuple):
+    """Where a node comes from: see `Node`."""
+
+    module: str = ""
+    sequence: int = -1
+    region: tuple[int, ...] = ()
+    line: Line | None = None
+    backward: bool = False
+
+
+class Geometry(NamedTuple):
+    """How a recorded tensor lies in memory; `memory` is the identity of its storage."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    stride: tuple[int, ...]
+    offset: int
+    memory: int
+
+    @property
+    def meta(self) -> TensorMeta:
+        return TensorMeta(self.shape, self.dtype)
+
+
+def geometry_of(tensor: torch.Tensor) -> Geometry:
+    return Geometry(
+        tuple(tensor.shape), tensor.dtype, tensor.stride(), int(tensor.storage_offset()), compat.memory_of(tensor)
+    )
+
+
+class Recorder(compat.Watching):  # type: ignore[no-untyped-call]
+    """Writes down the operators that run, as nodes. `enter` names the tensors that are there before."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.nodes: list[Node] = []
+        self.values: dict[str, Geometry] = {}
+        self.constants: dict[str, torch.Tensor] = {}
+        """Tensors that the model holds or makes of numbers, and that are neither entered nor recorded."""
+        self.lines: dict[str, Line] = {}
+        """Where in the model's code values were made."""
+        self.writes: dict[int, frozenset[int]] = {}
+        """The memory that a node writes in place, by the node's number."""
+        self.of_data: dict[str, str] = {}
+        """Values whose shape or whose operands depend on the data: what the node does, in words."""
+        self.earlier: dict[str, str] = {}
+        """Values that the recorder of an earlier step has, and their names there."""
+        self._by_memory: dict[int, list[str]] = {}
+        self._counts: dict[str, int] = {}
+        self._real: dict[int, str] = {}  # names of real tensors, by identity
+        self._lifted: dict[Any, str] = {}
+        # A tensor is not kept: autograd takes a gradient over that nobody else holds, and copies others. Its storage
+        # is, lest another take its identity.
+        self._kept: list[Any] = []
+
+    # -- names
+
+    def enter(self, name: str, tensor: torch.Tensor) -> str:
+        """Gives a tensor a name, or one like it that is not taken."""
+        name = self._distinct(name)
+        self.values[name] = geometry = geometry_of(tensor)
+        self._by_memory.setdefault(geometry.memory, []).append(name)
+        self._call(tensor, name)
+        return name
+
+    def _call(self, tensor: torch.Tensor, name: str) -> None:
+        if compat.is_fake(tensor):
+            vars(tensor).setdefault(compat.RECORDED, {})[self] = name
+            self._kept.append(tensor.untyped_storage())
+        else:
+            self._real[id(tensor)] = name
+            self._kept.append(tensor)
+
+    def name(self, tensor: torch.Tensor) -> str | None:
+        """The name of a tensor that was seen."""
+        if not compat.is_fake(tensor):
+            return self._real.get(id(tensor))
+        names: dict[Recorder, str] = vars(tensor).get(compat.RECORDED, {})
+        return names.get(self)
+
+    def known(self, tensor: torch.Tensor, *, lifted: bool = False) -> str:
+        """The name of a tensor, which may be one that nobody recorded. Equal ones that forward makes of numbers
+        (`lifted`) are one."""
+        name = self.name(tensor)
+        return self._unknown(tensor, lifted) if name is None else name
+
+    def _unknown(self, tensor: torch.Tensor, lifted: bool) -> str:
+        if compat.is_fake(tensor):
+            if before := [*vars(tensor).get(compat.RECORDED, {}).values()]:
+                name = self.enter("earlier", tensor)
+                self.earlier[name] = before[-1]
+                return name
+            geometry = geometry_of(tensor)
+            there = self._by_memory.get(geometry.memory, ())
+            like = next((name for name in there if self.values[name] == geometry), "")
+            if like:  # `.data`, and what autograd unpacks, are made without an operator
+                name = self.enter("alias", tensor)
+                self.nodes.append(Node(op="aten.detach.default", args=(Ref(like),), outputs=(name,)))
+                return name
+        key = None
+        if lifted and tensor.numel() <= _LIFTED_MOST:
+            key = compat.value_of(tensor), tensor.dtype, tuple(tensor.shape), tensor.device
+            if key in self._lifted:
+                self._call(tensor, self._lifted[key])
+                return self._lifted[key]
+        name = self.enter("constant", tensor)
+        self.constants[name] = tensor
+        if key is not None:
+            self._lifted[key] = name
+        return name
+
+    def _distinct(self, base: str) -> str:
+        count = self._counts.get(base, int(hasattr(builtins, base) or keyword.iskeyword(base)))
+        name = f"{base}_{count}" if count else base
+        while name in self.values:
+            count += 1
+            name = f"{base}_{count}"
+        self._counts[base] = count + 1
+        return name
+
+    # -- operators
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.note(func, args, kwargs or {}, result)
+        return result
+
+    def origin(self) -> Origin:
+        """Where the operator comes from that runs."""
+        return Origin()
+
+    def note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Node | None:
+        """Writes down a call; None for one that makes and writes no tensor."""
+        kind = kind_of(func)
+        symbols: list[Any] = []
+
+        def value(x: Any) -> Any:
+            if isinstance(x, torch.Tensor):
+                return Ref(self.known(x, lifted=kind.lifts))
+            if isinstance(x, (list, tuple)):
+                return tuple([value(item) for item in x])
+            if isinstance(x, _SYMBOLS):
+                symbols.append(x)
+            return x
+
+        node_args = tuple([value(x) for x in args])
+        node_kwargs = tuple([(key, value(x)) for key, x in kwargs.items()]) if kwargs else ()
+        leaves = (result,) if isinstance(result, torch.Tensor) else pytree.tree_leaves(result, is_leaf=_is_none)
+        fresh = False
+        outputs: list[str] = []
+        for leaf in leaves:
+            if not isinstance(leaf, torch.Tensor):
+                outputs.append("")
+                continue
+            name = self.name(leaf)
+            if name is None:
+                fresh, name = True, self.enter(kind.name, leaf)
+            outputs.append(name)
+        if not fresh and not kind.writes:
+            return None
+        origin = self.origin()
+        node = Node(op=kind.op, args=node_args, kwargs=node_kwargs, outputs=tuple(outputs), **_of(origin))
+        if kind.writes:
+            self.writes[len(self.nodes)] = frozenset(map(compat.memory_of, compat.written_by(func, args, kwargs)))
+        self.nodes.append(node)
+        if origin.line is not None:
+            self.lines.update((name, origin.line) for name in outputs if name)
+        for leaf, name in zip(leaves, outputs, strict=True):
+            if symbols:
+                self.of_data[name] = f"{kind.op} reads a number that depends on the data ({symbols[0]})"
+            elif name and any(type(size) is not int for size in leaf.shape):
+                self.of_data[name] = f"{kind.op} makes a tensor whose shape depends on the data"
+        return node
+
+
+def _of(origin: Origin) -> dict[str, Any]:
+    module, sequence, region, _, backward = origin
+    return {"module": module, "sequence": sequence, "region": region, "backward": backward}
+
+
+_LIFTED_MOST = 64
+"""Constants up to this size are one where they are equal."""
+
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def _is_none(x: Any) -> bool:
+    return x is None
+
+
+def _same_place(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and a.stride() == b.stride() and a.storage_offset() == b.storage_offset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """What an operator is: its name in graphs and the name of what it makes; whether it takes a constant in, takes
+    indices, asks for a property of a tensor, reads values, or writes in place; whether it gives the same whenever it is
+    given the same; and whether it is an operator, and no control flow."""
+
+    op: str
+    name: str
+    lifts: bool
+    indexes: bool
+    asks: bool
+    reads: bool
+    writes: bool
+    is_determined: bool
+    is_operator: bool
+
+
+@functools.cache
+def kind_of(func: Any) -> Kind:
+    tags = getattr(func, "tags", ())
+    is_operator = isinstance(func, torch._ops.OpOverload)
+    name = func._schema.name.split("::")[-1] if is_operator else getattr(func, "__name__", str(func))
+    return Kind(
+        # what is lifted is the constant itself, which nodes must not write
+        op=str(aten.lift_fresh_copy.default if func is aten.lift_fresh.default else func),
+        name=name.rstrip("_") or name,
+        lifts=func in (aten.lift_fresh.default, aten.lift_fresh_copy.default),
+        indexes=is_operator and any(str(a.type) == "List[Optional[Tensor]]" for a in func._schema.arguments[1:2]),
+        asks=getattr(func, "namespace", "") == "prim",
+        reads=torch.Tag.data_dependent_output in tags,
+        writes=is_operator and func._schema.is_mutable,
+        is_determined=is_operator
+        and func.namespace == "aten"
+        and torch.Tag.nondeterministic_seeded not in tags
+        and not any(word in name for word in ("empty", "resize")),
+        is_operator=is_operator,
+    )
+
+
+def line_of(code: CodeType, number: int) -> str:
+    """A line of the model's code, in words."""
+    return f" ({code.co_filename}:{number} in {code.co_name})"
+
+
+def is_of_model(frame: FrameType) -> bool:
+    """Whether code that runs is neither torch's, nor ours, nor Python's own."""
+    name = frame.f_globals.get("__name__", "")
+    return not name.startswith(("torch.", "autopar.")) and not is_library(frame.f_code.co_filename)
+
+
+def line_running() -> Line | None:
+    """The line of the model's code that is running."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_of_model(frame):
+        frame = frame.f_back
+    return None if frame is None else (frame.f_code, frame.f_lineno)

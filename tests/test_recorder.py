@@ -1,0 +1,274 @@
+"""The recorded step is what eager does: its own Python, autograd's own engine, whatever forward does with them.
+
+Each net trains three steps in eager and as its captured graph, and everything is compared: loss, every gradient (and
+which parameters have one), every buffer, every parameter.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from autopar.ops.lockstep import run
+from autopar.passes.capture import CaptureError, capture
+from autopar.passes.capture.captured import Captured
+from autopar.testing import check
+
+X = torch.randn(5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+class Net(nn.Module):
+    """Layers for a forward that is given."""
+
+    def __init__(self, forward: Callable[[Net, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 4)
+        self.norm, self.lstm = nn.BatchNorm1d(6), nn.LSTM(6, 6, 2)
+        self.register_buffer("kept", torch.zeros(6))
+        self.function = forward
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self, x)
+
+
+def frozen_by_turns(m: Net, x: torch.Tensor) -> torch.Tensor:
+    m.c.requires_grad_(False)
+    fooled = -m.c(m.a(x).tanh()).mean()
+    m.c.requires_grad_(True)
+    return fooled + m.c(m.a(x).tanh().detach()).square().mean()
+
+
+def first_order(m: Net, x: torch.Tensor) -> torch.Tensor:
+    (g,) = torch.autograd.grad(F.gelu(m.a(x)).square().mean(), m.a.weight)
+    return F.linear(x, m.a.weight - 0.1 * g, m.a.bias).square().mean()
+
+
+def second_order(m: Net, x: torch.Tensor) -> torch.Tensor:
+    (g,) = torch.autograd.grad(m.a(x).tanh().square().mean(), m.a.weight, create_graph=True)
+    return F.linear(x, m.a.weight - 0.1 * g, m.a.bias).square().mean()
+
+
+def penalty(m: Net, x: torch.Tensor) -> torch.Tensor:
+    x = x.clone().requires_grad_(True)
+    y = m.c(m.a(x).tanh())
+    (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    return (g.norm(dim=1) - 1).square().mean() + y.mean()
+
+
+def greedy(m: Net, x: torch.Tensor) -> torch.Tensor:
+    h = m.a(x)
+    h.square().mean().backward(retain_graph=True)
+    return m.c(h.detach()).square().mean() + h.mean()
+
+
+class Again(torch.autograd.Function):
+    """Runs a layer again in backward, by an engine of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        return layer(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, None]:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.layer(x)
+        torch.autograd.backward(y, gradient)
+        return x.grad, None
+
+
+def made_again(m: Net, x: torch.Tensor) -> torch.Tensor:
+    return m.c(Again.apply(m.a(x).tanh(), m.b)).square().mean()
+
+
+class Watched(torch.autograd.Function):
+    """Keeps the largest gradient in a buffer, and scales by it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+        ctx.kept = kept
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.kept.copy_(torch.maximum(ctx.kept * 0.9, gradient.abs().amax(0)))
+        return gradient / (1 + ctx.kept), None
+
+
+def watched(m: Net, x: torch.Tensor) -> torch.Tensor:
+    return m.c(Watched.apply(m.a(x), m.kept)).square().mean()
+
+
+def overwritten(m: Net, x: torch.Tensor) -> torch.Tensor:
+    y = m.a(x)
+    nn.init.constant_(m.c.bias, 0.1)
+    held = y.new_empty(5, 6)
+    held[:, :3], held[:, 3:] = y[:, :3], y[:, 3:] * 2
+    held.view(-1)[::2].mul_(3)
+    held.t()[1:4].diagonal().add_(1)
+    return m.c(held).square().mean()
+
+
+def hooked(m: Net, x: torch.Tensor) -> torch.Tensor:
+    h = m.a(x)
+    h.register_hook(lambda g: g * 2 + h.detach())
+    k = h.tanh()
+    k.grad_fn.register_prehook(lambda gs: tuple(-g for g in gs))
+    return m.c(k).mean()
+
+
+def transformed(m: Net, x: torch.Tensor) -> torch.Tensor:
+    rows = torch.func.vmap(lambda r: m.a(r).tanh().sum())(x).mean()
+    slopes = torch.func.jacrev(lambda r: m.a(r).tanh())(x[0]).square().sum()
+    return rows + slopes + torch.func.grad(lambda r: m.b(r).sin().sum())(x[1]).square().sum()
+
+
+def checkpointed(m: Net, x: torch.Tensor) -> torch.Tensor:
+    h = checkpoint(lambda z: m.a(z).tanh(), x.clone().requires_grad_(), use_reentrant=True)
+    return m.c(checkpoint(lambda z: checkpoint(m.b, z, use_reentrant=False).tanh(), h, use_reentrant=False)).mean()
+
+
+def normed(m: Net, x: torch.Tensor) -> torch.Tensor:
+    m.kept = m.kept * 0.9 + m.a(x).detach().mean(0)
+    return m.c(F.relu(m.norm(m.a(x)), inplace=True) - m.kept).square().mean()
+
+
+def recurrent(m: Net, x: torch.Tensor) -> torch.Tensor:
+    return m.c(m.lstm(x[:, None])[0]).square().mean()
+
+
+def complex_numbers(m: Net, x: torch.Tensor) -> torch.Tensor:
+    turned = torch.fft.rfft(m.a(x)) * torch.exp(1j * torch.arange(4.0, dtype=torch.float64))
+    return torch.fft.irfft(turned, n=6).square().mean()
+
+
+def packed(m: Net, x: torch.Tensor) -> torch.Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 2, lambda t: t / 2):
+        return m.c(m.a(x).tanh()).square().mean()
+
+
+def through_data(m: Net, x: torch.Tensor) -> torch.Tensor:
+    m.b.weight.data.clamp_(-0.1, 0.1)
+    return m.b(m.a(x).tanh()).square().mean()
+
+
+FORWARDS = (
+    frozen_by_turns, first_order, second_order, penalty, greedy, made_again, watched, overwritten, hooked, transformed,
+    checkpointed, normed, recurrent, complex_numbers, packed, through_data,
+)  # fmt: skip
+
+
+def net(forward: Callable[[Net, torch.Tensor], torch.Tensor]) -> Net:
+    torch.manual_seed(0)
+    return Net(forward).double()
+
+
+def replayed(captured: Captured, held: dict[str, torch.Tensor]) -> dict[tuple[str, str], torch.Tensor | None]:
+    """What the graph makes of parameters, buffers and the example input, by role and target."""
+    graph = captured.graph
+    given = {**held, **captured.constants, "args.0": X}
+    values = {i.name: torch.ones(()).double() if i.role == "tangent" else given[i.target] for i in graph.inputs}
+    with torch.no_grad():
+        for node in graph.nodes:
+            run(node, (), {(): values})
+    return {(o.role, o.target): None if o.name is None else values[o.name].clone() for o in graph.outputs}
+
+
+@pytest.mark.parametrize("forward", FORWARDS, ids=lambda f: f.__name__)
+def test_a_recorded_step_is_what_eager_does_bit_by_bit(forward: Callable[[Net, torch.Tensor], torch.Tensor]) -> None:
+    model = net(forward)
+    captured = capture(model, (X,))
+    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    made = replayed(captured, {name: x.detach().clone() for name, x in held.items()})
+    eager = copy.deepcopy(model)
+    loss = eager(X)
+    loss.backward()
+    assert torch.equal(made["output", "output"], loss.detach())  # type: ignore[arg-type]
+    for name, p in eager.named_parameters():
+        gradient = made.get(("gradient", name))
+        assert (gradient is None) == (p.grad is None), name
+        assert p.grad is None or torch.equal(gradient, p.grad), name  # type: ignore[arg-type]
+        written = made.get(("update", name), made.get(("mutation", name), held[name].detach()))
+        assert torch.equal(written, p.detach()), name  # type: ignore[arg-type]
+    for name, b in eager.named_buffers():
+        assert torch.equal(made.get(("update", name), made.get(("mutation", name), held[name])), b), name  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("forward", FORWARDS, ids=lambda f: f.__name__)
+def test_programs_of_recorded_steps_train_as_eager_does(forward: Callable[[Net, torch.Tensor], torch.Tensor]) -> None:
+    result = check(net(forward), {"a": 2}, (X,), steps=3, plans=2)
+    assert result.equal, result
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_dropout_between_recurrent_layers_is_drawn(kind: type[nn.Module]) -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = kind(6, 5, 3, dropout=0.5, bidirectional=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers(x)[0].square().mean()
+
+    torch.manual_seed(0)
+    model = Recurrent()
+    graph = capture(model, (torch.randn(3, 4, 6),)).graph
+    assert sum("bernoulli" in node.op for node in graph.nodes) == 2
+    assert not any("bernoulli" in node.op for node in capture(model.eval(), (torch.randn(3, 4, 6),)).graph.nodes)
+    result = check(model.train(), {"a": 2}, (torch.randn(3, 4, 6),), steps=2)
+    assert result.equal, result
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+def test_hooks_that_are_registered_before_are_recorded() -> None:
+    model = net(lambda m, x: m.c(m.a(x).tanh()).mean())
+    model.a.weight.register_hook(lambda g: g * 3)
+    model.a.register_full_backward_hook(lambda module, gi, go: (None if gi[0] is None else gi[0] * 2,))
+    model.c.register_full_backward_pre_hook(lambda module, go: (go[0] * 2,))
+    captured = capture(model, (X,))
+    held = {name: p.detach().clone() for name, p in (*model.named_parameters(), *model.named_buffers())}
+    made = replayed(captured, held)
+    model(X).backward()
+    assert torch.equal(made["gradient", "a.weight"], model.a.weight.grad)  # type: ignore[arg-type]
+    assert torch.equal(made["gradient", "c.weight"], model.c.weight.grad)  # type: ignore[arg-type]
+
+
+def test_the_second_recording_finds_what_no_account_sees(tmp_path: Path) -> None:
+    """Both lines are named at which two calls part."""
+    file = tmp_path / "count"
+    file.write_text("1.0")
+
+    def counts(m: Net, x: torch.Tensor) -> torch.Tensor:
+        count = float(file.read_text())
+        file.write_text(str(count + 1))
+        return m.a(x).mul(count).mean()
+
+    first, second = (rf"aten\.mul\.Tensor with {n}\.0 \(.*test_recorder\.py:\d+ in counts\)" for n in (1, 2))
+    with pytest.raises(CaptureError, match=f"{first} in the first call, and {second} in the second"):
+        capture(net(counts), (X,))
+
+
+def test_gradients_that_nobody_would_ask_for_are_refused() -> None:
+    def alone(m: Net, x: torch.Tensor) -> torch.Tensor:
+        loss = m.c(m.a(x)).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    with pytest.raises(CaptureError, match=r"gradients of a\.weight, .* by a backward\(\) of its own"):
+        capture(net(alone), (X,))
+
+
+def test_an_error_of_the_model_is_that_error_with_its_line() -> None:
+    raised = r"forward of Net raises TypeError \(.*test_recorder\.py:\d+ in <lambda>\): .*nonsense"
+    with pytest.raises(CaptureError, match=raised):
+        capture(net(lambda m, x: m.a(x, nonsense=1)), (X,))
