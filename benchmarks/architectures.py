@@ -65,6 +65,7 @@ OUTCOMES = (
     "does not run on CUDA",
     "trains in eager",
     "captured",
+    "equal as a graph",
     "planned",
     "cannot train in eager",
     "not done in time",
@@ -72,12 +73,20 @@ OUTCOMES = (
 )
 """What can come of an architecture. `refused`: capture says in one sentence why not. `crash`: an error that is no
 ValueError. `runs on CUDA`: its programs have a kernel for every operator there, tried on fakes. `trains in eager`,
-`captured` and `planned`: no more was asked for (`--until`)."""
+`captured`, `equal as a graph` (its program on one rank is) and `planned`: no more was asked for (`--until`)."""
 
-QUIET = ("equal in all three", "runs on CUDA", "trains in eager", "captured", "planned", "cannot train in eager")
+QUIET = (
+    "equal in all three",
+    "runs on CUDA",
+    "trains in eager",
+    "captured",
+    "equal as a graph",
+    "planned",
+    "cannot train in eager",
+)
 """Outcomes with nothing to say besides."""
 
-STAGES = ("eager", "capture", "plan", "cuda", "run")
+STAGES = ("eager", "capture", "graph", "plan", "cuda", "run")
 
 Row = dict[str, Any]
 
@@ -145,7 +154,11 @@ def _measure(row: Row, name: str, until: str, entered: Any) -> None:
     if until == "cuda":  # whose kernels are for float32
         case = models.in_dtype(case, torch.float32)
     try:
-        planner = Planner(case.model, MESH, case.args, case.kwargs, loss_fn=case.loss_fn)
+        began = cpu_seconds()
+        planner = Planner(
+            case.model, {"a": 1} if until == "graph" else MESH, case.args, case.kwargs, loss_fn=case.loss_fn
+        )
+        row["capture_seconds"] = round(cpu_seconds() - began, 2)
     except ValueError as error:
         row |= {"outcome": "refused", "error": steps.described(error), "traceback": traceback.format_exc()[-3000:]}
         return
@@ -155,6 +168,14 @@ def _measure(row: Row, name: str, until: str, entered: Any) -> None:
     row |= {"nodes": len(planner.captured.graph.nodes), "without_rule": dict(planner.space.without_rule)}
     if until == "capture":
         row["outcome"] = "captured"
+        return
+    if until == "graph":
+        entered("run")
+        made = models.simulated(planner.program(planner.plan(solver="ddp")), planner.captured, case, seed=steps.SEED)
+        differences = models.differences(made, trains.expected)
+        worst = max(differences, key=lambda what: (differences[what] != differences[what], differences[what]))
+        same = differences[worst] <= steps.TOLERANCE or trains.random
+        row |= {"outcome": "equal as a graph" if same else "wrong", "worst": worst, "difference": differences[worst]}
         return
     if until == "plan":
         entered("plan")

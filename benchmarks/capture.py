@@ -1,10 +1,9 @@
 """What capturing a deep model takes: `python benchmarks/capture.py [--layers N] [--rounds N] [--other DIR] [--json F]`.
 
-Hugging Face `LlamaConfig` at the size of Llama-3-8B, on meta, bf16, sequence 8192, batch 64. *stamped* is the capture
-that plans are made from: it runs every layer's Python and differentiates layers that its record shows to be alike once.
-*full* differentiates all of them. `--other` is the folder of another checkout of autopar, installed in its own .venv,
-whose captures take turns with these. Each capture runs in a process of its own, after a small one that loads what all
-need; medians of processor seconds, which other work on the machine disturbs less than the wall clock.
+Hugging Face `LlamaConfig` at the size of Llama-3-8B, on meta, bf16, sequence 8192, batch 64: the step is recorded twice
+and compared. `--other` is the folder of another checkout of autopar, installed in its own .venv, whose captures take
+turns with these. Each capture runs in a process of its own, after a small one that loads what all need; medians of
+processor seconds, which other work on the machine disturbs less than the wall clock.
 """
 
 from __future__ import annotations
@@ -21,13 +20,9 @@ from rich.console import Console
 from rich.table import Table
 
 CHILD = """
-import sys, time, inspect, torch
+import sys, time, torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from autopar.passes.capture import capture
-stamped = "stamp" in inspect.signature(capture).parameters
-if not stamped:
-    from autopar.passes.stamp import capture_stamped
-layers, how = int(sys.argv[1]), sys.argv[2]
 def model(layers, width):
     with torch.device("meta"):
         return LlamaForCausalLM(LlamaConfig(
@@ -36,20 +31,16 @@ def model(layers, width):
 def run(model):
     ids = torch.empty(64, 8192, dtype=torch.long, device="meta")
     began = time.process_time()
-    batch = {"input_ids": ids, "labels": ids}
-    if stamped:
-        captured = capture(model, kwargs=batch, stamp=how == "stamped")
-    else:
-        captured = (capture_stamped if how == "stamped" else capture)(model, kwargs=batch)
+    captured = capture(model, kwargs={"input_ids": ids, "labels": ids})
     return time.process_time() - began, len(captured.graph.nodes)
 run(model(2, 256))
-print(*run(model(layers, 4096)))
+print(*run(model(int(sys.argv[1]), 4096)))
 """
 
 
-def seconds(python: Path, checkout: Path, layers: int, how: str) -> tuple[float, int]:
+def seconds(python: Path, checkout: Path, layers: int) -> tuple[float, int]:
     """Processor seconds of one capture and the nodes of its graph."""
-    command = [str(python), "-c", CHILD, str(layers), how]
+    command = [str(python), "-c", CHILD, str(layers)]
     out = subprocess.run(command, cwd=checkout, check=True, capture_output=True, text=True, timeout=600).stdout
     taken, nodes = out.split()[-2:]
     return float(taken), int(nodes)
@@ -67,22 +58,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.other is not None:
         other = options.other.resolve()
         checkouts["other"] = (other / ".venv/bin/python", other)
-    cases = [(name, how) for name in checkouts for how in ("stamped", "full")]
-    taken: dict[tuple[str, str], list[float]] = {case: [] for case in cases}
-    nodes: dict[tuple[str, str], int] = {}
+    taken: dict[str, list[float]] = {name: [] for name in checkouts}
+    nodes: dict[str, int] = {}
     for _ in range(options.rounds):
-        for name, how in cases:
-            one, nodes[name, how] = seconds(*checkouts[name], options.layers, how)
-            taken[name, how].append(one)
-    base = statistics.median(taken["this", "stamped"])
+        for name, checkout in checkouts.items():
+            one, nodes[name] = seconds(*checkout, options.layers)
+            taken[name].append(one)
+    base = statistics.median(taken["this"])
     table = Table(title=f"capture of {options.layers} layers, processor seconds, median of {options.rounds}")
-    for column in ("checkout", "capture", "nodes", "seconds", "of this, stamped"):
-        table.add_column(column, justify="left" if column in ("checkout", "capture") else "right")
+    for column in ("checkout", "nodes", "seconds", "of this"):
+        table.add_column(column, justify="left" if column == "checkout" else "right")
     rows = []
-    for name, how in cases:
-        median = statistics.median(taken[name, how])
-        table.add_row(name, how, str(nodes[name, how]), f"{median:.2f}", f"{median / base:.2f}")
-        rows.append({"checkout": name, "capture": how, "nodes": nodes[name, how], "seconds": taken[name, how]})
+    for name, each in taken.items():
+        median = statistics.median(each)
+        table.add_row(name, str(nodes[name]), f"{median:.2f}", f"{median / base:.2f}")
+        rows.append({"checkout": name, "nodes": nodes[name], "seconds": each})
     Console(width=100).print(table)
     if options.json is not None:
         options.json.write_text(json.dumps({"layers": options.layers, "rows": rows}, indent=1) + "\n")
