@@ -23,7 +23,6 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -31,8 +30,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import torch
-from generator import KINDS, Node, Program, Unfit, built, drawn, shrunk, why_invalid, without
-from generator_programs import FAILURES, MESHES, Outcome, again, is_same, is_unstable, one_rank, outcomes, script, worst
+from generator import KINDS, Program, Unfit, built, drawn, shrunk, why_invalid, without
+from generator_programs import FAILURES, Outcome, again, is_same, one_rank, outcomes, script, worst
 
 from autopar.cli.common import mesh_shape
 
@@ -60,8 +59,6 @@ def tried(seed: int, known: Mapping[tuple[str, ...], int], options: argparse.Nam
         return {"seed": seed, "outcome": "unfit", "reason": str(error)[:300], "kinds": [], "plans": 0, "seconds": 0.0}
     found = list(outcomes(program, seed, thorough=seed % options.thorough == 0))
     failed = worst(found)
-    if failed.kind == "wrong" and is_unstable(program):
-        failed = replace(failed, kind="unstable")
     result = {
         "seed": seed, "kinds": sorted(program.kinds), "plans": len(found), "outcome": failed.kind,
         "reason": failed.reason, "message": failed.message[:1000], "mesh": failed.mesh, "plan": failed.plan,
@@ -80,8 +77,7 @@ def smallest(
     budget = 20.0 if failed.kind == "hang" else 60.0
 
     def fails(smaller: Program) -> bool:
-        found = again(smaller, mesh, failed.plan, budget)
-        return is_same(found, failed) and not (found.kind == "wrong" and is_unstable(smaller))
+        return is_same(again(smaller, mesh, failed.plan, budget), failed)
 
     explained = [kinds for kinds in known if kinds[0] == failed.kind and program.kinds.issuperset(kinds[1:])]
     full = [kinds for kinds in explained if known[kinds] >= REPEATED]
@@ -234,10 +230,10 @@ class Findings:
             (self.folder / f"{name}_{number}.py").write_text(found["script"])
 
 
-# ------------------------------------------------------------------------------------------------------------- the table
+# ------------------------------------------------------------------------------------------------------------ the table
 
 
-OUTCOMES = ("right", "refused", "wrong", "crash", "hang", "unstable")
+OUTCOMES = ("right", "refused", "wrong", "crash", "hang")
 
 
 def _counts(results: Iterable[Result]) -> str:

@@ -16,21 +16,27 @@ from __future__ import annotations
 import collections
 import itertools
 import linecache
+import random
 import re
 import sys
 import time
 import types
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from random import Random
 from typing import Any
 
+import numpy as np
 import torch
 from generator_kinds import SECTIONS, Kind, Table, filled, sections
 from generator_ops import END, OPERATORS, START
 from generator_python import PYTHON
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopar.testing.steps import StepResult, errors
 
 KINDS: dict[str, Kind] = {**OPERATORS, **PYTHON}
 
@@ -40,15 +46,21 @@ LARGEST = 1200
 STEPS = 3
 
 IMPORTS = (
-    ("argparse", "import argparse"), ("array", "import array"), ("collections", "import collections"),
-    ("contextlib", "import contextlib"), ("contextvars", "import contextvars"), ("copy", "import copy"),
-    ("ctypes", "import ctypes"), ("dataclasses", "import dataclasses"), ("enum", "import enum"),
-    ("functools", "import functools"), ("itertools", "import itertools"), ("math", "import math"),
-    ("queue", "import queue"), ("random", "import random"), ("threading", "import threading"),
-    ("types", "import types"), ("weakref", "import weakref"), ("np", "import numpy as np"),
-    ("torch", "import torch"), ("F", "import torch.nn.functional as F"),
-    ("nn.utils.prune", "import torch.nn.utils.prune"), ("torch.utils.checkpoint", "import torch.utils.checkpoint"), ("nn", "from torch import nn"),
+    *(
+        (name, f"import {name}")
+        for name in (
+            "argparse", "array", "collections", "contextlib", "contextvars", "copy", "ctypes", "dataclasses", "enum",
+            "functools", "itertools", "math", "queue", "random", "threading", "types", "weakref",
+        )
+    ),
+    ("np", "import numpy as np"),
+    ("torch", "import torch"),
+    ("F", "import torch.nn.functional as F"),
+    ("nn.utils.prune", "import torch.nn.utils.prune"),
+    ("torch.utils.checkpoint", "import torch.utils.checkpoint"),
+    ("nn", "from torch import nn"),
 )  # fmt: skip
+"""What a source imports if it says the name."""
 
 
 # ----------------------------------------------------------------------------------------------------- what is drawn
@@ -85,7 +97,7 @@ class Program:
 
     @cached_property
     def _code(self) -> types.CodeType:
-        name = f"<program {hash(self.source) & 0xFFFFFFFF:08x}>"
+        name = f"program_{zlib.crc32(self.source.encode()):08x}.py"
         linecache.cache[name] = (len(self.source), None, self.source.splitlines(True), name)
         return compile(self.source, name, "exec")
 
@@ -139,7 +151,7 @@ class Drawing:
 
     def tree(self, must: str | None = None) -> Tree:
         nodes = [self.node() for _ in range(self.random.randint(1, 6))]
-        if must is not None:
+        if must in KINDS:
             kind = KINDS[must]
             place = self.random.randint(0, len(nodes))
             if kind.where == "layer":
@@ -147,10 +159,12 @@ class Drawing:
                 nodes.insert(place, Node("layers", self.random.randrange(10**6), (self.node(OPERATORS["mlp"]), layer)))
             else:
                 nodes.insert(place, self.node(kind))
-        end = self.end(END)
+        start, end = (
+            Node(must, self.random.randrange(10**6)) if must in table else self.end(table) for table in (START, END)
+        )
         if any(KINDS[node.kind].loops for node in nodes):
             end = Node("square", end.seed)  # the loop calls backward on what the model returns
-        return Tree(self.end(START), tuple(nodes), end)
+        return Tree(start, tuple(nodes), end)
 
 
 # ----------------------------------------------------------------------------------------------- how it becomes source
@@ -215,10 +229,13 @@ class _Builder:
         more, last = self._block(tree.nodes, scope.values[-1], scope)
         added.add(more)
         if not names[last].requires_grad:  # so that there is something to train
-            more = self._statement(Node("sum with an earlier value", 0), KINDS["sum with an earlier value"], last, scope)
+            more = self._statement(
+                Node("sum with an earlier value", 0), KINDS["sum with an earlier value"], last, scope
+            )
             added.add(more)
-        ending = filled(Random(tree.end.seed).choice(END[tree.end.kind].texts), self._fields(last, scope, tree.end), Random(tree.end.seed))
-        parts = sections(ending)
+        draw = Random(tree.end.seed)
+        ending = draw.choice(END[tree.end.kind].texts)
+        parts = sections(filled(ending, self._fields(last, scope, tree.end), draw))
         scope.run(parts["batch"])
         scope.run([*parts["init"], "self.double()"])
         added.add(Added(parts, {tree.end.kind}))
@@ -363,7 +380,7 @@ def _definitions(lines: Sequence[str]) -> Iterator[str]:
         yield "\n".join(current).rstrip()
 
 
-# ------------------------------------------------------------------------------------------------ eager, and what is valid
+# ----------------------------------------------------------------------------------------- eager, and what is valid
 
 
 @dataclass(frozen=True)
@@ -402,7 +419,11 @@ def steps(
     """Train a model of a loaded program, step by step. `taken` makes a plain copy of a tensor of the model's."""
     optimizer = getattr(program, "optimizer", lambda m: torch.optim.SGD(m.parameters(), lr=0.05))(model)
     for number in range(count):
-        stepping = program.train(model, optimizer, number) if hasattr(program, "train") else train(program, model, optimizer, number)
+        random.seed(number)
+        np.random.seed(number)
+        torch.manual_seed(number)
+        own = hasattr(program, "train")
+        stepping = program.train(model, optimizer, number) if own else train(program, model, optimizer, number)
         loss = taken(next(stepping))
         gradients = {k: taken(p.grad) for k, p in model.named_parameters() if p.grad is not None}
         for _ in stepping:
@@ -415,42 +436,69 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.to_dense() if tensor.is_sparse else tensor).detach().clone()
 
 
-def eager(program: Program) -> list[Step]:
-    """Three steps in PyTorch."""
+def eager(program: Program, change: float = 0.0) -> list[Step]:
+    """Three steps in PyTorch, of parameters that are a little larger."""
     with torch.random.fork_rng():
         loaded = program.load()
         model = loaded.make()
-        torch.manual_seed(1)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1 + change)
         return list(steps(loaded, model, plain))
 
 
+DIVERGED = 100.0
+"""Of parameters, at which steps are too large for the program."""
+
+
 def why_invalid(program: Program) -> str:
-    """Why a program tells nothing: it does not run in eager, or not twice alike, or draws where nothing replays it."""
+    """Why a program tells nothing: it does not run in eager, or rounding decides what it computes."""
     try:
-        with torch.random.fork_rng():
-            torch.manual_seed(1)
-            one, other = eager(program), eager(program)
+        one, other = eager(program), eager(program, 1e-13)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     for a, b in zip(one, other, strict=True):
-        if not a.loss.isfinite().all() or not a.loss.equal(b.loss):
-            return "the loss is not finite, or another one when it runs again"
-        if not all(g.isfinite().all() for g in a.gradients.values()):
-            return "a gradient is not finite"
+        values = [a.loss, *a.gradients.values(), *a.parameters.values(), *a.buffers.values()]
+        if not all(value.isfinite().all() for value in values):
+            return "something is not finite"
+        if any(p.numel() and p.abs().max() > DIVERGED for p in a.parameters.values()):
+            return "it diverges"
+        if not max(errors(as_result(a), as_result(b)).values()) <= 1e-10:
+            return "rounding decides"
     if not program.is_plain and draws(program):
         return "it draws, and has a loop of its own"
     return ""
 
 
+def as_result(step: Step) -> StepResult:
+    return StepResult(
+        outputs={"loss": step.loss}, gradients=step.gradients, buffers=step.buffers, parameters=step.parameters,
+        loss="loss",
+    )  # fmt: skip
+
+
+class _Drawn(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Whether random operators run, but for those with a generator of their own, as `batch` has."""
+
+    supports_higher_order_operators = True
+    found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.found |= torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and not kwargs.get("generator")
+        return func(*args, **kwargs)
+
+
 def draws(program: Program) -> bool:
-    """Whether the model draws numbers from torch's generator."""
-    with torch.random.fork_rng():
-        loaded = program.load()
-        model = loaded.make()
-        torch.manual_seed(1)
-        before = torch.get_rng_state()
-        list(steps(loaded, model, plain, 1))
-        return not torch.equal(before, torch.get_rng_state())
+    """Whether the model draws random numbers."""
+    loaded = program.load()
+    model = loaded.make()
+    try:
+        with torch.random.fork_rng(), _Drawn() as seen:
+            list(steps(loaded, model, plain, 1))
+    except Exception:  # torch.cond runs under no mode of any kind
+        return re.search(r"dropout|Dropout|rand|normal_|uniform_|bernoulli", program.source) is not None
+    return seen.found
 
 
 TRIES = 20
@@ -474,7 +522,8 @@ def drawn(seed: int, must: str | None = None, only: Sequence[str] = ()) -> Progr
         if not reason:
             return program
         why.append(reason)
-        for tree in itertools.chain(_without_one(program.tree)):
+        assert program.tree is not None
+        for tree in _without_one(program.tree):
             try:
                 smaller = built(tree)
             except Exception:

@@ -87,16 +87,14 @@ class Table(dict[str, Kind]):
         assert name not in self, f"two kinds are called {name}"
         of_model = any(re.search(r"^--(make|batch|before|backward|after)$", text, re.M) for text in texts)
         where = where or ("model" if of_model else "any")
-        self[name] = Kind(
-            name=name, weight=weight, texts=tuple(t.strip("\n") for t in texts), when=when, where=where
-        )
+        self[name] = Kind(name=name, weight=weight, texts=tuple(t.strip("\n") for t in texts), when=when, where=where)
 
 
 FIELD = re.compile(r"\{([^{}]*)\}")
 
 
 def filled(text: str, fields: Mapping[str, str], draw: Random) -> str:
-    """The text with these fields, and with those that are drawn. What is no field, such as a dict of Python's, stays."""
+    """The text with these fields, and with those that are drawn. What is no field stays, such as a dict of Python's."""
     named: dict[str, str] = {}
 
     def value(match: re.Match[str]) -> str:

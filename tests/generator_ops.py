@@ -3,6 +3,10 @@
 Operators on floats do nothing at which a rounding decides. What fails for a shape is left out when a program is built.
 """
 
+# A line of a program is a line here, however many ways to write it stand in it.
+# ruff: noqa: E501
+# fmt: off
+
 from __future__ import annotations
 
 from generator_kinds import FUNCTIONS, Table
@@ -22,7 +26,7 @@ x = torch.randn({{{ROWS}}}, {{{WIDTHS}}}, dtype=torch.float64, generator=g)
 self.first = nn.Linear({{x.w}}, {{{WIDTHS}}})
 --forward
 {{y}} = self.first(x)
-""")  # fmt: skip
+""")
 
 START("sequence", 5, f"""
 --batch
@@ -31,7 +35,7 @@ x = torch.randn({{{ROWS}}}, {{{ROWS}}}, {{{WIDTHS}}}, dtype=torch.float64, gener
 self.first = nn.Linear({{x.w}}, {{{WIDTHS}}})
 --forward
 {{y}} = self.first(x)
-""")  # fmt: skip
+""")
 
 START("image", 2, """
 --batch
@@ -49,7 +53,7 @@ x = torch.randn({{{ROWS}}}, {{{WIDTHS}}}, dtype=torch.float64, generator=g).requ
 self.first = nn.Linear({{x.w}}, {{x.w}})
 --forward
 {{y}} = self.first(x) + x.sin()
-""")  # fmt: skip
+""")
 
 TOKENS = f"""
 --batch
@@ -76,12 +80,12 @@ START(
         ("", "self.head = nn.Linear({w}, 10, bias=False)\nself.head.weight = self.first.weight\n--forward\n"
              "{y} = self.head(self.first(x).tanh())"),
     )),
-)  # fmt: skip
+)
 
 # ------------------------------------------------------------------------------------------------ how a program ends
 
 END("square", 5, "return {x}.square().mean()", "return ({x} * {x}.detach().cos()).mean()",
-    "return F.mse_loss({x}, {x}.detach().cos())", "return {x}.tanh().sum() / 10")  # fmt: skip
+    "return F.mse_loss({x}, {x}.detach().cos())", "return {x}.tanh().sum() / 10")
 
 END("penalty", 1, "return {x}.sin().mean() + 0.01 * sum(p.pow(2).sum() for p in self.parameters())")
 
@@ -97,7 +101,17 @@ return F.cross_entropy(self.last({x}).flatten(0, -2), labels, label_smoothing={0
 labels = torch.randint(0, {w}, {s}[:-1], generator=g)
 --forward
 return F.{cross_entropy({x}.flatten(0, -2), labels.flatten())|nll_loss({x}.flatten(0, -2).log_softmax(-1), labels.flatten())}
-""")  # fmt: skip
+""")
+
+END("a loss of torch's", 2,
+    "return F.smooth_l1_loss({x}, {x}.detach().roll(1, 0))", "return F.binary_cross_entropy_with_logits({x}, {x}.detach().sigmoid())",
+    "return F.kl_div({x}.log_softmax(-1), {x}.detach().softmax(-1).roll(1, 0), reduction='batchmean')",
+    "return F.cosine_embedding_loss({x}.flatten(1), {x}.flatten(1).roll(1, 0).detach(), torch.ones({r}))",
+    "return F.huber_loss({x}, torch.zeros_like({x}), delta=0.3)", "return -F.cosine_similarity({x}, {x}.detach().cos(), dim=-1).mean()",
+    "return F.gaussian_nll_loss({x}, torch.zeros_like({x}), {x}.exp())", "return F.soft_margin_loss({x}, torch.ones_like({x}))",
+    "return F.triplet_margin_loss({x}.flatten(1), {x}.flatten(1).roll(1, 0), {x}.flatten(1).flip(0))",
+    "return torch.distributions.kl_divergence(torch.distributions.Normal({x}, 1.0), torch.distributions.Normal(0.0, 1.0)).mean()",
+    "return -torch.distributions.Categorical(logits={x}).entropy().mean()")
 
 END("loss_fn", 1, """
 --top
@@ -140,7 +154,7 @@ END("structure", 1, *(OF_OUTPUT.replace("{how}", how).replace("{what}", what) fo
     ("output.square().mean()", "{x}"),
     ("output[0].square().mean() + output[1].sin().mean()", "{x}, {x}.mean(0)"),
     ("output['made'].square().mean()", "{'made': {x}, 'size': {x}.shape[0]}"),
-)))  # fmt: skip
+)))
 
 # ------------------------------------------------------------------------------------------------------- expressions
 
@@ -161,12 +175,12 @@ expressions(
     "{x}.clamp(-0.7, 0.9) + F.leaky_relu({x})",
     "torch.logaddexp({x}, torch.zeros_like({x})) / (1 + {x} * {x})",
     "F.glu(torch.cat([{x}, {x}.cos()], -1), -1)",
-)  # fmt: skip
+)
 
 expressions(
     "sum with an earlier value", 5,
     "{x} + {z}", "{x} * {z}.tanh()", "torch.where({z} > 0, {x}, {z})", "torch.stack([{x}, {z}]).mean(0)",
-)  # fmt: skip
+)
 
 expressions(
     "views", 5,
@@ -178,7 +192,7 @@ expressions(
     "{x}.reshape(-1).view({x}.shape)",
     "{x}.mT.contiguous().mT",
     "{x}[:, None].squeeze(1).permute(*reversed(range({x}.dim()))).permute(*reversed(range({x}.dim())))",
-)  # fmt: skip
+)
 
 expressions(
     "pieces", 5,
@@ -193,7 +207,7 @@ expressions(
     "{x}[{x}.shape[0] // 2 :]",
     "torch.cat({x}.chunk(2, {dim})[::-1], {dim})",
     "torch.cat([{x}, {z}], {dim})",
-)  # fmt: skip
+)
 
 expressions(
     "reductions", 5,
@@ -205,7 +219,7 @@ expressions(
     "{x} + {x}.sum((0, -1), keepdim=True).tanh()",
     "{x}.mean(1, keepdim=True) + {x}.std(0, unbiased=False, keepdim=True) * 0.1",
     "{x} * torch.prod({x}.sigmoid() + 0.5, 1, keepdim=True)",
-)  # fmt: skip
+)
 
 expressions(
     "along a dim", 5,
@@ -218,14 +232,52 @@ expressions(
     "{x} * torch.zeros_like({x}).scatter({dim}, {x}.detach().argmax({dim}, keepdim=True), 1.0) + {x}",
     "{x}.roll(1, {dim}) - {x}",
     "{x}.flip({dim}) + {x}",
-)  # fmt: skip
+)
 
 expressions(
     "complex", 1,
     "torch.fft.irfft(torch.fft.rfft({x}) * torch.exp(1j * torch.arange({w} // 2 + 1)), n={w})",
     "torch.fft.fft({x}, dim=0).abs() * 0.3",
     "torch.polar({x}.abs() + 0.5, {x}).real",
-)  # fmt: skip
+)
+
+expressions(
+    "linear algebra", 2,
+    "{x} @ torch.linalg.inv(torch.eye({w}, dtype={x}.dtype) * 3 + 0.1 * {x}.mT @ {x})",
+    "{x} + torch.linalg.slogdet(torch.eye({w}, dtype={x}.dtype) * 3 + 0.1 * {x}.mT @ {x}).logabsdet.sum() * 0.1",
+    "torch.linalg.solve(torch.eye({w}, dtype={x}.dtype) * 3 + 0.1 * {x}.mT @ {x}, {x}.mT).mT",
+    "{x} + torch.linalg.cholesky(torch.eye({w}, dtype={x}.dtype) * 3 + 0.1 * {x}.mT @ {x}).sum() * 0.1",
+    "{x} + torch.linalg.{norm|matrix_norm|vector_norm}({x})",
+    "{x} @ torch.linalg.matrix_exp(0.1 * {x}.mT @ {x})",
+)
+
+expressions(
+    "picks", 3,
+    "{x}.topk({1|2}, {dim}).values.mean({dim}, keepdim=True) + {x}",
+    "{x} * ({x} >= {x}.topk(2, -1).values[..., -1:])",
+    "{x} + {x}.{median|max|min}({dim}, keepdim=True).values",
+    "{x} + {x}.kthvalue(1, {dim}, keepdim=True).values",
+    "torch.zeros_like({x}).scatter_reduce({dim}, {x}.detach().argsort({dim}), {x}, '{sum|mean|amax}') + {x}",
+    "{x} + torch.take_along_dim({x}, {x}.detach().argmin({dim}, keepdim=True), {dim})",
+    "torch.where({x} > {x}.mean(), {x}, {z}.sin())",
+)
+
+expressions(
+    "constants", 3,
+    "{x} * torch.tensor([0.5, 2.0] if self.training else [3.0, 4.0], dtype={x}.dtype).prod()",
+    "{x} + torch.arange({w}, dtype={x}.dtype) / {w}", "{x} * torch.linspace(0, 1, {w}, dtype={x}.dtype).tolist()[-1]",
+    "{x} + torch.from_numpy(np.ones({w}))", 
+    "{x} @ torch.eye({w}, dtype={x}.dtype).{triu()|flip(0)|roll(1, 0)}", "{x} * float(torch.ones(3).sum())",
+    "{x}.masked_fill(torch.arange({w}) % 3 == 0, 0.3)",
+)
+
+expressions(
+    "quantisation", 1,
+    "torch.fake_quantize_per_tensor_affine({x}.float(), 0.1, 0, -8, 7).to({x}.dtype) + {x}",
+    "torch.fake_quantize_per_channel_affine({x}.float(), torch.full(({w},), 0.1), torch.zeros({w}, dtype=torch.int32), "
+    "-1 % {x}.dim(), -8, 7).to({x}.dtype) + {x}",
+    "({x} * 10).round().detach() / 10 + {x} - {x}.detach()",
+)
 
 # ----------------------------------------------------------------------------------------------------------- modules
 
@@ -236,7 +288,7 @@ def modules(name: str, weight: float, *texts: str, top: str = "", before: str = 
     OPERATORS(
         name, weight,
         *(f"{head}\n--init\nself.l{{n}} = {text}\n--forward\n{{y}} = self.l{{n}}({before}){after}" for text in texts),
-    )  # fmt: skip
+    )
 
 
 modules("linear", 6, *(f"nn.Linear({{w}}, {{{{w}}|4|6|5|8|3}}{bias})" for bias in ("", "", ", bias=False")))
@@ -244,11 +296,11 @@ modules("linear", 6, *(f"nn.Linear({{w}}, {{{{w}}|4|6|5|8|3}}{bias})" for bias i
 modules("mlp", 6, *(
     f"nn.Sequential(nn.Linear({{w}}, {{k:=8|12|5|6|7|4|16|3}}), nn.{act}(), nn.Linear({{k}}, {{w}}))"
     for act in ("GELU", "ReLU", "SiLU", "Tanh")
-))  # fmt: skip
+))
 
-WEIGHT = "self.p{n} = nn.Parameter(torch.randn(%s) / 3)"
+WEIGHT = "self.p%s{n} = nn.Parameter(torch.randn(%s) / 3)"
 OPERATORS("matmul", 5, *(
-    "--init\n" + "\n".join(WEIGHT.replace("{n}", f"{letter}{{n}}") % shape for letter, shape in zip("ab", shapes))
+    "--init\n" + "\n".join(WEIGHT % (letter, shape) for letter, shape in zip("ab", shapes, strict=False))
     + f"\n--forward\n{{y}} = {text}"
     for text, *shapes in (
         ("{x} @ self.pa{n}", "{w}, {w}"),
@@ -261,7 +313,7 @@ OPERATORS("matmul", 5, *(
         ("torch.softmax({x} @ {x}.mT, -1) @ ({x} * self.pa{n})", "{w}"),
         ("torch.einsum('...i,pij,...j->...p', {x}, self.pa{n}, {x})", "4, {w}, {w}"),
     )
-))  # fmt: skip
+))
 
 ATTENTION = """
 class Attention(nn.Module):
@@ -290,12 +342,12 @@ modules(
     "attention", 4,
     "Attention({w}, {k:=1|2|3|4}, {1|{k}|{k}}, {''|'causal'|'tensor'}, {True|False})",
     top=ATTENTION,
-)  # fmt: skip
+)
 modules(
     "torch's attention", 1,
     "nn.MultiheadAttention({w}, {1|2|3}, batch_first=True)", before="{x}, {x}, {x}, need_weights={True|False}",
     after="[0]",
-)  # fmt: skip
+)
 
 SWAPPED = """
 class Swapped(nn.Module):
@@ -307,13 +359,23 @@ class Swapped(nn.Module):
         return self.inner(x.transpose(1, -1).contiguous()).transpose(1, -1)
 """
 modules(
+    "a layer of torch's transformer", 1,
+    "nn.TransformerEncoderLayer({w}, 1, 8, dropout={0.0|0.1}, batch_first=True, norm_first={True|False})",
+)
+OPERATORS("fused attention", 2, *(
+    f"{{y}} = F.scaled_dot_product_attention({{x}}[None], {{x}}[None].sin(), {{x}}[None]{more})[0]"
+    for more in ("", ", is_causal=True", ", dropout_p=0.3", ", torch.ones({l}, {l}, dtype=torch.bool).tril()",
+                 ", torch.arange({l}, dtype={x}.dtype).expand({l}, {l})", ", scale=0.5")
+))
+
+modules(
     "norm", 5,
     "nn.LayerNorm({w})", "nn.RMSNorm({w})", "nn.LayerNorm(({l}, {w}))", "Swapped(nn.GroupNorm(1, {w}))",
     "Swapped(nn.BatchNorm{k:=1|2}d({w}))", "Swapped(nn.BatchNorm{1|2}d({w}, momentum=0.3, affine=False))",
     "Swapped(nn.BatchNorm{1|2}d({w}, momentum=None))", "nn.BatchNorm1d({w}{|, momentum=None|, track_running_stats=False})",
     "Swapped(nn.InstanceNorm1d({w}, affine=True))", "Swapped(nn.InstanceNorm1d({w}, track_running_stats=True))",
     top=SWAPPED,
-)  # fmt: skip
+)
 
 modules(
     "conv of a sequence", 2,
@@ -322,7 +384,7 @@ modules(
     "Swapped(nn.Sequential(nn.Conv1d({w}, {w}, 2, stride=2), nn.Upsample(scale_factor=2)))",
     "Swapped(nn.ConvTranspose1d({w}, 5, 2, stride=2))", "Swapped(nn.AvgPool1d(3, stride=1, padding=1))",
     top=SWAPPED,
-)  # fmt: skip
+)
 
 modules(
     "conv of an image", 2,
@@ -330,7 +392,7 @@ modules(
     "Swapped(nn.Conv2d({w}, 6, 1))", "Swapped(nn.ConvTranspose2d({w}, 5, 2, stride=2))",
     "Swapped(nn.MaxPool2d(3, stride=1, padding=1))", "Swapped(nn.Sequential(nn.AvgPool2d(2), nn.Upsample(scale_factor=2)))",
     top=SWAPPED,
-)  # fmt: skip
+)
 
 LOOKUP = "--init\nself.t{n} = nn.Embedding({k:=7|4|11|5}, {w})\n--forward\n%s"
 ROW_NUMBERS = "(torch.arange({x}.shape[1]) * 3 + {n}) % {k}"
@@ -338,7 +400,7 @@ OPERATORS("lookup", 3, *(LOOKUP % text.replace("ROWS", ROW_NUMBERS) for text in 
     "{y} = {x} + F.embedding(ROWS, self.t{n}.weight{|, padding_idx=0})",
     "{y} = {x} * self.t{n}.weight[ROWS]",
     "{y} = {x} + self.t{n}.weight.index_select(0, ROWS)",
-)), when=lambda x: x.dim() == 3)  # fmt: skip
+)), when=lambda x: x.dim() == 3)
 
 modules(
     "recurrent", 4,
@@ -346,7 +408,7 @@ modules(
     "nn.{LSTM|GRU|RNN}({w}, {4|5|6}, {2|3}, dropout={0.4|0.9}{|, bidirectional=True}{|, batch_first=True})",
     "nn.LSTM({w}, 6, proj_size=3)",
     after="[0]",
-)  # fmt: skip
+)
 
 OPERATORS("cell", 1, """
 --init
@@ -366,7 +428,7 @@ u{n} = None
 for row in {x}.unbind(1):
     u{n} = self.l{n}(row, u{n})
 {y} = u{n}[0]
-""", when=lambda x: x.dim() == 3)  # fmt: skip
+""", when=lambda x: x.dim() == 3)
 
 expressions(
     "random numbers", 5,
@@ -376,7 +438,7 @@ expressions(
     "{x}[torch.randperm({r})]", "{x} + torch.normal({x}.detach(), 0.5)", "{x} * F.gumbel_softmax({x}, hard={True|False})",
     "{x} * torch.randint(0, 3, ({w},))", "{x} * torch.bernoulli({x}.sigmoid().detach())",
     "{x} + torch.distributions.Normal({x}, 0.3).rsample()",
-)  # fmt: skip
+)
 
 modules("dropout", 5, "nn.Dropout(0.3)", "nn.Dropout(0.0)", "nn.AlphaDropout(0.2)", "nn.Dropout1d(0.4)", "nn.RReLU()",
-        "nn.Sequential(nn.Linear({w}, 6), nn.Dropout(0.4, inplace=True), nn.Linear(6, {w}))")  # fmt: skip
+        "nn.Sequential(nn.Linear({w}, 6), nn.Dropout(0.4, inplace=True), nn.Linear(6, {w}))")

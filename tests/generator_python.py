@@ -3,6 +3,10 @@
 Each is code that people write. A kind need not be supported: a program that holds it is equal to eager or refused.
 """
 
+# A line of a program is a line here, however many ways to write it stand in it.
+# ruff: noqa: E501
+# fmt: off
+
 from __future__ import annotations
 
 from generator_kinds import Table
@@ -50,7 +54,7 @@ with torch.inference_mode():
 """)
 
 PYTHON("detach", 3, "{y} = {x} + {f:x}.detach()", "{y} = {x} * {z}.detach()",
-       "{y} = ({x}.round() - {x}).detach() + {x}", "{y} = {x}.detach() * 0.5 + {z} - {z}.detach()")  # fmt: skip
+       "{y} = ({x}.round() - {x}).detach() + {x}", "{y} = {x}.detach() * 0.5 + {z} - {z}.detach()")
 
 PYTHON("asks for grad mode", 2, """
 u{n} = {f:x}
@@ -171,7 +175,7 @@ u{{n}} = {COPY}
 v{{n}} = u{{n}}{VIEW}
 v{{n}}{WRITE}
 {{y}} = u{{n}}
-""")  # fmt: skip
+""")
 
 PYTHON("a write through a view of a view", 8, f"""
 u{{n}} = {COPY}
@@ -191,7 +195,7 @@ v{{n}} = u{{n}}{VIEW}
 u{{n}}.{{mul_(2)|add_(1)|cos_()}}
 v{{n}}{WRITE}
 {{y}} = u{{n}} * 0.5 + v{{n}}.sum()
-""")  # fmt: skip
+""")
 
 PYTHON("a write into a part", 4,
        f"u{{n}} = {COPY}\nu{{n}}[:, -1] = {{x}}[:, 0] * 2\n{{y}} = u{{n}}",
@@ -201,7 +205,7 @@ PYTHON("a write into a part", 4,
        f"u{{n}} = {COPY}\nu{{n}}.view(-1)[: {{x}}.numel() // 2].zero_()\n{{y}} = u{{n}}",
        f"u{{n}} = {COPY}\nu{{n}}[torch.arange({{r}}).flip(0)] = {{f:x}}\n{{y}} = u{{n}}",
        f"u{{n}} = {COPY}\nu{{n}}[:, [0, -1]] *= {{x}}[:, :1].sigmoid()\n{{y}} = u{{n}}",
-       f"u{{n}} = {COPY}\nu{{n}}[0], u{{n}}[-1] = u{{n}}[-1].clone(), {{x}}[0] * 2\n{{y}} = u{{n}}")  # fmt: skip
+       f"u{{n}} = {COPY}\nu{{n}}[0], u{{n}}[-1] = u{{n}}[-1].clone(), {{x}}[0] * 2\n{{y}} = u{{n}}")
 
 PYTHON("rows filled in a loop", 3, """
 u{n} = {torch.zeros_like({x})|{x}.new_empty({x}.shape)|torch.empty_like({x})}
@@ -212,14 +216,14 @@ for i in range({r}):
 u{n} = {x}.new_zeros({r}, {w}, 2)
 u{n}[..., 0] = {x}.flatten(1, -2).mean(1) if {x}.dim() > 2 else {x}
 u{n}.select(-1, 1).copy_(u{n}[..., 0] * 2)
-{y} = {x} + u{n}.sum()
+{y} = {x} + u{n}.mean()
 """)
 
 PYTHON("the value itself is written", 4, "{y} = {x}.{add_(1)|mul_(0.5)|tanh_()|clamp_(-1, 1)|sigmoid_()|neg_()}",
        "{x} += {z}.mean()\n{y} = {x}", "{x} *= 2\n{y} = {x}", "{y} = F.relu({x}, inplace=True)",
        "{y} = F.{hardtanh|leaky_relu|elu|silu}({x}, inplace=True)", "u{n} = {x}[0]\n{x}.mul_(0.5)\n{y} = {x} + u{n}",
        "with torch.no_grad():\n    {x}.mul_(0.5)\n{y} = {x}", "{x}.data.mul_(0.5)\n{y} = {x} + 0",
-       "u{n} = {x}.detach()\nu{n}.add_(0.5)\n{y} = {x} + u{n}")  # fmt: skip
+       "u{n} = {x}.detach()\nu{n}.add_(0.5)\n{y} = {x} + u{n}")
 
 PYTHON("out=", 3, """
 with torch.no_grad():
@@ -238,7 +242,7 @@ PYTHON("metadata in place", 2,
        f"u{{n}} = {COPY}\nu{{n}}.detach_()\n{{y}} = {{x}} + u{{n}}",
        f"u{{n}} = {COPY}\nu{{n}}.requires_grad_(False) if u{{n}}.is_leaf else None\n{{y}} = {{x}} + u{{n}}",
        f"u{{n}} = {COPY}\nv{{n}} = torch.as_strided(u{{n}}, ({{r}},), (1,))\nv{{n}}.mul_(3)\n{{y}} = u{{n}}",
-       f"u{{n}} = {COPY}\nu{{n}}.swapdims_(0, 1).mul_(2)\n{{y}} = {{x}} + u{{n}}.sum()")  # fmt: skip
+       f"u{{n}} = {COPY}\nu{{n}}.swapdims_(0, 1).mul_(2)\n{{y}} = {{x}} + u{{n}}.sum()")
 
 PYTHON("data of a tensor", 3, """
 u{n} = {f:x}
@@ -566,7 +570,7 @@ v{n} = {f:x}
 v{n}.register_hook(lambda g: u{n}.append(g))
 {z}.register_hook(lambda g: g * 0.5 if not u{n} else g + 0 * u{n}[0].sum())
 {y} = {x} + v{n}
-""")  # fmt: skip
+""")
 
 PYTHON("a reversal of gradients", 1, """
 u{n} = {f:x}
@@ -643,13 +647,13 @@ self.l{n}.register_forward_hook(lambda module, args, output: self.v{n}.update(se
 --forward
 {y} = self.l{n}({x}) + {x}
 {y} = {y} + self.v{n}["seen"].mean()
-""")  # fmt: skip
+""")
 
 PYTHON("a backward hook of a module", 5,
        *of_a_module("register_full_backward_hook(lambda module, inner, outer: tuple(None if g is None else g * 0.5 for g in inner))"),
        *of_a_module("register_full_backward_hook(lambda module, inner, outer: None)"),
        *of_a_module("register_full_backward_pre_hook(lambda module, outer: tuple(g.clamp(-0.01, 0.01) for g in outer))"),
-       *of_a_module("register_full_backward_pre_hook(lambda module, outer: (outer[0] * 2,), prepend=True)"))  # fmt: skip
+       *of_a_module("register_full_backward_pre_hook(lambda module, outer: (outer[0] * 2,), prepend=True)"))
 
 PYTHON("saved_tensors_hooks", 4, """
 with torch.autograd.graph.{saved_tensors_hooks(lambda t: t, lambda t: t)|saved_tensors_hooks(lambda t: t.float(), lambda t: t.double())|save_on_cpu()|saved_tensors_hooks(lambda t: t.clone(), lambda t: t * 0.5)|saved_tensors_hooks(lambda t: (t,), lambda t: t[0])|saved_tensors_hooks(lambda t: t.round(decimals=2), lambda t: t)}:
@@ -693,7 +697,7 @@ PYTHON("a function of one's own", 6,
        function("a):; ctx.a = a; return a.tanh()", "g): return g * (1 - ctx.a.tanh() ** 2)"),
        function("a):; out = a.sigmoid(); ctx.save_for_backward(out); return out",
                 "g):; out, = ctx.saved_tensors; return g * out * (1 - out)"),
-       function("a): return a.sin()", "g): return None", "{y} = {x} + Fn{n}.apply({x})"))  # fmt: skip
+       function("a): return a.sin()", "g): return None", "{y} = {x} + Fn{n}.apply({x})"))
 
 PYTHON("a function with several outputs", 4,
        function("a): return a.sin(), a.cos()", "g, h): return g * 2 - h", "u{n}, v{n} = Fn{n}.apply({x})\n{y} = u{n} {+ v{n}|}"),
@@ -707,12 +711,12 @@ PYTHON("a function with several outputs", 4,
        function("a, k):; ctx.k = k; return a * k, k + 1", "g, _): return g * ctx.k, None",
                 "u{n}, k{n} = Fn{n}.apply({x}, 2)\n{y} = u{n} * k{n}"),
        function("*rows):; return torch.stack(rows)", "g): return tuple(2 * g)",
-                "{y} = Fn{n}.apply(*{x}.unbind(0))"))  # fmt: skip
+                "{y} = Fn{n}.apply(*{x}.unbind(0))"))
 
 PYTHON("a function that writes what it is given", 3,
        function("a):; ctx.mark_dirty(a); return a.mul_(2)", "g): return 2 * g", "{y} = Fn{n}.apply({x} {* 1|+ 0})"),
        function("a):; out = a.clone(); out[0] = 0; return out", "g):; g = g.clone(); g[0] = 0; return g"),
-       function("a):; " + SAVES + "return a.exp()", "g):; " + TAKES + "return g.mul(a.exp()).clamp_(-1, 1)"))  # fmt: skip
+       function("a):; " + SAVES + "return a.exp()", "g):; " + TAKES + "return g.mul(a.exp()).clamp_(-1, 1)"))
 
 PYTHON("a buffer written in backward", 4,
        function("a, b):; ctx.b = b; return a.clone()",
@@ -722,7 +726,7 @@ PYTHON("a buffer written in backward", 4,
                 "g):; ctx.module.b{n} += g.norm(); return g, None",
                 "{y} = Fn{n}.apply({x}, self)", 'self.register_buffer("b{n}", torch.zeros(()))'),
        function("a, b):; ctx.b = b; b.add_(1); return a / b", "g):; ctx.b.mul_(0.5); return g / ctx.b, None",
-                "{y} = Fn{n}.apply({x}, self.b{n})", 'self.register_buffer("b{n}", torch.ones(()))'))  # fmt: skip
+                "{y} = Fn{n}.apply({x}, self.b{n})", 'self.register_buffer("b{n}", torch.ones(()))'))
 
 PYTHON("backward in a backward", 4,
        function("a, f):; ctx.f = f; " + SAVES + "return f(a)",
@@ -734,7 +738,7 @@ PYTHON("backward in a backward", 4,
                 "g):; a = ctx.saved_tensors[0].detach().requires_grad_(); "
                 "with torch.enable_grad():; "
                 "    out = ctx.f(a); a, *w = torch.autograd.grad(out, (a, *ctx.weights), g); return a, None, *w",
-                "{y} = Fn{n}.apply({x}, self.l{n}, *self.l{n}.parameters())", "self.l{n} = {m}"))  # fmt: skip
+                "{y} = Fn{n}.apply({x}, self.l{n}, *self.l{n}.parameters())", "self.l{n} = {m}"))
 
 PYTHON("a function with setup_context", 2, """
 --top
@@ -773,7 +777,7 @@ class Fn{n}(torch.autograd.Function):
 PYTHON("a function that counts", 2,
        function("a):; Fn{n}.calls = getattr(Fn{n}, 'calls', 0) + 1; ctx.k = Fn{n}.calls; return a / ctx.k", "g): return g / ctx.k"),
        function("a, seen):; ctx.seen = seen; return a.clone()", "g):; ctx.seen.append(1); return g / len(ctx.seen), None",
-                "{y} = Fn{n}.apply({x}, self.v{n})", "self.v{n} = []"))  # fmt: skip
+                "{y} = Fn{n}.apply({x}, self.v{n})", "self.v{n} = []"))
 
 # ------------------------------------------------------------------------------------------------- state that Python has
 
@@ -785,7 +789,7 @@ PYTHON("a counter", 4,
        "--top\nTICKS{n} = [0]\n--forward\nTICKS{n}[0] += 1\n{y} = {x} / TICKS{n}[0]",
        "--top\nTICKS{n} = 0\ndef tick{n}():\n    global TICKS{n}\n    TICKS{n} += 1\n    return TICKS{n}\n--forward\n{y} = {x} / tick{n}()",
        "--forward\ntype(self).k{n} = getattr(type(self), 'k{n}', 0) + 1\n{y} = {x} / self.k{n}",
-       "--init\nself.k{n} = itertools.{count(1)|cycle([1, 2])}\n--forward\n{y} = {x} / next(self.k{n})")  # fmt: skip
+       "--init\nself.k{n} = itertools.{count(1)|cycle([1, 2])}\n--forward\n{y} = {x} / next(self.k{n})")
 
 PYTHON("a function with state", 4, """
 --top
@@ -892,13 +896,13 @@ PYTHON("a memory", 4,
        "--init\nself.v{n} = collections.deque(maxlen=3)\n--forward\nself.v{n}.append({x}.detach().mean())\n{y} = {x} - sum(self.v{n}) / len(self.v{n})",
        "--init\nself.v{n} = []\n--forward\nself.v{n}.append({x}.detach())\n{y} = {x} * 2",
        "--init\nself.v{n} = {'k': 1.0}\n--forward\nself.v{n}['k'] *= 0.5\n{y} = {x} * self.v{n}['k']",
-       "--init\nself.v{n} = None\n--forward\nself.v{n} = {x}\n{y} = self.v{n}.sin()")  # fmt: skip
+       "--init\nself.v{n} = None\n--forward\nself.v{n} = {x}\n{y} = self.v{n}.sin()")
 
 PYTHON("Python's random numbers", 2,
        "{y} = {x} * random.{random()|uniform(0.5, 1)|choice([0.5, 2.0])|gauss(0, 1)}",
        "{y} = {x} + float(np.random.{rand()|randn()})",
        "--init\nself.r{n} = random.Random(0)\n--forward\n{y} = {x} * self.r{n}.random()",
-       "if random.random() < 0.5:\n    {body:x}\n    {y} = {b}\nelse:\n    {y} = {x} * 1")  # fmt: skip
+       "if random.random() < 0.5:\n    {body:x}\n    {y} = {b}\nelse:\n    {y} = {x} * 1")
 
 # ------------------------------------------------------------------------------ containers that change between the calls
 
@@ -946,14 +950,14 @@ PYTHON("a number that the loop changes", 6,
        changing("self.v{n} = functools.partial(float, 1.0)", "self.v{n}()", "model.v{n} = functools.partial(float, 0.5 ** step)"),
        changing("self.v{n} = lambda tau=[1.0]: tau[0]", "self.v{n}()", "model.v{n}.__defaults__[0][0] *= 0.5"),
        changing("self.v{n} = weakref.WeakValueDictionary()\nself.k{n} = Config{n}()\nself.v{n}['k'] = self.k{n}",
-                "self.v{n}['k'].tau", "model.k{n}.tau *= 0.5", "class Config{n}:\n    tau = 1.0"))  # fmt: skip
+                "self.v{n}['k'].tau", "model.k{n}.tau *= 0.5", "class Config{n}:\n    tau = 1.0"))
 
 PYTHON("a choice that the loop changes", 3,
        "--init\nself.f{n} = torch.sin\n--before\nmodel.f{n} = (torch.sin, torch.cos, torch.tanh)[step % 3]\n--forward\n{y} = self.f{n}({x})",
        "--init\nself.k{n} = 'a'\n--before\nmodel.k{n} = 'ab'[step % 2]\n--forward\n{y} = {x}.sin() if self.k{n} == 'a' else {x}.cos()",
        "--init\nself.v{n} = [torch.sin]\n--before\nmodel.v{n}.append(torch.tanh)\n--forward\n{y} = {x}\nfor f in self.v{n}:\n    {y} = f({y})",
        "--init\nself.v{n} = torch.ones({w}, dtype=torch.float64)\n--before\nmodel.v{n}{ = model.v{n} * 0.5|.mul_(0.5)|[0] = step}\n--forward\n{y} = {x} * self.v{n}",
-       "--init\nself.l{n} = nn.Dropout(0.0)\n--before\nmodel.l{n}.p = 0.0\n--forward\n{y} = self.l{n}({x})")  # fmt: skip
+       "--init\nself.l{n} = nn.Dropout(0.0)\n--before\nmodel.l{n}.p = 0.0\n--forward\n{y} = self.l{n}({x})")
 
 PYTHON("a buffer that the loop writes", 2, """
 --init
@@ -965,7 +969,171 @@ with torch.no_grad():
 {y} = {x} * self.b{n}
 """)
 
+# ------------------------------------------------------------------------------------------ what papers put together
+
+PYTHON("a deep equilibrium", 2, """
+--init
+self.l{n} = nn.Linear({w}, {w})
+--forward
+with torch.no_grad():
+    u{n} = torch.zeros_like({x})
+    for _ in range(5):
+        u{n} = (0.3 * self.l{n}(u{n}) + {x}).tanh()
+u{n} = (0.3 * self.l{n}(u{n}) + {x}).tanh()
+v{n} = u{n}.detach().requires_grad_()
+w{n} = (0.3 * self.l{n}(v{n}) + {x}.detach()).tanh()
+def f{n}(g):
+    out = g
+    for _ in range(3):
+        out = torch.autograd.grad(w{n}, v{n}, out, retain_graph=True)[0] + g
+    return out
+if u{n}.requires_grad:
+    u{n}.register_hook(f{n})
+{y} = u{n}
+""")
+
+PYTHON("a codebook", 3, """
+--init
+self.register_buffer("b{n}", torch.randn(5, {w}))
+--forward
+u{n} = torch.cdist({x}.flatten(0, -2), self.b{n}).argmin(-1)
+v{n} = self.b{n}[u{n}].reshape({s})
+with torch.no_grad():
+    counts = F.one_hot(u{n}, 5).to({x}.dtype)
+    self.b{n}{.mul_(0.9).add_(counts.t() @ {x}.flatten(0, -2), alpha=0.1)| = self.b{n} * 0.9 + 0.1 * counts.t() @ {x}.flatten(0, -2)}
+{y} = {x} + (v{n} - {x}).detach() + F.mse_loss({x}, v{n}.detach())
+""", """
+--init
+self.l{n} = nn.Embedding(5, {w})
+--forward
+u{n} = torch.cdist({x}.detach().flatten(0, -2), self.l{n}.weight.detach()).argmin(-1)
+v{n} = self.l{n}(u{n}).reshape({s})
+{y} = {x} + (v{n} - {x}).detach() + 0.25 * F.mse_loss(v{n}.detach(), {x}) + F.mse_loss(v{n}, {x}.detach())
+""")
+
+PYTHON("a teacher and a student", 3, """
+--init
+self.l{n} = {m}
+self.t{n} = copy.deepcopy(self.l{n})
+--forward
+with torch.no_grad():
+    for p, q in zip(self.t{n}.parameters(), self.l{n}.parameters()):
+        p.data = p.data * 0.9 + q.data * 0.1
+    u{n} = (self.t{n}({x}) / 0.1).softmax(-1)
+{y} = {x} - (u{n} * self.l{n}({x}).log_softmax(-1)).sum(-1, keepdim=True)
+""", """
+--init
+self.l{n} = {m}
+--forward
+u{n} = self.l{n}({x}){.detach()|}
+v{n} = u{n}.detach().exp()
+for _ in range(3):
+    v{n} = v{n} / v{n}.sum(0, keepdim=True)
+    v{n} = v{n} / v{n}.sum(-1, keepdim=True)
+{y} = {x} + v{n} * self.l{n}({x}.sin())
+""")
+
+PYTHON("experts", 3, """
+--init
+self.r{n} = nn.Linear({w}, 3)
+self.l{n} = nn.ModuleList(nn.Linear({w}, {w}) for _ in range(3))
+--forward
+u{n}, v{n} = self.r{n}({x}).softmax(-1).topk({1|2}, -1)
+{y} = {x}
+for k in range(3):
+    {y} = {y} + (u{n} * (v{n} == k)).sum(-1, keepdim=True) * self.l{n}[k]({x})
+""", """
+--init
+self.r{n} = nn.Linear({w}, 3)
+self.w{n} = nn.Parameter(torch.randn(3, {w}, {w}) / 3)
+--forward
+u{n} = self.r{n}({x}).softmax(-1)
+v{n} = u{n}.argmax(-1)
+{y} = {x} + torch.einsum("...i,...ij->...j", {x}, self.w{n}[v{n}]) * u{n}.gather(-1, v{n}[..., None])
+""", """
+--init
+self.r{n} = nn.Linear({w}, 3)
+self.l{n} = nn.ModuleList(nn.Linear({w}, {w}) for _ in range(3))
+--forward
+u{n} = {x}.reshape(-1, {w})
+v{n} = self.r{n}(u{n}).argmax(-1)
+w{n} = torch.zeros_like(u{n})
+for k, expert in enumerate(self.l{n}):
+    at = torch.where(v{n} == k)[0]
+    w{n}.index_add_(0, at, expert(u{n}[at]))
+{y} = {x} + w{n}.reshape({s})
+""")
+
+PYTHON("truncated backpropagation", 2, """
+--init
+self.l{n} = nn.Linear({w}, {w})
+--forward
+u{n} = {x}.new_zeros({w})
+v{n} = []
+for k, row in enumerate({x}.flatten(0, -2)):
+    u{n} = (self.l{n}(row) + u{n}).tanh()
+    v{n}.append(u{n})
+    if k % 2:
+        u{n} = u{n}.detach()
+{y} = torch.stack(v{n}).reshape({s})
+""")
+
+PYTHON("a property that computes", 2, """
+--top
+class Bound{n}(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.raw = nn.Parameter(torch.randn({w}, {w}) / 3)
+
+    @property
+    def weight(self):
+        return self.raw.tanh(){| * 2|.detach() + self.raw}
+
+    def forward(self, a):
+        return F.linear(a, self.weight)
+--init
+self.l{n} = Bound{n}()
+--forward
+{y} = self.l{n}({x})
+""", """
+--top
+class Scaled{n}(nn.Linear):
+    def forward(self, a):
+        return super().forward(a) * {0.5|self.training}
+
+    def __call__(self, a):
+        return super().__call__(a) + 1
+--init
+self.l{n} = Scaled{n}({w}, {w})
+--forward
+{y} = self.l{n}({x})
+""")
+
 # ------------------------------------------------------------------------------------------ around forward: the loop
+
+PYTHON("a step towards the sharpest weights", 1, """
+--backward
+with torch.no_grad():
+    kept = [p.detach().clone() for p in model.parameters()]
+    for p in model.parameters():
+        if p.grad is not None:
+            p.add_(p.grad, alpha=0.01)
+optimizer.zero_grad()
+model(**batch(step)).backward()
+with torch.no_grad():
+    for p, before in zip(model.parameters(), kept):
+        p.copy_(before)
+--forward
+{y} = {x}
+""")
+
+PYTHON("a learning rate that changes", 1, """
+--before
+for group in optimizer.param_groups:
+    group["lr"] *= 0.5
+--forward
+{y} = {x}
+""")
 
 PYTHON("evaluation between steps", 2, """
 --before
@@ -1042,6 +1210,20 @@ def f{n}(a, k):
 {y} = {y} + u{n}
 """)
 
+PYTHON("a checkpoint that keeps some", 1, """
+--top
+def kept{n}(ctx, op, *args, **kwargs):
+    saved = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    policy = torch.utils.checkpoint.CheckpointPolicy
+    return policy.MUST_SAVE if saved else policy.PREFER_RECOMPUTE
+--forward
+def f{n}(a):
+    {body:a}
+    return {b}
+u{n} = functools.partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, kept{n})
+{y} = torch.utils.checkpoint.checkpoint(f{n}, {x}, use_reentrant=False, context_fn=u{n})
+""")
+
 PYTHON("checkpoints in a checkpoint", 3, """
 def f{n}(a):
     def inner(a):
@@ -1059,7 +1241,7 @@ self.l{n} = nn.Sequential({m}, nn.Tanh(), {m}, nn.Sigmoid())
 # ---------------------------------------------------------------------------------------- weights that are made or shared
 
 PYTHON("a parametrization", 6,
-       *("--init\nself.l{n} = %s\n--forward\n{y} = self.l{n}({x})%s" % (text, more) for more in ("", " + {x}") for text in (
+       *("--init\nself.l{n} = " + text + "\n--forward\n{y} = self.l{n}({x}){| + {x}}" for text in (
            "nn.utils.parametrizations.weight_norm(nn.Linear({w}, {w}){|, dim=None|, dim=1})",
            "nn.utils.parametrizations.spectral_norm(nn.Linear({w}, {w}){|, n_power_iterations=2})",
            "nn.utils.parametrizations.orthogonal(nn.Linear({w}, {w}){|, orthogonal_map='{cayley|matrix_exp|householder}'})",
@@ -1081,7 +1263,7 @@ self.l{n} = nn.utils.parametrizations.{weight_norm|spectral_norm}(nn.Linear({w},
 --forward
 with nn.utils.parametrize.cached():
     {y} = self.l{n}(self.l{n}({x}).tanh())
-""")  # fmt: skip
+""")
 
 PYTHON("shared weights", 5, """
 --init
@@ -1140,7 +1322,7 @@ PYTHON("parts in evaluation", 3,
        "--init\nself.l{n} = nn.{Dropout(0.5)|BatchNorm1d({w})}\nself.l{n}.eval()\n--forward\n{y} = self.l{n}({x})",
        "--make\nmodel.eval()\n--forward\n{y} = {x}",
        "--make\nfor module in list(model.modules())[::2]:\n    module.training = False\n--forward\n{y} = {x}",
-       "--init\nself.l{n} = nn.BatchNorm1d({w})\n--forward\nself.l{n}.eval()\n{y} = self.l{n}({x})\nself.l{n}.train()")  # fmt: skip
+       "--init\nself.l{n} = nn.BatchNorm1d({w})\n--forward\nself.l{n}.eval()\n{y} = self.l{n}({x})\nself.l{n}.train()")
 
 PYTHON("a batch norm that is shared or skipped", 2, """
 --init
@@ -1185,6 +1367,28 @@ with torch.autocast("cpu", torch.bfloat16{|, enabled=False|, cache_enabled=False
 """)
 
 # ----------------------------------------------------------------------------------------------- control flow, and data
+
+PYTHON("a model that is scripted or traced", 0.5, """
+--init
+self.l{n} = torch.jit.{script(nn.Linear({w}, {w}))|trace(nn.Linear({w}, {w}), torch.randn({r}, {w}))}
+--forward
+{y} = self.l{n}({x}) + {x}
+""")
+
+PYTHON("contexts of autograd", 2, """
+with torch.autograd.{set_detect_anomaly(True)|set_multithreading_enabled(False)|profiler.record_function("part")|graph.disable_saved_tensors_hooks("none")|graph.allow_mutation_on_saved_tensors()}:
+    {body:x}
+{y} = {x} + {b}
+""")
+
+PYTHON("a choice of kernels", 1, """
+with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+    {y} = F.scaled_dot_product_attention({x}[None], {x}[None].sin(), {x}[None])[0]
+""", """
+with torch.backends.mkldnn.flags(enabled=False):
+    {body:x}
+{y} = {x} + {b}
+""")
 
 PYTHON("torch.cond", 1, """
 {y} = torch.cond({x}.sum() > 0, lambda a: a.sin(), lambda a: a.cos() * 2, ({x},))
@@ -1278,7 +1482,7 @@ PYTHON("numbers of values", 3,
        "assert not {x}.isnan().any()\n{y} = {x}",
        "{y} = {x}[{x}[..., 0].flatten().detach().argmax() % {r} :][:1]",
        "{y} = {x} + len({x}.detach().sign().unique())",
-       "if torch.rand(()) < 0.5:\n    {body:x}\n    {y} = {b}\nelse:\n    {y} = {x} * 1")  # fmt: skip
+       "if torch.rand(()) < 0.5:\n    {body:x}\n    {y} = {b}\nelse:\n    {y} = {x} * 1")
 
 PYTHON("Python's control flow", 4, """
 try:
@@ -1317,7 +1521,7 @@ PYTHON("random states", 1,
        "torch.manual_seed(3)\n{y} = {x} + torch.rand_like({x})",
        "u{n} = torch.Generator().manual_seed(3)\n{y} = {x} + torch.rand({w}, generator=u{n})",
        "u{n} = torch.get_rng_state()\nv{n} = torch.rand_like({x})\ntorch.set_rng_state(u{n})\n{y} = {x} + v{n} + torch.rand_like({x})",
-       "torch.rand_like({x})\n{y} = {x}")  # fmt: skip
+       "torch.rand_like({x})\n{y} = {x}")
 
 # -------------------------------------------------------------------------------------------------------------- structure
 
