@@ -30,7 +30,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import torch
-from generator import KINDS, Program, Unfit, built, drawn, shrunk, why_invalid, without
+from generator import KINDS, OPERATORS, PYTHON, Program, Unfit, built, drawn, shrunk, why_invalid, without
 from generator_programs import FAILURES, Outcome, again, is_same, one_rank, outcomes, script, worst
 
 from autopar.cli.common import mesh_shape
@@ -50,14 +50,22 @@ Result = dict[str, Any]
 # --------------------------------------------------------------------------------------------------- one process's work
 
 
+def of_seed(seed: int, options: argparse.Namespace) -> Program:
+    """The program of a seed; with `--alone`, one with a statement of one kind among operators, of all kinds by turns."""
+    if not options.alone:
+        return drawn(seed, only=options.kinds)
+    names = list(options.kinds or PYTHON)
+    return drawn(seed, must=names[seed % len(names)], only=OPERATORS, most=3)
+
+
 def tried(seed: int, known: Mapping[tuple[str, ...], int], options: argparse.Namespace) -> Result:
     """The outcome of the program of a seed, and, if it fails in another way than is known, a smaller one that does."""
     started = time.process_time()
     try:
-        program = drawn(seed, only=options.kinds)
+        program = of_seed(seed, options)
     except Unfit as error:
         return {"seed": seed, "outcome": "unfit", "reason": str(error)[:300], "kinds": [], "plans": 0, "seconds": 0.0}
-    found = list(outcomes(program, seed, thorough=seed % options.thorough == 0))
+    found = list(outcomes(program, seed, effort=1 + (seed % options.thorough == 0)))
     failed = worst(found)
     result = {
         "seed": seed, "kinds": sorted(program.kinds), "plans": len(found), "outcome": failed.kind,
@@ -105,7 +113,7 @@ def work(job: int, channel: Connection, options: argparse.Namespace) -> None:
         there = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {there[job % len(there)]})
     torch.set_num_threads(1)
-    logging.disable(logging.WARNING)
+    logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     with one_rank():
         while (request := channel.recv()) is not None:
@@ -146,7 +154,7 @@ class Process:
 
     def _lost(self, kind: str, reason: str) -> Result:
         self.count = PROGRAMS_OF_A_PROCESS
-        program = drawn(self.seed, only=self.options.kinds)
+        program = of_seed(self.seed, self.options)
         return {
             "seed": self.seed, "kinds": sorted(program.kinds), "plans": 0, "outcome": kind, "reason": reason,
             "message": reason, "mesh": "-", "plan": "-", "seconds": 0.0, "source": program.source,
@@ -252,8 +260,9 @@ def report(results: Sequence[Result]) -> str:
             lines.append(f"{name:42}" + "".join(f"{of_kind[kind] or '':>9}" for kind in OUTCOMES))
     for heading, kinds in (("refused", ("refused",)), ("failed", FAILURES), ("unfit", ("unfit",))):
         reasons = Counter(result["reason"] for result in results if result["outcome"] in kinds)
+        first = {result["reason"]: result["seed"] for result in reversed(results) if result["outcome"] in kinds}
         lines += ["", f"{heading}, {len(reasons)} reasons:"]
-        lines += [f"{count:6}  {reason}" for reason, count in reasons.most_common()]
+        lines += [f"{count:6}  {reason} (seed {first[reason]})" for reason, count in reasons.most_common()]
     faults: Counter[tuple[str, ...]] = Counter()
     seeds: dict[tuple[str, ...], int] = {}
     for result in results:
@@ -273,6 +282,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("generated.jsonl"))
     parser.add_argument("--findings", type=Path, help="A folder for failures that were shrunk.")
     parser.add_argument("--kinds", nargs="*", default=(), choices=sorted(KINDS), help="No others are drawn.")
+    parser.add_argument("--alone", action="store_true", help="One statement that is no operator in each, of each kind.")
     parser.add_argument("--thorough", type=int, default=20, help="One of so many programs is tried under many plans.")
     parser.add_argument("--shrink-seconds", type=float, default=60.0, help="Of processor time, for a failure.")
     parser.add_argument("--print", type=int, help="Print the program of a seed.")
@@ -281,7 +291,7 @@ def main() -> int:
     parser.add_argument("--plan", default="random 0", help='"random 7", "sliced 7", "dp", "capture", "module" ...')
     options = parser.parse_args()
     if options.print is not None:
-        print(drawn(options.print, only=options.kinds).source)
+        print(of_seed(options.print, options).source)
         return 0
     if options.again is not None:
         found = again(Program(options.again.read_text()), mesh_shape(options.mesh), options.plan)

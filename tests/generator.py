@@ -22,7 +22,7 @@ import sys
 import time
 import types
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from random import Random
@@ -129,10 +129,10 @@ NESTING = 2
 
 
 class Drawing:
-    """Draws nodes, from some of the kinds."""
+    """Draws nodes, from some of the kinds, and at most so many in a row."""
 
-    def __init__(self, seed: int, only: Sequence[str] = ()) -> None:
-        self.random = Random(seed)
+    def __init__(self, seed: object, only: Collection[str] = (), most: int = 6) -> None:
+        self.random, self.most = Random(str(seed)), most
         self.kinds = [kind for name, kind in KINDS.items() if not only or name in only]
 
     def node(self, kind: Kind | None = None, depth: int = 0, within: str = "") -> Node:
@@ -141,8 +141,9 @@ class Drawing:
             kind = self.random.choices(kinds, [k.weight for k in kinds])[0]
         body: tuple[Node, ...] = ()
         if kind.has_body and depth < NESTING:
-            within = kind.name if kind.name == "layers" else within
-            body = tuple(self.node(depth=depth + 1, within=within) for _ in range(self.random.randint(1, 3)))
+            within = "layers" if kind.name == "layers" else within
+            count = self.random.randint(1, (self.most + 1) // 2)
+            body = tuple(self.node(depth=depth + 1, within=within) for _ in range(count))
         return Node(kind.name, self.random.randrange(10**6), body)
 
     def end(self, table: Table) -> Node:
@@ -150,7 +151,7 @@ class Drawing:
         return Node(self.random.choices(kinds, [k.weight for k in kinds])[0].name, self.random.randrange(10**6))
 
     def tree(self, must: str | None = None) -> Tree:
-        nodes = [self.node() for _ in range(self.random.randint(1, 6))]
+        nodes = [self.node() for _ in range(self.random.randint(1, self.most))]
         if must in KINDS:
             kind = KINDS[must]
             place = self.random.randint(0, len(nodes))
@@ -162,9 +163,16 @@ class Drawing:
         start, end = (
             Node(must, self.random.randrange(10**6)) if must in table else self.end(table) for table in (START, END)
         )
-        if any(KINDS[node.kind].loops for node in nodes):
+        if any(KINDS[node.kind].loops for node in _all(nodes)):
             end = Node("square", end.seed)  # the loop calls backward on what the model returns
         return Tree(start, tuple(nodes), end)
+
+
+def _all(nodes: Sequence[Node]) -> Iterator[Node]:
+    """Nodes, and those within them."""
+    for node in nodes:
+        yield node
+        yield from _all(node.body)
 
 
 # ----------------------------------------------------------------------------------------------- how it becomes source
@@ -193,11 +201,6 @@ class Scope:
     owner: str = "model"
     keeps: bool = False
     """Whether the shape must stay."""
-
-    @property
-    def module(self) -> nn.Module:
-        module: nn.Module = self.names["self"]
-        return module
 
     def run(self, lines: Sequence[str]) -> None:
         exec("\n".join(lines), self.names)
@@ -308,12 +311,11 @@ class _Builder:
         return text.replace("{b}", last), added
 
     def _run(self, text: str, y: str, x: str, scope: Scope, added: Added) -> Added:
+        """Run the text where the body has run by itself, and check what it makes."""
         parts = sections(text)
-        scope.run(added.lines["top"])
-        scope.run(parts["top"])
-        scope.run(parts["batch"])
-        inputs = "x" if isinstance(scope.names.get("x"), torch.Tensor) else ""
-        if inputs and x == "x":  # the beginning, whose sizes are known now
+        for name in ("top", "batch"):
+            scope.run([*added.lines[name], *parts[name]])
+        if x == "x":  # the beginning, where the sizes are known now
             shape = scope.names["x"].shape
             known = {"x.w": str(shape[-1]), "x.c": str(shape[1])}
             parts = {name: [filled(line, known, Random(0)) for line in lines] for name, lines in parts.items()}
@@ -505,11 +507,11 @@ TRIES = 20
 """Trees that are drawn before a seed is given up."""
 
 
-def drawn(seed: int, must: str | None = None, only: Sequence[str] = ()) -> Program:
-    """A valid program of a seed, with a statement of the kind `must`; of some kinds only."""
+def drawn(seed: int, must: str | None = None, only: Collection[str] = (), most: int = 6) -> Program:
+    """A valid program of a seed, with a statement of the kind `must`, and at most so many others, of some kinds."""
     why: list[str] = []
     for number in range(TRIES):
-        drawing = Drawing(seed * TRIES + number, only)
+        drawing = Drawing((seed, number, must), only, most)
         try:
             program = built(drawing.tree(must))
         except Exception as error:
@@ -566,8 +568,12 @@ def without(tree: Tree, kinds: frozenset[str]) -> Tree:
     return Tree(start, left(tree.nodes), end)
 
 
-SIMPLEST = (Node("rows", 9), Node("square", 1))
-"""A start and an end."""
+def _plainer(tree: Tree) -> Iterator[Tree]:
+    """The tree with a simple start, or with a simple end."""
+    if tree.start.kind != "rows":
+        yield replace(tree, start=Node("rows", 9))
+    if tree.end.kind != "square":
+        yield replace(tree, end=Node("square", 1))
 
 
 def shrunk(program: Program, fails: Callable[[Program], bool], seconds: float = 60.0) -> Program:
@@ -578,15 +584,14 @@ def shrunk(program: Program, fails: Callable[[Program], bool], seconds: float = 
     while progress and time.process_time() < until:
         progress = False
         assert program.tree is not None
-        plainer = [replace(program.tree, start=SIMPLEST[0]), replace(program.tree, end=SIMPLEST[1])]
-        for tree in (*_without_one(program.tree), *plainer):
+        for tree in (*_without_one(program.tree), *_plainer(program.tree)):
             if time.process_time() > until:
                 break
             try:
                 smaller = built(tree)
             except Exception:
                 continue
-            if smaller.source in tried or len(smaller.source) > len(program.source):
+            if smaller.source in tried:
                 continue
             tried.add(smaller.source)
             if not why_invalid(smaller) and fails(smaller):

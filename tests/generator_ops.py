@@ -9,6 +9,8 @@ Operators on floats do nothing at which a rounding decides. What fails for a sha
 
 from __future__ import annotations
 
+from typing import Any
+
 from generator_kinds import FUNCTIONS, Table
 
 START, END, OPERATORS = Table(), Table(), Table()
@@ -159,8 +161,8 @@ END("structure", 1, *(OF_OUTPUT.replace("{how}", how).replace("{what}", what) fo
 # ------------------------------------------------------------------------------------------------------- expressions
 
 
-def expressions(name: str, weight: float, *texts: str, **options: object) -> None:
-    OPERATORS(name, weight, *("{y} = " + text for text in texts), **options)  # type: ignore[arg-type]
+def expressions(name: str, weight: float, *texts: str, **options: Any) -> None:
+    OPERATORS(name, weight, *("{y} = " + text for text in texts), **options)
 
 
 expressions("pointwise", 6, *FUNCTIONS)
@@ -282,12 +284,15 @@ expressions(
 # ----------------------------------------------------------------------------------------------------------- modules
 
 
-def modules(name: str, weight: float, *texts: str, top: str = "", before: str = "{x}", after: str = "") -> None:
+def modules(
+    name: str, weight: float, *texts: str, top: str = "", before: str = "{x}", after: str = "", **options: Any
+) -> None:
     """Modules that are called with x."""
     head = f"--top{top}" if top else ""
     OPERATORS(
         name, weight,
         *(f"{head}\n--init\nself.l{{n}} = {text}\n--forward\n{{y}} = self.l{{n}}({before}){after}" for text in texts),
+        **options,
     )
 
 
@@ -407,7 +412,7 @@ modules(
     "nn.{LSTM|GRU|RNN}({w}, {4|5|6}, {1|2}{|, bidirectional=True}{|, batch_first=True})",
     "nn.{LSTM|GRU|RNN}({w}, {4|5|6}, {2|3}, dropout={0.4|0.9}{|, bidirectional=True}{|, batch_first=True})",
     "nn.LSTM({w}, 6, proj_size=3)",
-    after="[0]",
+    after="[0]", when=lambda x: max(x.shape[:-1]) <= 5,  # each step is operators of its own
 )
 
 OPERATORS("cell", 1, """
@@ -416,7 +421,7 @@ self.l{n} = nn.{GRUCell|RNNCell}({w}, {w})
 --forward
 u{n} = {x}.new_zeros({x}.shape[0], {w})
 v{n} = []
-for t in range({x}.shape[1]):
+for t in range(min(4, {x}.shape[1])):
     u{n} = self.l{n}({x}[:, t], u{n})
     v{n}.append(u{n})
 {y} = torch.stack(v{n}, 1)
@@ -425,7 +430,7 @@ for t in range({x}.shape[1]):
 self.l{n} = nn.LSTMCell({w}, 5)
 --forward
 u{n} = None
-for row in {x}.unbind(1):
+for row in {x}.unbind(1)[:4]:
     u{n} = self.l{n}(row, u{n})
 {y} = u{n}[0]
 """, when=lambda x: x.dim() == 3)

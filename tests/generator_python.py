@@ -1070,12 +1070,12 @@ self.l{n} = nn.Linear({w}, {w})
 --forward
 u{n} = {x}.new_zeros({w})
 v{n} = []
-for k, row in enumerate({x}.flatten(0, -2)):
+for k, row in enumerate({x}.flatten(0, -2)[:4]):
     u{n} = (self.l{n}(row) + u{n}).tanh()
     v{n}.append(u{n})
     if k % 2:
         u{n} = u{n}.detach()
-{y} = torch.stack(v{n}).reshape({s})
+{y} = {x} + torch.stack(v{n}).mean(0)
 """)
 
 PYTHON("a property that computes", 2, """
@@ -1437,11 +1437,11 @@ lengths{n} = torch.arange({r}) % 3
 {y} = {x}.repeat_interleave(lengths{n}, 0)[: {r}]
 """, """
 --batch
-lengths{n} = torch.full(({r},), {l})
+lengths{n} = torch.full(({r},), min(3, {l}))
 --init
 self.l{n} = nn.{GRU|LSTM|RNN}({w}, 5, batch_first=True)
 --forward
-u{n} = nn.utils.rnn.pack_padded_sequence({x}, lengths{n}, batch_first=True)
+u{n} = nn.utils.rnn.pack_padded_sequence({x}[:, :3], lengths{n}, batch_first=True)
 {y} = nn.utils.rnn.pad_packed_sequence(self.l{n}(u{n})[0], batch_first=True)[0]
 """)
 
