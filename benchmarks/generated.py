@@ -51,7 +51,7 @@ Result = dict[str, Any]
 
 
 def of_seed(seed: int, options: argparse.Namespace) -> Program:
-    """The program of a seed; with `--alone`, one with a statement of one kind among operators, of all kinds by turns."""
+    """The program of a seed; with `--alone`, one statement among operators, of each kind by turns."""
     if not options.alone:
         return drawn(seed, only=options.kinds)
     names = list(options.kinds or PYTHON)

@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from generator_kinds import SECTIONS, Kind, Table, filled, sections
+from generator_kinds import LOOP, SECTIONS, Kind, Table, filled, sections
 from generator_ops import END, OPERATORS, START
 from generator_python import PYTHON
 from torch import nn
@@ -50,7 +50,7 @@ IMPORTS = (
         (name, f"import {name}")
         for name in (
             "argparse", "array", "collections", "contextlib", "contextvars", "copy", "ctypes", "dataclasses", "enum",
-            "functools", "itertools", "math", "queue", "random", "threading", "types", "weakref",
+            "functools", "itertools", "math", "os", "queue", "random", "threading", "types", "weakref",
         )
     ),
     ("np", "import numpy as np"),
@@ -359,8 +359,9 @@ def _source(lines: dict[str, list[str]]) -> str:
     out += ["    model = Model().double()", *making, "    return model"] if making else ["    return Model().double()"]
     out += ["", "", "def batch(step):", "    g = torch.Generator().manual_seed(step)", *block("batch")]
     out += [f"    return dict({', '.join(f'{name}={name}' for name in inputs)})", ""]
-    if any(lines[name] for name in ("before", "backward", "after")):
-        out += ["", "def train(model, optimizer, step):", *block("before"), "    loss = model(**batch(step))"]
+    if any(lines[name] for name in LOOP):
+        loss = block("loss") or ["    loss = model(**batch(step))"]
+        out += ["", "def train(model, optimizer, step):", *block("before"), *loss]
         out += ["    loss.backward()", *block("backward"), "    yield loss  # now there are gradients"]
         out += ["    optimizer.step()", "    optimizer.zero_grad()", *block("after"), ""]
     body = "\n".join(out)

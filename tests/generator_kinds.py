@@ -4,10 +4,11 @@
 
 A kind is its text, with fields in braces, and sections for code that does not stand in forward:
 
-    --top        of the source, before the model's class        --before    a step of training (`model`, `step`)
-    --init       in `__init__` (`self`)                         --backward  between backward and the optimizer's step
-    --make       once the model is made (`model`)               --after     the optimizer's step
-    --batch      an input of forward (`g` is its generator)     --forward   (the default)
+    --top     of the source, before the model's class        --before    a step of training (`model`, `step`)
+    --init    in `__init__` (`self`)                         --loss      how a step comes to its `loss`
+    --make    once the model is made (`model`)               --backward  between backward and the optimizer's step
+    --batch   an input of forward (`g` is its generator)     --after     the optimizer's step
+    --forward (the default)
 
 | field | what it becomes |
 |---|---|
@@ -34,7 +35,10 @@ import torch
 
 Tensor = torch.Tensor
 
-SECTIONS = ("top", "init", "make", "batch", "before", "backward", "after", "forward")
+SECTIONS = ("top", "init", "make", "batch", "before", "loss", "backward", "after", "forward")
+
+LOOP = ("before", "loss", "backward", "after")
+"""Sections of the loop that trains the model."""
 
 FUNCTIONS = (
     "{x}.tanh()", "F.gelu({x})", "{x}.sin()", "F.silu({x})", "F.softplus({x})", "{x}.sigmoid()", "{x} * {x}",
@@ -70,7 +74,7 @@ class Kind:
     @property
     def loops(self) -> bool:
         """Whether it is about the loop that trains the model."""
-        return any(re.search(r"^--(before|backward|after)$", text, re.M) for text in self.texts)
+        return any(f"--{name}\n" in text for text in self.texts for name in LOOP)
 
 
 class Table(dict[str, Kind]):
@@ -85,7 +89,7 @@ class Table(dict[str, Kind]):
         where: str = "",
     ) -> None:
         assert name not in self, f"two kinds are called {name}"
-        of_model = any(re.search(r"^--(make|batch|before|backward|after)$", text, re.M) for text in texts)
+        of_model = any(f"--{name}\n" in text for text in texts for name in ("make", "batch", *LOOP))
         where = where or ("model" if of_model else "any")
         self[name] = Kind(name=name, weight=weight, texts=tuple(t.strip("\n") for t in texts), when=when, where=where)
 

@@ -902,6 +902,7 @@ PYTHON("Python's random numbers", 2,
        "{y} = {x} * random.{random()|uniform(0.5, 1)|choice([0.5, 2.0])|gauss(0, 1)}",
        "{y} = {x} + float(np.random.{rand()|randn()})",
        "--init\nself.r{n} = random.Random(0)\n--forward\n{y} = {x} * self.r{n}.random()",
+       "--init\nself.r{n} = np.random.default_rng(0)\n--forward\n{y} = {x} * self.r{n}.random()",
        "if random.random() < 0.5:\n    {body:x}\n    {y} = {b}\nelse:\n    {y} = {x} * 1")
 
 # ------------------------------------------------------------------------------ containers that change between the calls
@@ -950,14 +951,50 @@ PYTHON("a number that the loop changes", 6,
        changing("self.v{n} = functools.partial(float, 1.0)", "self.v{n}()", "model.v{n} = functools.partial(float, 0.5 ** step)"),
        changing("self.v{n} = lambda tau=[1.0]: tau[0]", "self.v{n}()", "model.v{n}.__defaults__[0][0] *= 0.5"),
        changing("self.v{n} = weakref.WeakValueDictionary()\nself.k{n} = Config{n}()\nself.v{n}['k'] = self.k{n}",
-                "self.v{n}['k'].tau", "model.k{n}.tau *= 0.5", "class Config{n}:\n    tau = 1.0"))
+                "self.v{n}['k'].tau", "model.k{n}.tau *= 0.5", "class Config{n}:\n    tau = 1.0"),
+       changing("self.v{n}, self.k{n} = holder{n}()", "self.v{n}()", "model.k{n}(0.5 ** step)",
+                "def holder{n}():\n    tau = 1.0\n    def get():\n        return tau\n    def put(value):\n        nonlocal tau\n"
+                "        tau = value\n    return get, put"),
+       changing("self.v{n} = collections.{Counter|OrderedDict}(tau=2)", "self.v{n}['tau']", "model.v{n}['tau'] += 1"),
+       changing("self.k{n} = {'tau': 1.0}\nself.v{n} = types.MappingProxyType(self.k{n})", "self.v{n}['tau']", "model.k{n}['tau'] *= 0.5"),
+       changing("self.v{n} = bytearray(b'a')", "self.v{n}[0] / 100", "model.v{n}[0] += 1"),
+       changing("self.v{n} = Config{n}(1.0)", "self.v{n}.tau", "model.v{n} = Config{n}(0.5 ** step)",
+                "Config{n} = collections.namedtuple('Config{n}', 'tau')"),
+       changing("self.v{n} = Config{n}()", "self.v{n}.inner.tau", "model.v{n}.inner.tau *= 0.5",
+                "class Config{n}:\n    def __init__(self):\n        self.inner = types.SimpleNamespace(tau=1.0)"),
+       changing("self.v{n} = 0", "float(os.environ.get('TAU{n}', '1.0'))", "os.environ['TAU{n}'] = str(0.5 ** step)"),
+       changing("self.v{n} = nn.LeakyReLU(0.1)", "self.v{n}.negative_slope", "model.v{n}.negative_slope *= 0.5"),
+       changing("self.v{n} = 0", "getattr(self, 'k' + '{n}', 1.0)", "model.k{n} = 0.5 ** step"),
+       changing("self.v{n} = [[1.0]]", "sum(sum(row) for row in self.v{n})", "model.v{n}[0].append(step)"))
 
 PYTHON("a choice that the loop changes", 3,
        "--init\nself.f{n} = torch.sin\n--before\nmodel.f{n} = (torch.sin, torch.cos, torch.tanh)[step % 3]\n--forward\n{y} = self.f{n}({x})",
        "--init\nself.k{n} = 'a'\n--before\nmodel.k{n} = 'ab'[step % 2]\n--forward\n{y} = {x}.sin() if self.k{n} == 'a' else {x}.cos()",
        "--init\nself.v{n} = [torch.sin]\n--before\nmodel.v{n}.append(torch.tanh)\n--forward\n{y} = {x}\nfor f in self.v{n}:\n    {y} = f({y})",
        "--init\nself.v{n} = torch.ones({w}, dtype=torch.float64)\n--before\nmodel.v{n}{ = model.v{n} * 0.5|.mul_(0.5)|[0] = step}\n--forward\n{y} = {x} * self.v{n}",
-       "--init\nself.l{n} = nn.Dropout(0.0)\n--before\nmodel.l{n}.p = 0.0\n--forward\n{y} = self.l{n}({x})")
+       "--init\nself.l{n} = nn.Dropout(0.0)\n--before\nmodel.l{n}.p = 0.0\n--forward\n{y} = self.l{n}({x})",
+       "--init\nself.l{n} = nn.LeakyReLU(0.1)\n--before\nmodel.l{n}.negative_slope *= 2\n--forward\n{y} = self.l{n}({x})",
+       "--init\nself.l{n} = nn.LayerNorm({w})\n--before\nmodel.l{n}.eps = 0.1 * step + 1e-5\n--forward\n{y} = self.l{n}({x})",
+       "--init\nself.l{n} = nn.Tanh()\n--before\nmodel.l{n} = (nn.Sigmoid(), nn.Tanh())[step % 2]\n--forward\n{y} = self.l{n}({x})",
+       "--init\nself.l{n} = nn.Sequential(nn.Tanh())\n--before\nmodel.l{n}.append(nn.Sigmoid())\n--forward\n{y} = self.l{n}({x})")
+
+PYTHON("a hook that the loop sets", 2, """
+--init
+self.l{n} = {m}
+--before
+if step == 1:
+    model.l{n}.register_{forward_hook(lambda module, args, output: output * 2)|forward_pre_hook(lambda module, args: (args[0] * 2,))|full_backward_hook(lambda module, inner, outer: tuple(g * 2 for g in inner))}
+--forward
+{y} = self.l{n}({x}) + {x}
+""", """
+--init
+self.l{n} = nn.Linear({w}, {w})
+--before
+if step == {0|1}:
+    model.l{n}.weight.{register_hook(lambda g: g * 0.5)|register_hook(lambda g: g.clamp(-0.01, 0.01))|register_post_accumulate_grad_hook(lambda p: (p.grad.mul_(0.5), None)[1])}
+--forward
+{y} = self.l{n}({x}) + {x}
+""")
 
 PYTHON("a buffer that the loop writes", 2, """
 --init
@@ -1107,9 +1144,46 @@ class Scaled{n}(nn.Linear):
 self.l{n} = Scaled{n}({w}, {w})
 --forward
 {y} = self.l{n}({x})
+""", """
+--init
+self.l{n} = nn.Linear({w}, {w})
+self.l{n}.forward = {lambda a, layer=self.l{n}: F.linear(a, layer.weight * 2)|types.MethodType(lambda self, a: a @ self.weight.t(), self.l{n})|functools.partial(F.linear, weight=self.l{n}.weight)}
+--forward
+{y} = self.l{n}({x})
 """)
 
 # ------------------------------------------------------------------------------------------ around forward: the loop
+
+PYTHON("several forward passes a step", 2, """
+--loss
+loss = model(**batch(step)) + {model(**batch(step + 3))|model(**batch(step)).detach()}
+--forward
+{y} = {x}
+""", """
+--loss
+loss = model(**batch(step)) {* 0.5|/ 3|+ 0.001 * sum(p.square().sum() for p in model.parameters())}
+--forward
+{y} = {x}
+""", """
+--loss
+(model(**batch(step)) / 2).backward()
+loss = model(**batch(step + 3)) / 2
+--forward
+{y} = {x}
+""", """
+--loss
+loss = model(**batch(step))
+loss.backward(retain_graph=True)
+--forward
+{y} = {x}
+""", """
+--loss
+with torch.no_grad():
+    before = model(**batch(step))
+loss = model(**batch(step)) * before
+--forward
+{y} = {x}
+""")
 
 PYTHON("a step towards the sharpest weights", 1, """
 --backward
@@ -1164,6 +1238,13 @@ PYTHON("gradients are changed before the step", 3, """
 for p in model.parameters():
     if p.grad is not None:
         p.grad.{mul_(0.5)|clamp_(-0.01, 0.01)|add_(p.detach(), alpha=0.1)}
+--forward
+{y} = {x}
+""", """
+--backward
+trained = [p for p in model.parameters() if p.requires_grad]
+for p, g in zip(trained, torch.autograd.grad(model(**batch(step)), trained, allow_unused=True)):
+    p.grad = g
 --forward
 {y} = {x}
 """)
