@@ -1,423 +1,601 @@
-"""A generator of models: what a `Spec` says is built, and hypothesis draws specs.
+"""A generator of programs: what people write in a model and around it, drawn as statements and printed as source.
 
-    Spec(family="layers", shape=(3, 4, 6), parts=(...), ...)  ->  build(spec)  ->  a model, its inputs, its loss
+    program = drawn(17)          # draws statements of the tables in `generator_ops` and `generator_python`
+    print(program.source)        # a module that can be read, pasted and run
+    shrunk(program, fails)       # with fewer statements, as long as it fails
 
-A spec is plain data that prints as the code that makes it, so that a failure is a line that can be run again
-(`benchmarks/generated.py --spec`). Families: "chain" (operators one after the other), "layers" (six to nine copies that
-look alike, of which some are not), "runs" (copies of one layer, then of another), "state" (what a model keeps from step
-to step), "image" (four dims), "tokens" (integers come in, and rows of tables are looked up).
+A program is a tree of nodes, each a kind and a seed. It is built by running it, statement by statement: what fails for
+the value that comes in is left out, so that any tree is a program, and what is left of it when nodes are removed too.
+
+The source defines `make()` (the model), `batch(step)` (what it is called with), and, where the program is about them,
+`loss_fn` (given to autopar), `loss_of` (the loss of an output), `optimizer(model)` and `train(model, optimizer, step)`.
 """
 
 from __future__ import annotations
 
-import contextlib
+import collections
+import itertools
+import linecache
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import re
+import sys
+import time
+import types
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from random import Random
 from typing import Any
 
+import numpy as np
 import torch
-import torch.nn.functional as F
-from generator_ops import OPERATORS, Apply
-from hypothesis import strategies as st
+from generator_kinds import LOOP, SECTIONS, Kind, Table, filled, sections
+from generator_ops import END, OPERATORS, START
+from generator_python import PYTHON
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-Tensor = torch.Tensor
-Part = tuple[str, int]
-"""An operator and the number that varies it."""
+from autopar.testing.steps import StepResult, errors
+
+KINDS: dict[str, Kind] = {**OPERATORS, **PYTHON}
 
 LARGEST = 1200
-"""Elements of a value; an operator that makes more is left out."""
+"""Elements of a value; a statement that makes more is left out."""
 
-ODDITIES = (
-    "no_grad", "detach", "constant", "list", "dict", "attribute", "shared", "frozen", "skip", "deep", "every_other",
-    "autocast", "eval", "wider", "gate", "unread", "no_grad_in_autocast",
-    "grad_in_autocast", "none",
+STEPS = 3
+
+IMPORTS = (
+    *(
+        (name, f"import {name}")
+        for name in (
+            "argparse", "array", "collections", "contextlib", "contextvars", "copy", "ctypes", "dataclasses", "enum",
+            "functools", "itertools", "math", "os", "queue", "random", "threading", "types", "weakref",
+        )
+    ),
+    ("np", "import numpy as np"),
+    ("torch", "import torch"),
+    ("F", "import torch.nn.functional as F"),
+    ("nn.utils.prune", "import torch.nn.utils.prune"),
+    ("torch.utils.checkpoint", "import torch.utils.checkpoint"),
+    ("nn", "from torch import nn"),
 )  # fmt: skip
-"""What sets one layer of a run apart."""
-
-STATES = (
-    "counter", "average", "replaced", "clone_returned", "written_after_read", "cumulative_norm", "clipped",
-    "python_counter", "python_random", "memory", "tensor_hook", "forward_hook", "plain_tensor", "weight_norm",
-    "spectral_norm", "history", "checkpoint", "constant_in_training",
-)  # fmt: skip
-"""What a model keeps from step to step, and what Python does besides."""
-
-TABLES = ("plain", "padding", "tied", "positions", "two", "bag", "one_hot", "shifted", "mask", "sparse")
-"""What is looked up by the integers of a model that takes some."""
-
-FAMILIES = ("chain", "layers", "runs", "state", "image", "tokens")
-LOSSES = ("scalar", "loss_fn", "field", "tensor", "pair", "dict", "classes", "penalty")
-MODES = ("train", "eval", "partly", "frozen", "input")
+"""What a source imports if it says the name."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Spec:
-    """A model. `parts` are its operators, or those of a layer (of the second run: `others`); `odd` is what sets the
-    layers with the numbers `at` apart; `state` is one of `STATES`, or of `TABLES`; `shape` is that of the input, or of
-    the rows that integers look up."""
+# ----------------------------------------------------------------------------------------------------- what is drawn
 
-    family: str
-    shape: tuple[int, ...]
-    parts: tuple[Part, ...]
-    others: tuple[Part, ...] = ()
-    copies: tuple[int, ...] = ()
-    odd: str = "none"
-    at: tuple[int, ...] = ()
-    state: str = ""
-    loss: str = "scalar"
-    mode: str = "train"
-    steps: int = 1
+
+@dataclass(frozen=True)
+class Node:
+    """A statement: its kind, what is drawn in its text, and the statements within it."""
+
+    kind: str
+    seed: int
+    body: tuple[Node, ...] = ()
+
+
+@dataclass(frozen=True)
+class Tree:
+    start: Node
+    nodes: tuple[Node, ...]
+    end: Node
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program, the kinds of the statements that it holds, and the tree that it was built of (None: it was read)."""
+
+    source: str
+    kinds: frozenset[str] = frozenset()
+    tree: Tree | None = None
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether it trains as every program does: nothing but the step changes the model."""
+        return re.search(r"^def train\(", self.source, re.M) is None
+
+    @cached_property
+    def _code(self) -> types.CodeType:
+        name = f"program_{zlib.crc32(self.source.encode()):08x}.py"
+        linecache.cache[name] = (len(self.source), None, self.source.splitlines(True), name)
+        return compile(self.source, name, "exec")
+
+    def load(self) -> Any:
+        """Run the source, in a module of its own: two of them share no state."""
+        module = _module({})
+        exec(self._code, vars(module))
+        return module
+
+
+_loaded: collections.deque[str] = collections.deque()
+
+
+def _module(names: Mapping[str, Any]) -> types.ModuleType:
+    """A module that holds names. It is found by its own, as dataclasses and torch.cond look for it, for some time."""
+    module = types.ModuleType(f"program_{next(_numbers)}")
+    vars(module).update((name, value) for name, value in names.items() if not name.startswith("__"))
+    sys.modules[module.__name__] = module
+    _loaded.append(module.__name__)
+    if len(_loaded) > 100:
+        del sys.modules[_loaded.popleft()]
+    return module
+
+
+_numbers = itertools.count()
+
+NESTING = 2
+"""How deep statements stand in statements."""
+
+
+class Drawing:
+    """Draws nodes, from some of the kinds, and at most so many in a row."""
+
+    def __init__(self, seed: object, only: Collection[str] = (), most: int = 6) -> None:
+        self.random, self.most = Random(str(seed)), most
+        self.kinds = [kind for name, kind in KINDS.items() if not only or name in only]
+
+    def node(self, kind: Kind | None = None, depth: int = 0, within: str = "") -> Node:
+        if kind is None:
+            kinds = [k for k in self.kinds if k.where != "layer" or within == "layers"]
+            kind = self.random.choices(kinds, [k.weight for k in kinds])[0]
+        body: tuple[Node, ...] = ()
+        if kind.has_body and depth < NESTING:
+            within = "layers" if kind.name == "layers" else within
+            count = self.random.randint(1, (self.most + 1) // 2)
+            body = tuple(self.node(depth=depth + 1, within=within) for _ in range(count))
+        return Node(kind.name, self.random.randrange(10**6), body)
+
+    def end(self, table: Table) -> Node:
+        kinds = list(table.values())
+        return Node(self.random.choices(kinds, [k.weight for k in kinds])[0].name, self.random.randrange(10**6))
+
+    def tree(self, must: str | None = None) -> Tree:
+        nodes = [self.node() for _ in range(self.random.randint(1, self.most))]
+        if must in KINDS:
+            kind = KINDS[must]
+            place = self.random.randint(0, len(nodes))
+            if kind.where == "layer":
+                layer = Node(must, self.random.randrange(10**6), (self.node(OPERATORS["mlp"]),))
+                nodes.insert(place, Node("layers", self.random.randrange(10**6), (self.node(OPERATORS["mlp"]), layer)))
+            else:
+                nodes.insert(place, self.node(kind))
+        start, end = (
+            Node(must, self.random.randrange(10**6)) if must in table else self.end(table) for table in (START, END)
+        )
+        if any(KINDS[node.kind].loops for node in _all(nodes)):
+            end = Node("square", end.seed)  # the loop calls backward on what the model returns
+        return Tree(start, tuple(nodes), end)
+
+
+def _all(nodes: Sequence[Node]) -> Iterator[Node]:
+    """Nodes, and those within them."""
+    for node in nodes:
+        yield node
+        yield from _all(node.body)
+
+
+# ----------------------------------------------------------------------------------------------- how it becomes source
 
 
 @dataclass
-class Output:
-    """An output with a loss of its own."""
+class Added:
+    """What statements add to a source."""
 
-    loss: Tensor
-    logits: Tensor
+    lines: dict[str, list[str]] = field(default_factory=lambda: {name: [] for name in SECTIONS})
+    kinds: set[str] = field(default_factory=set)
 
-
-def chain(
-    parts: Sequence[Part], shape: tuple[int, ...], *, keep: bool = False
-) -> tuple[nn.Sequential, tuple[int, ...]]:
-    """The operators that take what comes, and the shape that they end with. `keep`: with that of the input, or not at
-    all."""
-    layers: list[nn.Module] = []
-    first = shape
-    for name, k in parts:
-        try:
-            made = OPERATORS[name](shape, k)
-            if made is None:
-                continue
-            layer = made if isinstance(made, nn.Module) else Apply(made, f"{name} {k}")
-            with torch.no_grad():
-                found = layer.double()(torch.randn(shape, dtype=torch.float64))
-        except (RuntimeError, ValueError, IndexError, TypeError):
-            continue  # nothing for this shape
-        if not 0 < found.numel() <= LARGEST or found.dim() < 2 or (keep and tuple(found.shape) != first):
-            continue
-        layers.append(layer)
-        shape = tuple(found.shape)
-    return nn.Sequential(*layers), shape
+    def add(self, other: Added) -> None:
+        for name, lines in other.lines.items():
+            self.lines[name] += lines
+        self.kinds |= other.kinds
 
 
-class Layer(nn.Module):
-    """A residual layer, with what may set it apart."""
+@dataclass
+class Scope:
+    """Where statements run while they are built: names, those among them that later statements may read, and whose
+    `self` it is."""
 
-    def __init__(self, body: nn.Module, number: int, odd: str) -> None:
-        super().__init__()
-        self.body, self.number, self.odd = body, number, odd
-        self.factor = 0.5 if odd == "constant" else 1.0
-        if odd == "gate":
-            self.gate = nn.Parameter(torch.tensor(0.3))
+    names: dict[str, Any]
+    values: list[str]
+    owner: str = "model"
+    keeps: bool = False
+    """Whether the shape must stay."""
 
-    def forward(self, x: Tensor, factors: Any, features: list[Tensor]) -> Tensor:
-        context: Any = contextlib.nullcontext()
-        if self.odd == "no_grad":
-            context = torch.no_grad()
-        elif self.odd == "autocast":
-            context = torch.autocast("cpu", torch.bfloat16, enabled=False)
-        elif self.odd == "no_grad_in_autocast":  # which leaves float64 as it is
-            context = contextlib.ExitStack()
-            context.enter_context(torch.autocast("cpu", torch.bfloat16))
-            context.enter_context(torch.no_grad())
-        elif self.odd == "grad_in_autocast":
-            context = contextlib.ExitStack()
-            for inner in (torch.no_grad(), torch.autocast("cpu", torch.bfloat16), torch.enable_grad()):
-                context.enter_context(inner)
-        with context:
-            made = self.body(x) * self.factor
-        if self.odd == "gate":
-            made = made * self.gate
-        if self.odd in ("list", "dict"):
-            made = made * factors[self.number]
-        if self.odd == "skip" and features:
-            made = made + features[len(features) // 2]
-        if self.odd == "detach":
-            made = made.detach()
-        if self.odd == "unread":
-            torch.rand_like(made)  # the draws after it are others
-        return x + made
+    def run(self, lines: Sequence[str]) -> None:
+        exec("\n".join(lines), self.names)
 
 
-class Stack(nn.Module):
-    """Runs of layers that look alike."""
-
-    def __init__(self, spec: Spec) -> None:
-        super().__init__()
-        self.odd = spec.odd
-        layers: list[Layer] = []
-        for number in range(sum(spec.copies)):
-            second = number >= spec.copies[0] and (number < sum(spec.copies[:2]))
-            parts = spec.others if second else spec.parts
-            odd = spec.odd if number in spec.at else "none"
-            if odd == "wider":
-                parts = (*parts, ("mlp", 6))
-            layers.append(Layer(chain(parts, spec.shape, keep=True)[0], number, odd))
-        self.layers = nn.ModuleList(layers)
-        for number in spec.at:
-            if number < len(layers):
-                self._set_apart(layers, number)
-
-    def _set_apart(self, layers: list[Layer], number: int) -> None:
-        if self.odd == "shared":
-            layers[number].body = layers[0].body
-        elif self.odd == "frozen":
-            layers[number].requires_grad_(False)
-        elif self.odd == "eval":
-            layers[number].eval()
-
-    def forward(self, x: Tensor) -> Tensor:
-        features: list[Tensor] = []
-        scales = [1.0 + 0.25 * number for number in range(2 * len(self.layers))]
-        factors: Any = scales if self.odd == "list" else {number: scale for number, scale in enumerate(scales)}
-        extra: list[Tensor] = []
-        for number, layer in enumerate(self.layers):
-            if self.odd == "attribute":
-                layer.factor = scales[number]
-            if self.odd == "every_other" and number % 2:
-                x = x.flip(0)
-            x = layer(x, factors, features)
-            features.append(x)
-            if self.odd == "deep" and layer.odd == "deep":
-                extra.append(x.pow(2).mean())
-        return x + sum(extra) if extra else x
+class Unfit(Exception):
+    """A statement is nothing for the value that comes in."""
 
 
-class Stateful(nn.Module):
-    """A model that keeps something from step to step, or that does something besides."""
-
-    def __init__(self, body: nn.Module, width: int, state: str) -> None:
-        super().__init__()
-        self.body, self.state = body, state
-        self.register_buffer("count", torch.zeros(()))
-        self.register_buffer("average", torch.zeros(width))
-        self.weight = nn.Parameter(torch.randn(width))
-        self.norm = nn.BatchNorm1d(width, momentum=None if state == "cumulative_norm" else 0.2)
-        self.inner: nn.Module = nn.Linear(width, width)
-        if state == "weight_norm":
-            self.inner = nn.utils.parametrizations.weight_norm(nn.Linear(width, width))
-        if state == "spectral_norm":
-            self.inner = nn.utils.parametrizations.spectral_norm(nn.Linear(width, width))
-        if state == "forward_hook":
-            self.inner.register_forward_hook(lambda module, given, made: made * 2)
-        self.calls, self.hidden, self.history = 0, torch.zeros(width, dtype=torch.float64), [0.5]
-
-    def forward(self, x: Tensor) -> Tensor:
-        state = self.state
-        if state == "clipped":  # before autograd keeps it
-            with torch.no_grad():
-                self.weight.clamp_(-0.5, 0.5)
-        x = self.inner(self.body(x)) * self.weight
-        if state == "counter":
-            self.count += 1
-            x = x * self.count
-        elif state == "average":
-            with torch.no_grad():
-                self.average.mul_(0.9).add_(x.flatten(0, -2).mean(0), alpha=0.1)
-            x = x - self.average
-        elif state == "replaced":
-            self.average = self.average * 0.5 + x.detach().flatten(0, -2).mean(0)
-        elif state == "clone_returned":
-            before = self.average.clone()
-            self.average.add_(1)
-            x = x + before
-        elif state == "written_after_read":
-            x = x * self.average.cos()
-            self.average.fill_(2.0)
-        elif state == "cumulative_norm":
-            x = self.norm(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
-        elif state == "python_counter":
-            self.calls += 1
-            x = x * self.calls
-        elif state == "python_random":
-            x = x * random.random()
-        elif state == "memory":
-            x = x + self.hidden
-            self.hidden = x.detach().flatten(0, -2).mean(0)
-        elif state == "tensor_hook":
-            x = x * 1.0
-            if x.requires_grad:
-                x.register_hook(lambda gradient: gradient * 3)
-        elif state == "plain_tensor":
-            self.hidden.add_(1)
-            x = x + self.hidden
-        elif state == "history":
-            self.history.append(self.history[-1] * 0.5)
-            x = x * self.history[-1]
-        elif state == "checkpoint":
-            x = torch.utils.checkpoint.checkpoint(lambda y: F.dropout(y, 0.2).tanh(), x, use_reentrant=False)
-        elif state == "constant_in_training":
-            x = x * torch.tensor([0.5, 2.0] if self.training else [3.0, 4.0], dtype=x.dtype).prod()
-        return x
-
-
-VOCABULARY = 10
-
-
-class Tokens(nn.Module):
-    """Integers to rows, with a body over them."""
-
-    def __init__(self, body: nn.Module, width: int, length: int, made: int, table: str) -> None:
-        super().__init__()
-        self.body, self.table = body, table
-        padding = 3 if table == "padding" else None
-        self.embed = nn.Embedding(VOCABULARY, width, padding_idx=padding, sparse=table == "sparse")
-        self.positions = nn.Embedding(length + 2, width) if table == "positions" else None
-        self.bag = nn.EmbeddingBag(VOCABULARY, width, mode="mean") if table == "bag" else None
-        self.head = nn.Linear(made, VOCABULARY, bias=False) if table == "tied" and made == width else None
-        if self.head is not None:
-            self.head.weight = self.embed.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x: Tensor = self.embed(ids)
-        if self.positions is not None:
-            x = x + self.positions(torch.arange(ids.shape[1]) + 2)
-        if self.table == "two":
-            x = x * self.embed((ids * 3 + 1) % VOCABULARY)
-        elif self.bag is not None:
-            x = x + self.bag(ids)[:, None]
-        elif self.table == "one_hot":
-            x = F.one_hot(ids, VOCABULARY).to(x.dtype) @ self.embed.weight
-        elif self.table == "shifted":
-            x = x + self.embed(F.pad(ids[:, :-1], (1, 0), value=1))
-        elif self.table == "mask":
-            x = x.masked_fill((ids == 2)[..., None], 0.5)
-        x = self.body(x)
-        return x if self.head is None else self.head(x)
-
-
-class Model(nn.Module):
-    """A body, and the output or the loss that a spec asks for."""
-
-    def __init__(self, spec: Spec, body: nn.Module, shape: tuple[int, ...]) -> None:
-        super().__init__()
-        self.body, self.loss = body, spec.loss
-        self.head = nn.Linear(shape[-1], 5) if spec.loss == "classes" else nn.Identity()
-
-    def forward(self, x: Tensor) -> Any:
-        x = self.head(self.body(x))
-        if self.loss == "classes":
-            labels = torch.arange(x[..., 0].numel()) % 5
-            labels[::3] = -100
-            return F.cross_entropy(x.flatten(0, -2), labels, label_smoothing=0.1)
-        if self.loss == "scalar":
-            return (x * x.detach().cos()).mean()
-        if self.loss == "penalty":
-            return x.sin().mean() + 0.01 * sum(p.pow(2).sum() for p in self.parameters())
-        if self.loss == "field":
-            return Output(loss=x.tanh().sum() / 10, logits=x)
-        if self.loss == "pair":
-            return x, x.mean(0)
-        return {"made": x, "size": x.shape[0]} if self.loss == "dict" else x
-
-
-def mean_square(output: Tensor) -> Tensor:
-    return F.mse_loss(output, output.detach().cos())
-
-
-@dataclass(frozen=True, kw_only=True)
-class Built:
-    model: nn.Module
-    args: tuple[Any, ...]
-    loss_fn: Callable[[Any], Tensor] | None
-
-
-def build(spec: Spec) -> Built:
-    """The model of a spec in float64, with weights and inputs that are the spec's own."""
-    with torch.random.fork_rng():
+def built(tree: Tree) -> Program:
+    """The program of a tree. Raises Unfit where no source can be made of it."""
+    with torch.random.fork_rng(), torch.enable_grad():
         torch.manual_seed(0)
-        if spec.family in ("layers", "runs"):
-            body: nn.Module = Stack(spec)
-            shape = spec.shape
-        else:
-            body, shape = chain(spec.parts, spec.shape)
-            if spec.family == "state":
-                body = Stateful(body, shape[-1], spec.state)
-            elif spec.family == "tokens":
-                body = Tokens(body, spec.shape[-1], spec.shape[1], shape[-1], spec.state)
-                shape = (*shape[:-1], VOCABULARY if body.head is not None else shape[-1])
-        model = Model(spec, body, shape).double()
+        torch._dynamo.reset()  # torch.cond compiles
+        return _Builder().program(tree)
+
+
+class _Builder:
+    def __init__(self) -> None:
+        self.numbers = itertools.count(1)
+
+    def program(self, tree: Tree) -> Program:
+        names = vars(_module({}))
+        exec("\n".join(line for _, line in IMPORTS), names)
+        names["self"] = names["model"] = nn.Module()
+        names["g"] = torch.Generator().manual_seed(0)
+        scope = Scope(names, [])
+        added = self._statement(tree.start, START[tree.start.kind], "x", scope)
+        more, last = self._block(tree.nodes, scope.values[-1], scope)
+        added.add(more)
+        if not names[last].requires_grad:  # so that there is something to train
+            more = self._statement(
+                Node("sum with an earlier value", 0), KINDS["sum with an earlier value"], last, scope
+            )
+            added.add(more)
+        draw = Random(tree.end.seed)
+        ending = draw.choice(END[tree.end.kind].texts)
+        parts = sections(filled(ending, self._fields(last, scope, tree.end), draw))
+        scope.run(parts["batch"])
+        scope.run([*parts["init"], "self.double()"])
+        added.add(Added(parts, {tree.end.kind}))
+        return Program(_source(added.lines), frozenset(added.kinds), tree)
+
+    def _block(self, nodes: Sequence[Node], x: str, scope: Scope) -> tuple[Added, str]:
+        """Statements one after the other, and the value that they end with."""
+        added = Added()
+        for node in nodes:
+            kind = KINDS[node.kind]
+            if kind.where not in ("any", scope.owner) or not kind.when(scope.names[x]):
+                continue
+            try:
+                added.add(self._statement(node, kind, x, scope))
+            except Exception:  # nothing for this value, whatever the reason
+                continue
+            x = scope.values[-1]
+        return added, x
+
+    def _fields(self, x: str, scope: Scope, node: Node) -> dict[str, str]:
+        draw, n = Random(node.seed + 1), next(self.numbers)
+        fields = {"x": x, "y": f"h{n}", "n": str(n)}
+        value = scope.names.get(x)
+        if not isinstance(value, torch.Tensor):  # the input of the model, which the statement makes
+            return fields
+        same = [name for name in scope.values if scope.names[name].shape == value.shape]
+        shape = tuple(value.shape)
+        return fields | {
+            "z": draw.choice(same or [x]), "w": str(shape[-1]), "l": str(shape[-2]), "r": str(shape[0]),
+            "s": str(shape), "dim": str(draw.randrange(-1, len(shape))),
+        }  # fmt: skip
+
+    def _statement(self, node: Node, kind: Kind, x: str, scope: Scope) -> Added:
+        """A statement of x: the last of the scope's values is what it makes. Raises anything where it is unfit."""
+        draw = Random(node.seed)
+        text = draw.choice(kind.texts)
+        fields = self._fields(x, scope, node)
+        text = filled(text, fields, draw)
+        if "{body:" not in text:
+            return self._run(text, fields["y"], x, scope, Added(kinds={kind.name}))
+        for count in range(len(node.body), -1, -1):
+            try:
+                whole, inner = self._with_body(text, node.body[:count], x, scope)
+                inner.kinds.add(kind.name)
+                return self._run(whole, fields["y"], x, scope, inner)
+            except Exception:
+                if not count:
+                    raise
+        raise AssertionError
+
+    def _with_body(self, text: str, body: Sequence[Node], x: str, scope: Scope) -> tuple[str, Added]:
+        """The text with its body, and what that adds elsewhere."""
+        match = re.search(r"\{body:(\w+)\}", text)
+        assert match is not None
+        own_class = "{init}" in text
+        names = vars(_module(scope.names))
+        value = names[x].detach().clone().requires_grad_(names[x].requires_grad)
+        names[match[1]] = value * 1 if value.requires_grad else value  # as most values, no leaf
+        if own_class:
+            names["self"] = nn.Module()
+            names["self"].number = 0
+        owner = ("layer" if "number" in text else "block") if own_class else scope.owner
+        inner = Scope(names, [match[1]] if own_class else [*scope.values, match[1]], owner, keeps=True)
+        added, last = self._block(body, match[1], inner)
+        lines, added.lines["forward"] = added.lines["forward"] or ["pass"], []
+        text = _indented(text, match[0], lines)
+        if own_class:
+            text = _indented(text, "{init}", added.lines["init"] or ["pass"])
+            added.lines["init"] = []
+        return text.replace("{b}", last), added
+
+    def _run(self, text: str, y: str, x: str, scope: Scope, added: Added) -> Added:
+        """Run the text where the body has run by itself, and check what it makes."""
+        parts = sections(text)
+        for name in ("top", "batch"):
+            scope.run([*added.lines[name], *parts[name]])
+        if x == "x":  # the beginning, where the sizes are known now
+            shape = scope.names["x"].shape
+            known = {"x.w": str(shape[-1]), "x.c": str(shape[1])}
+            parts = {name: [filled(line, known, Random(0)) for line in lines] for name, lines in parts.items()}
+        scope.run([*parts["init"], "self.double()"])
+        scope.run(parts["make"])
+        before = scope.names[x].shape
+        scope.run(parts["forward"])
+        made = scope.names[y]
+        if not isinstance(made, torch.Tensor) or made.dtype != torch.float64 or made.dim() < 2:
+            raise Unfit
+        if not 0 < made.numel() <= LARGEST or not made.isfinite().all() or (scope.keeps and made.shape != before):
+            raise Unfit
+        scope.values.append(y)
+        added.add(Added(parts))
+        return added
+
+
+def _indented(text: str, mark: str, lines: Sequence[str]) -> str:
+    """The text with lines in the place of one that holds nothing but a mark."""
+    match = re.search(rf"^( *){re.escape(mark)}$", text, re.M)
+    assert match is not None, f"{mark} does not stand on a line of its own in {text}"
+    return text[: match.start()] + "\n".join(match[1] + line for line in lines) + text[match.end() :]
+
+
+def _source(lines: dict[str, list[str]]) -> str:
+    """A module of the lines of all sections."""
+
+    def block(name: str, indent: int = 4) -> list[str]:
+        return [" " * indent + line for line in lines[name] if line.strip()]
+
+    inputs = [match[1] for line in lines["batch"] if (match := re.match(r"(\w+) =", line))]
+    top: list[str] = []
+    for definition in _definitions(lines["top"]):
+        if definition not in top:
+            top.append(definition)
+    out = [*(definition + "\n\n" for definition in top)]
+    out += ["class Model(nn.Module):", "    def __init__(self):", "        super().__init__()", *block("init", 8), ""]
+    out += [f"    def forward(self, {', '.join(inputs)}):", *block("forward", 8), "", ""]
+    out += ["def make():", "    torch.manual_seed(0)"]
+    making = [line for line in block("make") if line.strip() != "pass"]
+    out += ["    model = Model().double()", *making, "    return model"] if making else ["    return Model().double()"]
+    out += ["", "", "def batch(step):", "    g = torch.Generator().manual_seed(step)", *block("batch")]
+    out += [f"    return dict({', '.join(f'{name}={name}' for name in inputs)})", ""]
+    if any(lines[name] for name in LOOP):
+        loss = block("loss") or ["    loss = model(**batch(step))"]
+        out += ["", "def train(model, optimizer, step):", *block("before"), *loss]
+        out += ["    loss.backward()", *block("backward"), "    yield loss  # now there are gradients"]
+        out += ["    optimizer.step()", "    optimizer.zero_grad()", *block("after"), ""]
+    body = "\n".join(out)
+    needed = [line for name, line in IMPORTS if re.search(rf"(?<![\w.]){re.escape(name)}\.", body)]
+    return "\n".join((*needed, "", "", body))
+
+
+def _definitions(lines: Sequence[str]) -> Iterator[str]:
+    """Classes, functions and assignments of lines of a source."""
+    current: list[str] = []
+    for line in lines:
+        begins = line[:1] not in ("", " ", ")") and not (current and current[-1].startswith("@"))
+        if begins and current:
+            yield "\n".join(current).rstrip()
+            current = []
+        if line.strip() or current:
+            current.append(line)
+    if current:
+        yield "\n".join(current).rstrip()
+
+
+# ----------------------------------------------------------------------------------------- eager, and what is valid
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step leaves: the loss, gradients by name (no entry: None), and parameters and buffers after it."""
+
+    loss: torch.Tensor
+    gradients: dict[str, torch.Tensor]
+    parameters: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+
+
+def loss_of(program: Any, output: Any) -> torch.Tensor:
+    """What a loaded program differentiates of what its model returns."""
+    if hasattr(program, "loss_fn"):
+        return program.loss_fn(output)
+    if hasattr(program, "loss_of"):
+        return program.loss_of(output)
+    return output if isinstance(output, torch.Tensor) else output.loss
+
+
+def train(program: Any, model: nn.Module, optimizer: Any, step: int) -> Iterator[torch.Tensor]:
+    """The step of a program that has none of its own."""
+    output = model(**program.batch(step))
+    applied = hasattr(program, "loss_fn") and getattr(model, "applies_loss_fn", False)
+    loss = output if applied else loss_of(program, output)
+    loss.backward()
+    yield loss
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def steps(
+    program: Any, model: nn.Module, taken: Callable[[torch.Tensor], torch.Tensor], count: int = STEPS
+) -> Iterator[Step]:
+    """Train a model of a loaded program, step by step. `taken` makes a plain copy of a tensor of the model's."""
+    optimizer = getattr(program, "optimizer", lambda m: torch.optim.SGD(m.parameters(), lr=0.05))(model)
+    for number in range(count):
+        random.seed(number)
+        np.random.seed(number)
+        torch.manual_seed(number)
+        own = hasattr(program, "train")
+        stepping = program.train(model, optimizer, number) if own else train(program, model, optimizer, number)
+        loss = taken(next(stepping))
+        gradients = {k: taken(p.grad) for k, p in model.named_parameters() if p.grad is not None}
+        for _ in stepping:
+            pass
+        parameters = {k: taken(p) for k, p in model.named_parameters()}
+        yield Step(loss, gradients, parameters, {k: taken(b) for k, b in model.named_buffers()})
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.to_dense() if tensor.is_sparse else tensor).detach().clone()
+
+
+def eager(program: Program, change: float = 0.0) -> list[Step]:
+    """Three steps in PyTorch, of parameters that are a little larger."""
+    with torch.random.fork_rng():
+        loaded = program.load()
+        model = loaded.make()
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.add_(0.05 * torch.randn_like(parameter))
-        x = torch.randn(spec.shape, dtype=torch.float64)
-        if spec.family == "tokens":
-            x = torch.randint(0, VOCABULARY, spec.shape[:2])
-    parameters = list(model.parameters())
-    if spec.mode == "eval":
-        model.eval()
-    elif spec.mode == "partly":
-        for module in list(model.modules())[::2]:
-            module.training = False
-    elif spec.mode == "frozen" and len(parameters) > 1:
-        for parameter in parameters[::2] if x.is_floating_point() else parameters[1::2]:
-            parameter.requires_grad_(False)
-    if x.is_floating_point() and (spec.mode == "input" or not any(p.requires_grad for p in parameters)):
-        x.requires_grad_()
-    return Built(model=model, args=(x,), loss_fn=mean_square if spec.loss == "loss_fn" else None)
+                parameter.mul_(1 + change)
+        return list(steps(loaded, model, plain))
 
 
-# ------------------------------------------------------------------------------------------------- drawing
-
-SIZES = (1, 2, 3, 4, 5, 7, 8)
-WIDTHS = (4, 6, 8, 3, 5, 7, 12, 2)
+DIVERGED = 100.0
+"""Of parameters, at which steps are too large for the program."""
 
 
-def a_part(names: Sequence[str] = tuple(OPERATORS)) -> st.SearchStrategy[Part]:
-    return st.tuples(st.sampled_from(names), st.integers(0, 7))
+def why_invalid(program: Program) -> str:
+    """Why a program tells nothing: it does not run in eager, or rounding decides what it computes."""
+    try:
+        one, other = eager(program), eager(program, 1e-13)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    for a, b in zip(one, other, strict=True):
+        values = [a.loss, *a.gradients.values(), *a.parameters.values(), *a.buffers.values()]
+        if not all(value.isfinite().all() for value in values):
+            return "something is not finite"
+        if any(p.numel() and p.abs().max() > DIVERGED for p in a.parameters.values()):
+            return "it diverges"
+        if not max(errors(as_result(a), as_result(b)).values()) <= 1e-10:
+            return "rounding decides"
+    if not program.is_plain and draws(program):
+        return "it draws, and has a loop of its own"
+    return ""
 
 
-def parts(least: int, most: int, names: Sequence[str] = tuple(OPERATORS)) -> st.SearchStrategy[tuple[Part, ...]]:
-    return st.lists(a_part(names), min_size=least, max_size=most).map(tuple)
+def as_result(step: Step) -> StepResult:
+    return StepResult(
+        outputs={"loss": step.loss}, gradients=step.gradients, buffers=step.buffers, parameters=step.parameters,
+        loss="loss",
+    )  # fmt: skip
 
 
-KEEPING = (
-    "mlp",
-    "norm",
-    "attention",
-    "pointwise",
-    "conv",
-    "lookup",
-    "dropout",
-    "matmul",
-    "linear",
-    "writes",
-    "softmax",
-)
-"""Operators of layers, most of which keep a shape."""
+class _Drawn(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Whether random operators run, but for those with a generator of their own, as `batch` has."""
+
+    supports_higher_order_operators = True
+    found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.found |= torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and not kwargs.get("generator")
+        return func(*args, **kwargs)
 
 
-@st.composite
-def specs(draw: Any, families: Sequence[str] = FAMILIES) -> Spec:
-    """Any model."""
-    family = draw(st.sampled_from(families))
-    size, width = st.sampled_from(SIZES), st.sampled_from(WIDTHS)
-    shape = (draw(size), draw(size), draw(width))
-    common = {
-        "family": family,
-        "loss": draw(st.sampled_from(LOSSES)),
-        "mode": draw(st.sampled_from((*MODES, "train", "train"))),
-    }
-    if family == "image":
-        shape = (min(shape[0], 5), draw(st.sampled_from((4, 5, 6))), min(shape[1] + 2, 6), min(shape[2], 6))
-        names = ("conv", "conv", "norm", "pointwise", "views", "pieces", "reductions", "linear")
-        return Spec(**common, shape=shape, parts=draw(parts(1, 5, names)))
-    if family == "chain":
-        return Spec(**common, shape=shape, parts=draw(parts(1, 7)))
-    if family == "state":
-        state = draw(st.sampled_from(STATES))
-        return Spec(**common, shape=shape, parts=draw(parts(0, 3)), state=state, steps=3)
-    if family == "tokens":
-        return Spec(**common, shape=shape, parts=draw(parts(0, 4)), state=draw(st.sampled_from(TABLES)))
-    layer = draw(parts(1, 3, KEEPING))
-    odd = draw(st.sampled_from(ODDITIES))
-    if family == "layers":
-        copies = (draw(st.integers(6, 9)),)
-        others: tuple[Part, ...] = ()
-    else:
-        copies = tuple(draw(st.lists(st.integers(2, 5), min_size=2, max_size=3)))
-        others = draw(parts(1, 3, KEEPING))
-    at = tuple(sorted(draw(st.sets(st.integers(0, sum(copies) - 1), min_size=1, max_size=3))))
-    return Spec(**common, shape=shape, parts=layer, others=others, copies=copies, odd=odd, at=at)
+def draws(program: Program) -> bool:
+    """Whether the model draws random numbers."""
+    loaded = program.load()
+    model = loaded.make()
+    try:
+        with torch.random.fork_rng(), _Drawn() as seen:
+            list(steps(loaded, model, plain, 1))
+    except Exception:  # torch.cond runs under no mode of any kind
+        return re.search(r"dropout|Dropout|rand|normal_|uniform_|bernoulli", program.source) is not None
+    return seen.found
+
+
+TRIES = 20
+"""Trees that are drawn before a seed is given up."""
+
+
+def drawn(seed: int, must: str | None = None, only: Collection[str] = (), most: int = 6) -> Program:
+    """A valid program of a seed, with a statement of the kind `must`, and at most so many others, of some kinds."""
+    why: list[str] = []
+    for number in range(TRIES):
+        drawing = Drawing((seed, number, must), only, most)
+        try:
+            program = built(drawing.tree(must))
+        except Exception as error:
+            why.append(f"{type(error).__name__}: {error}")
+            continue
+        if must is not None and must not in program.kinds:
+            why.append(f"{must} was left out")
+            continue
+        reason = why_invalid(program)
+        if not reason:
+            return program
+        why.append(reason)
+        assert program.tree is not None
+        for tree in _without_one(program.tree):
+            try:
+                smaller = built(tree)
+            except Exception:
+                continue
+            if (must is None or must in smaller.kinds) and not why_invalid(smaller):
+                return smaller
+    raise Unfit(f"seed {seed}, {must}: no valid program in {TRIES} tries: {why}")
+
+
+# --------------------------------------------------------------------------------------------------------- shrinking
+
+
+def _without_one(tree: Tree) -> Iterator[Tree]:
+    """The tree without one of its statements, or with what stands within one in its place."""
+    for nodes in _smaller(tree.nodes):
+        yield replace(tree, nodes=nodes)
+
+
+def _smaller(nodes: tuple[Node, ...]) -> Iterator[tuple[Node, ...]]:
+    if len(nodes) > 2:
+        yield nodes[: len(nodes) // 2]
+        yield nodes[len(nodes) // 2 :]
+    for k in reversed(range(len(nodes))):
+        before, after = nodes[:k], nodes[k + 1 :]
+        yield before + after
+        if nodes[k].body:
+            yield before + nodes[k].body + after
+            for body in _smaller(nodes[k].body):
+                yield (*before, replace(nodes[k], body=body), *after)
+
+
+def without(tree: Tree, kinds: frozenset[str]) -> Tree:
+    """The tree without statements of these kinds, at any depth."""
+
+    def left(nodes: Sequence[Node]) -> tuple[Node, ...]:
+        return tuple(replace(node, body=left(node.body)) for node in nodes if node.kind not in kinds)
+
+    start = Node("rows", 0) if tree.start.kind in kinds else tree.start
+    end = Node("square", 0) if tree.end.kind in kinds else tree.end
+    return Tree(start, left(tree.nodes), end)
+
+
+def _plainer(tree: Tree) -> Iterator[Tree]:
+    """The tree with a simple start, or with a simple end."""
+    if tree.start.kind != "rows":
+        yield replace(tree, start=Node("rows", 9))
+    if tree.end.kind != "square":
+        yield replace(tree, end=Node("square", 1))
+
+
+def shrunk(program: Program, fails: Callable[[Program], bool], seconds: float = 60.0) -> Program:
+    """A program with fewer statements that fails too. Ends after so much processor time."""
+    until = time.process_time() + seconds
+    tried = {program.source}
+    progress = True
+    while progress and time.process_time() < until:
+        progress = False
+        assert program.tree is not None
+        for tree in (*_without_one(program.tree), *_plainer(program.tree)):
+            if time.process_time() > until:
+                break
+            try:
+                smaller = built(tree)
+            except Exception:
+                continue
+            if smaller.source in tried:
+                continue
+            tried.add(smaller.source)
+            if not why_invalid(smaller) and fails(smaller):
+                program, progress = smaller, True
+                break
+    return program

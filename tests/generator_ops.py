@@ -1,158 +1,340 @@
-"""What generated models are made of: operators that take a tensor of any shape and a number that varies them.
+"""The operators of generated programs: where a program begins and ends, expressions, and modules.
 
-An entry of `OPERATORS` is called with the shape that comes in and a number from 0 to 7, and gives a module or a
-function, or None where it has nothing for that shape. Whatever fails on a tensor of that shape is left out when the
-model is built, so that any list of operators is a model. Operators on floats do nothing at which a rounding decides.
+Operators on floats do nothing at which a rounding decides. What fails for a shape is left out when a program is built.
 """
+
+# A line of a program is a line here, however many ways to write it stand in it.
+# ruff: noqa: E501
+# fmt: off
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-from torch import nn
+from generator_kinds import FUNCTIONS, Table
 
-Tensor = torch.Tensor
-Function = Callable[[Tensor], Tensor]
-Make = Callable[[tuple[int, ...], int], Any]
+START, END, OPERATORS = Table(), Table(), Table()
+"""Kinds that begin a program (each makes `{y}` of inputs), that end it (each returns), and those between that are
+operators alone."""
+
+# ---------------------------------------------------------------------------------------------- how a program begins
+
+ROWS, WIDTHS = "8|6|4|5|7|3|2|1", "4|6|8|3|5|7|12|2"
+
+START("rows", 6, f"""
+--batch
+x = torch.randn({{{ROWS}}}, {{{WIDTHS}}}, dtype=torch.float64, generator=g)
+--init
+self.first = nn.Linear({{x.w}}, {{{WIDTHS}}})
+--forward
+{{y}} = self.first(x)
+""")
+
+START("sequence", 5, f"""
+--batch
+x = torch.randn({{{ROWS}}}, {{{ROWS}}}, {{{WIDTHS}}}, dtype=torch.float64, generator=g)
+--init
+self.first = nn.Linear({{x.w}}, {{{WIDTHS}}})
+--forward
+{{y}} = self.first(x)
+""")
+
+START("image", 2, """
+--batch
+x = torch.randn({1|2|4|5}, {3|4|6}, {4|5|6}, {4|6}, dtype=torch.float64, generator=g)
+--init
+self.first = nn.Conv2d({x.c}, {4|6}, 3, padding=1)
+--forward
+{y} = self.first(x).movedim(1, -1)
+""")
+
+START("input with gradient", 1, f"""
+--batch
+x = torch.randn({{{ROWS}}}, {{{WIDTHS}}}, dtype=torch.float64, generator=g).requires_grad_()
+--init
+self.first = nn.Linear({{x.w}}, {{x.w}})
+--forward
+{{y}} = self.first(x) + x.sin()
+""")
+
+TOKENS = f"""
+--batch
+x = torch.randint(0, 10, ({{{ROWS}}}, {{{ROWS}}}), generator=g)
+--init
+self.first = nn.Embedding(10, {{w:={WIDTHS}}}%s)
+"""
+
+START(
+    "tokens", 4,
+    *(TOKENS % arguments + more for arguments, more in (
+        ("", "--forward\n{y} = self.first(x)"),
+        (", padding_idx=3", "--forward\n{y} = self.first(x)"),
+        (", sparse=True", "--forward\n{y} = self.first(x)"),
+        (", max_norm=1.0", "--forward\n{y} = self.first(x)"),
+        ("", "self.positions = nn.Embedding(12, {w})\n--forward\n"
+             "{y} = self.first(x) + self.positions(torch.arange(x.shape[1]) + 2)"),
+        ("", "--forward\n{y} = self.first(x) * self.first((x * 3 + 1) % 10)"),
+        ("", "self.bag = nn.EmbeddingBag(10, {w}, mode='{mean|sum|max}')\n--forward\n"
+             "{y} = self.first(x) + self.bag(x)[:, None]"),
+        ("", "--forward\n{y} = F.one_hot(x, 10).to(torch.float64) @ self.first.weight"),
+        ("", "--forward\n{y} = self.first(x) + self.first(F.pad(x[:, :-1], (1, 0), value=1))"),
+        ("", "--forward\n{y} = self.first(x).masked_fill((x == 2)[..., None], 0.5)"),
+        ("", "self.head = nn.Linear({w}, 10, bias=False)\nself.head.weight = self.first.weight\n--forward\n"
+             "{y} = self.head(self.first(x).tanh())"),
+    )),
+)
+
+# ------------------------------------------------------------------------------------------------ how a program ends
+
+END("square", 5, "return {x}.square().mean()", "return ({x} * {x}.detach().cos()).mean()",
+    "return F.mse_loss({x}, {x}.detach().cos())", "return {x}.tanh().sum() / 10")
+
+END("penalty", 1, "return {x}.sin().mean() + 0.01 * sum(p.pow(2).sum() for p in self.parameters())")
+
+END("classes", 2, """
+--init
+self.last = nn.Linear({w}, 5)
+--forward
+labels = torch.arange({x}[..., 0].numel()) % 5
+labels[::3] = -100
+return F.cross_entropy(self.last({x}).flatten(0, -2), labels, label_smoothing={0.0|0.1})
+""", """
+--batch
+labels = torch.randint(0, {w}, {s}[:-1], generator=g)
+--forward
+return F.{cross_entropy({x}.flatten(0, -2), labels.flatten())|nll_loss({x}.flatten(0, -2).log_softmax(-1), labels.flatten())}
+""")
+
+END("a loss of torch's", 2,
+    "return F.smooth_l1_loss({x}, {x}.detach().roll(1, 0))", "return F.binary_cross_entropy_with_logits({x}, {x}.detach().sigmoid())",
+    "return F.kl_div({x}.log_softmax(-1), {x}.detach().softmax(-1).roll(1, 0), reduction='batchmean')",
+    "return F.cosine_embedding_loss({x}.flatten(1), {x}.flatten(1).roll(1, 0).detach(), torch.ones({r}))",
+    "return F.huber_loss({x}, torch.zeros_like({x}), delta=0.3)", "return -F.cosine_similarity({x}, {x}.detach().cos(), dim=-1).mean()",
+    "return F.gaussian_nll_loss({x}, torch.zeros_like({x}), {x}.exp())", "return F.soft_margin_loss({x}, torch.ones_like({x}))",
+    "return F.triplet_margin_loss({x}.flatten(1), {x}.flatten(1).roll(1, 0), {x}.flatten(1).flip(0))",
+    "return torch.distributions.kl_divergence(torch.distributions.Normal({x}, 1.0), torch.distributions.Normal(0.0, 1.0)).mean()",
+    "return -torch.distributions.Categorical(logits={x}).entropy().mean()")
+
+END("loss_fn", 1, """
+--top
+def loss_fn(output):
+    return F.mse_loss(output, output.detach().cos())
+--forward
+return {x}
+""")
+
+END("field", 1, """
+--top
+class Output:
+    def __init__(self, loss, logits):
+        self.loss, self.logits = loss, logits
+
+torch.utils._pytree.register_pytree_node(
+    Output, lambda o: ([o.loss, o.logits], None), lambda leaves, _: Output(*leaves)
+)
+--forward
+return Output({x}.tanh().sum() / 10, {x})
+""", """
+--top
+@dataclasses.dataclass
+class Output:
+    loss: torch.Tensor
+    logits: torch.Tensor
+--forward
+return Output(loss={x}.tanh().sum() / 10, logits={x})
+""")
+
+OF_OUTPUT = """
+--top
+def loss_of(output):
+    return {how}
+--forward
+return {what}
+"""
+
+END("structure", 1, *(OF_OUTPUT.replace("{how}", how).replace("{what}", what) for how, what in (
+    ("output.square().mean()", "{x}"),
+    ("output[0].square().mean() + output[1].sin().mean()", "{x}, {x}.mean(0)"),
+    ("output['made'].square().mean()", "{'made': {x}, 'size': {x}.shape[0]}"),
+)))
+
+# ------------------------------------------------------------------------------------------------------- expressions
 
 
-def choice(*functions: Function) -> Make:
-    """One of several functions of a tensor."""
-    return lambda shape, k: functions[k % len(functions)]
+def expressions(name: str, weight: float, *texts: str, **options: Any) -> None:
+    OPERATORS(name, weight, *("{y} = " + text for text in texts), **options)
 
 
-class Apply(nn.Module):
-    """A function as a module."""
+expressions("pointwise", 6, *FUNCTIONS)
 
-    def __init__(self, function: Function, name: str = "") -> None:
-        super().__init__()
-        self.function, self.name = function, name
+expressions(
+    "more pointwise", 4,
+    "torch.where({x} > 0.1, {x}, 0.3 * {x} - 0.01)",
+    "{x}.abs().add(1).log() * {x}.sign()",
+    "torch.maximum({x}, {x}.roll(1, 0))",
+    "torch.addcmul({x}, {x}, {x}.roll(1, -1), value=0.5)",
+    "torch.lerp({x}, {x}.flip(-1), 0.3)",
+    "{x}.clamp(-0.7, 0.9) + F.leaky_relu({x})",
+    "torch.logaddexp({x}, torch.zeros_like({x})) / (1 + {x} * {x})",
+    "F.glu(torch.cat([{x}, {x}.cos()], -1), -1)",
+)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
+expressions(
+    "sum with an earlier value", 5,
+    "{x} + {z}", "{x} * {z}.tanh()", "torch.where({z} > 0, {x}, {z})", "torch.stack([{x}, {z}]).mean(0)",
+)
+
+expressions(
+    "views", 5,
+    "{x}.transpose(0, 1)",
+    "{x}.flatten(0, 1).flip(0).unflatten(0, {x}.shape[:2])",
+    "{x}.movedim(0, -1).reshape({x}.shape)",
+    "{x}.transpose(1, -1).transpose(1, -1)[:, :]",
+    "{x}.unsqueeze(1).expand(-1, 3, *{x}.shape[1:]).sum(1)",
+    "{x}.reshape(-1).view({x}.shape)",
+    "{x}.mT.contiguous().mT",
+    "{x}[:, None].squeeze(1).permute(*reversed(range({x}.dim()))).permute(*reversed(range({x}.dim())))",
+)
+
+expressions(
+    "pieces", 5,
+    "torch.cat({x}.split([1, {w} - 1], -1)[::-1], -1)",
+    "torch.stack({x}.unbind(1)[::-1], 1)",
+    "torch.cat([{x}[:, 1:], {x}[:, :1].sin()], 1)",
+    "torch.cat([{x}, {x}[..., :1]], -1)",
+    "torch.stack([{x}, {x}.cos()], 1).flatten(0, 1)",
+    "F.pad({x}[..., 1:], (0, 1), value=0.5)",
+    "{x}[:, ::2].repeat_interleave(2, 1)[:, : {x}.shape[1]]",
+    "{x}.tile(1, 2, *([1] * ({x}.dim() - 2)))",
+    "{x}[{x}.shape[0] // 2 :]",
+    "torch.cat({x}.chunk(2, {dim})[::-1], {dim})",
+    "torch.cat([{x}, {z}], {dim})",
+)
+
+expressions(
+    "reductions", 5,
+    "{x} - {x}.mean(0, keepdim=True)",
+    "{x} / (1 + {x}.norm(dim=-1, keepdim=True))",
+    "{x} - {x}.logsumexp(1, keepdim=True)",
+    "{x} * {x}.amax(-1, keepdim=True)",
+    "({x} - {x}.mean()) / ({x}.var() + 1).sqrt()",
+    "{x} + {x}.sum((0, -1), keepdim=True).tanh()",
+    "{x}.mean(1, keepdim=True) + {x}.std(0, unbiased=False, keepdim=True) * 0.1",
+    "{x} * torch.prod({x}.sigmoid() + 0.5, 1, keepdim=True)",
+)
+
+expressions(
+    "along a dim", 5,
+    "{x}.softmax({dim}) * {x}",
+    "{x}.log_softmax({dim})",
+    "{x}.cumsum({dim}).tanh()",
+    "{x}.sort({dim}).values",
+    "{x}.index_select({dim}, (torch.arange({x}.shape[{dim}]) * 2 + 1) % {x}.shape[{dim}])",
+    "{x}.gather({dim}, {x}.detach().argsort({dim}))",
+    "{x} * torch.zeros_like({x}).scatter({dim}, {x}.detach().argmax({dim}, keepdim=True), 1.0) + {x}",
+    "{x}.roll(1, {dim}) - {x}",
+    "{x}.flip({dim}) + {x}",
+)
+
+expressions(
+    "complex", 1,
+    "torch.fft.irfft(torch.fft.rfft({x}) * torch.exp(1j * torch.arange({w} // 2 + 1)), n={w})",
+    "torch.fft.fft({x}, dim=0).abs() * 0.3",
+    "torch.polar({x}.abs() + 0.5, {x}).real",
+)
+
+expressions(
+    "linear algebra", 2,
+    "{x} @ torch.linalg.inv(torch.eye({w}, dtype={x}.dtype) * 3 + 0.1 * {x}.mT @ {x})",
+    "{x} + torch.linalg.slogdet(torch.eye({w}, dtype={x}.dtype) * 3 + 0.1 * {x}.mT @ {x}).logabsdet.sum() * 0.1",
+    "torch.linalg.solve(torch.eye({w}, dtype={x}.dtype) * 3 + 0.1 * {x}.mT @ {x}, {x}.mT).mT",
+    "{x} + torch.linalg.cholesky(torch.eye({w}, dtype={x}.dtype) * 3 + 0.1 * {x}.mT @ {x}).sum() * 0.1",
+    "{x} + torch.linalg.{norm|matrix_norm|vector_norm}({x})",
+    "{x} @ torch.linalg.matrix_exp(0.1 * {x}.mT @ {x})",
+)
+
+expressions(
+    "picks", 3,
+    "{x}.topk({1|2}, {dim}).values.mean({dim}, keepdim=True) + {x}",
+    "{x} * ({x} >= {x}.topk(2, -1).values[..., -1:])",
+    "{x} + {x}.{median|max|min}({dim}, keepdim=True).values",
+    "{x} + {x}.kthvalue(1, {dim}, keepdim=True).values",
+    "torch.zeros_like({x}).scatter_reduce({dim}, {x}.detach().argsort({dim}), {x}, '{sum|mean|amax}') + {x}",
+    "{x} + torch.take_along_dim({x}, {x}.detach().argmin({dim}, keepdim=True), {dim})",
+    "torch.where({x} > {x}.mean(), {x}, {z}.sin())",
+)
+
+expressions(
+    "constants", 3,
+    "{x} * torch.tensor([0.5, 2.0] if self.training else [3.0, 4.0], dtype={x}.dtype).prod()",
+    "{x} + torch.arange({w}, dtype={x}.dtype) / {w}", "{x} * torch.linspace(0, 1, {w}, dtype={x}.dtype).tolist()[-1]",
+    "{x} + torch.from_numpy(np.ones({w}))", 
+    "{x} @ torch.eye({w}, dtype={x}.dtype).{triu()|flip(0)|roll(1, 0)}", "{x} * float(torch.ones(3).sum())",
+    "{x}.masked_fill(torch.arange({w}) % 3 == 0, 0.3)",
+)
+
+expressions(
+    "quantisation", 1,
+    "torch.fake_quantize_per_tensor_affine({x}.float(), 0.1, 0, -8, 7).to({x}.dtype) + {x}",
+    "torch.fake_quantize_per_channel_affine({x}.float(), torch.full(({w},), 0.1), torch.zeros({w}, dtype=torch.int32), "
+    "-1 % {x}.dim(), -8, 7).to({x}.dtype) + {x}",
+    "({x} * 10).round().detach() / 10 + {x} - {x}.detach()",
+)
+
+# ----------------------------------------------------------------------------------------------------------- modules
 
 
-class Learned(nn.Module):
-    """A function of a tensor and of parameters."""
-
-    def __init__(self, function: Callable[..., Tensor], *shapes: tuple[int, ...]) -> None:
-        super().__init__()
-        self.function = function
-        self.weights = nn.ParameterList(nn.Parameter(torch.randn(s) / math.sqrt(max(1, s[-1]))) for s in shapes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x, *self.weights)
-
-
-def written(write: Callable[[Tensor, Tensor], Any]) -> Function:
-    """A copy of what comes in, after it was written into."""
-
-    def apply(x: Tensor) -> Tensor:
-        y = x.clone()
-        write(y, x)
-        return y
-
-    return apply
-
-
-def _assign(y: Tensor, x: Tensor) -> None:
-    y[:, -1] = x[:, 0] * 2
-
-
-def _shifted(y: Tensor, x: Tensor) -> None:
-    y[..., 1:] += x[..., :-1]
-
-
-def _stepped(y: Tensor, x: Tensor) -> None:
-    y[:, ::2].mul_(0.5)
-
-
-def _twice(y: Tensor, x: Tensor) -> None:
-    view = y.transpose(0, 1)
-    view[0].add_(1.0)
-    view.mul_(x.transpose(0, 1).sigmoid())
-
-
-def _scattered(y: Tensor, x: Tensor) -> None:
-    index = torch.arange(x.shape[-1]).flip(0)
-    y.index_add_(x.dim() - 1, index, x, alpha=0.5)
-
-
-def _parts(x: Tensor, k: int) -> Tensor:
-    sizes = [1, x.shape[-1] - 1] if x.shape[-1] > 1 else [1]
-    return torch.cat(x.split(sizes, -1)[::-1], -1)
-
-
-def dims(shape: tuple[int, ...], k: int) -> int:
-    return k % len(shape)
-
-
-def on_dim(function: Callable[[Tensor, int], Tensor]) -> Make:
-    """A function of a tensor and of one of its dims."""
-    return lambda shape, k: lambda x: function(x, dims(shape, k))
-
-
-def _gather(x: Tensor, dim: int) -> Tensor:
-    index = (torch.arange(x.shape[dim]) * 2 + 1) % x.shape[dim]
-    return x.index_select(dim, index) + x.gather(dim, x.detach().argsort(dim))
-
-
-def _one_hot(x: Tensor, dim: int) -> Tensor:
-    best = x.detach().argmax(dim, keepdim=True)
-    return x * torch.zeros_like(x).scatter(dim, best, 1.0) + x
-
-
-def linear(shape: tuple[int, ...], k: int) -> nn.Module:
-    return nn.Linear(shape[-1], (shape[-1], 4, 6, 5, 8, 3, 2 * shape[-1], shape[-1])[k], bias=k % 3 != 0)
-
-
-def mlp(shape: tuple[int, ...], k: int) -> nn.Module:
-    width, inner = shape[-1], (8, 12, 5, 6, 7, 4, 16, 3)[k]
-    return nn.Sequential(
-        nn.Linear(width, inner), (nn.GELU, nn.ReLU, nn.SiLU, nn.Tanh)[k % 4](), nn.Linear(inner, width)
+def modules(
+    name: str, weight: float, *texts: str, top: str = "", before: str = "{x}", after: str = "", **options: Any
+) -> None:
+    """Modules that are called with x."""
+    head = f"--top{top}" if top else ""
+    OPERATORS(
+        name, weight,
+        *(f"{head}\n--init\nself.l{{n}} = {text}\n--forward\n{{y}} = self.l{{n}}({before}){after}" for text in texts),
+        **options,
     )
 
 
-def matmul(shape: tuple[int, ...], k: int) -> nn.Module:
-    width, before = shape[-1], shape[-2]
-    functions: tuple[tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]], ...] = (
-        (lambda x, w: x @ w, ((width, width),)),
-        (lambda x, w: w @ x, ((before, before),)),
-        (lambda x, w: torch.einsum("...i,ij,kj->...k", x, w, w), ((width, width),)),
-        (lambda x, w: F.linear(x, w) @ w, ((5, width),)),
-        (lambda x, w: torch.einsum("...ij,ik->...kj", x, w), ((before, before),)),
-        (lambda x, a, b: (x @ a.t()) @ b.t() + x, ((2, width), (width, 2))),
-        (lambda x, w: F.linear(x, w.t().contiguous()), ((width, width),)),
-        (lambda x, w: torch.softmax(x @ x.mT, -1) @ (x * w), ((width,),)),
+modules("linear", 6, *(f"nn.Linear({{w}}, {{{{w}}|4|6|5|8|3}}{bias})" for bias in ("", "", ", bias=False")))
+
+modules("mlp", 6, *(
+    f"nn.Sequential(nn.Linear({{w}}, {{k:=8|12|5|6|7|4|16|3}}), nn.{act}(), nn.Linear({{k}}, {{w}}))"
+    for act in ("GELU", "ReLU", "SiLU", "Tanh")
+))
+
+WEIGHT = "self.p%s{n} = nn.Parameter(torch.randn(%s) / 3)"
+OPERATORS("matmul", 5, *(
+    "--init\n" + "\n".join(WEIGHT % (letter, shape) for letter, shape in zip("ab", shapes, strict=False))
+    + f"\n--forward\n{{y}} = {text}"
+    for text, *shapes in (
+        ("{x} @ self.pa{n}", "{w}, {w}"),
+        ("self.pa{n} @ {x}", "{l}, {l}"),
+        ("torch.einsum('...i,ij,kj->...k', {x}, self.pa{n}, self.pa{n})", "{w}, {w}"),
+        ("F.linear({x}, self.pa{n}) @ self.pa{n}", "5, {w}"),
+        ("torch.einsum('...ij,ik->...kj', {x}, self.pa{n})", "{l}, {l}"),
+        ("({x} @ self.pa{n}.t()) @ self.pb{n}.t() + {x}", "2, {w}", "{w}, 2"),
+        ("F.linear({x}, self.pa{n}.t().contiguous())", "{w}, {w}"),
+        ("torch.softmax({x} @ {x}.mT, -1) @ ({x} * self.pa{n})", "{w}"),
+        ("torch.einsum('...i,pij,...j->...p', {x}, self.pa{n}, {x})", "4, {w}, {w}"),
     )
-    function, weights = functions[k]
-    return Learned(function, *weights)
+))
 
-
+ATTENTION = """
 class Attention(nn.Module):
-    """Heads over the dim before the last, with key heads of their own number."""
-
-    def __init__(self, width: int, heads: int, key_heads: int, mask: str, fused: bool) -> None:
+    def __init__(self, width, heads, key_heads, mask, fused):
         super().__init__()
         self.heads, self.key_heads, self.mask, self.fused = heads, key_heads, mask, fused
-        size = width // heads
         self.query, self.out = nn.Linear(width, width), nn.Linear(width, width)
-        self.key, self.value = (nn.Linear(width, key_heads * size) for _ in range(2))
+        self.key, self.value = (nn.Linear(width, key_heads * width // heads) for _ in range(2))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q = self.query(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         k, v = (layer(x).unflatten(-1, (self.key_heads, -1)).transpose(1, 2) for layer in (self.key, self.value))
-        length = x.shape[1]
-        allowed = torch.ones(length, length, dtype=torch.bool).tril() if self.mask == "tensor" else None
+        allowed = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril() if self.mask == "tensor" else None
         if self.fused:
-            causal = self.mask == "causal"
-            mixed = F.scaled_dot_product_attention(
-                q, k, v, allowed, is_causal=causal, enable_gqa=self.heads != self.key_heads
-            )
+            causal, grouped = self.mask == "causal", self.heads != self.key_heads
+            mixed = F.scaled_dot_product_attention(q, k, v, allowed, is_causal=causal, enable_gqa=grouped)
         else:
             k, v = (t.repeat_interleave(self.heads // self.key_heads, 1) for t in (k, v))
             scores = q @ k.mT / math.sqrt(q.shape[-1])
@@ -160,177 +342,108 @@ class Attention(nn.Module):
                 scores = scores.masked_fill(~allowed, -math.inf)
             mixed = scores.softmax(-1) @ v
         return self.out(mixed.transpose(1, 2).flatten(2))
+"""
+modules(
+    "attention", 4,
+    "Attention({w}, {k:=1|2|3|4}, {1|{k}|{k}}, {''|'causal'|'tensor'}, {True|False})",
+    top=ATTENTION,
+)
+modules(
+    "torch's attention", 1,
+    "nn.MultiheadAttention({w}, {1|2|3}, batch_first=True)", before="{x}, {x}, {x}, need_weights={True|False}",
+    after="[0]",
+)
 
-
-def attention(shape: tuple[int, ...], k: int) -> nn.Module | None:
-    heads = next(h for h in ((4, 2, 3, 1), (2, 1), (3, 1), (1,))[k % 4] if shape[-1] % h == 0)
-    key_heads = 1 if k >= 6 else heads
-    mask = ("", "causal", "tensor", "tensor")[k // 2]
-    return Attention(shape[-1], heads, key_heads, mask, k % 2 == 0) if len(shape) == 3 else None
-
-
+SWAPPED = """
 class Swapped(nn.Module):
-    """A module that works on the dim before the last as its channels."""
-
-    def __init__(self, inner: nn.Module, contiguous: bool = False) -> None:
+    def __init__(self, inner):
         super().__init__()
-        self.inner, self.contiguous = inner, contiguous
+        self.inner = inner
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.transpose(1, -1)
-        return self.inner(x.contiguous() if self.contiguous else x).transpose(1, -1)
+    def forward(self, x):
+        return self.inner(x.transpose(1, -1).contiguous()).transpose(1, -1)
+"""
+modules(
+    "a layer of torch's transformer", 1,
+    "nn.TransformerEncoderLayer({w}, 1, 8, dropout={0.0|0.1}, batch_first=True, norm_first={True|False})",
+)
+OPERATORS("fused attention", 2, *(
+    f"{{y}} = F.scaled_dot_product_attention({{x}}[None], {{x}}[None].sin(), {{x}}[None]{more})[0]"
+    for more in ("", ", is_causal=True", ", dropout_p=0.3", ", torch.ones({l}, {l}, dtype=torch.bool).tril()",
+                 ", torch.arange({l}, dtype={x}.dtype).expand({l}, {l})", ", scale=0.5")
+))
 
-
-def norm(shape: tuple[int, ...], k: int) -> nn.Module:
-    width = shape[-1]
-    groups = next(g for g in (3, 2, 1) if width % g == 0)
-    batch: Any = nn.BatchNorm1d if len(shape) == 3 else nn.BatchNorm2d
-    return (
-        lambda: nn.LayerNorm(width),
-        lambda: nn.RMSNorm(width),
-        lambda: Swapped(nn.GroupNorm(groups, width)),
-        lambda: Swapped(batch(width)),
-        lambda: nn.LayerNorm(shape[-2:]),
-        lambda: Swapped(nn.InstanceNorm1d(width, affine=True), contiguous=True),
-        lambda: Swapped(nn.LayerNorm(shape[1])),
-        lambda: Swapped(batch(width, momentum=0.3, affine=False), contiguous=True),
-    )[k]()
-
-
-def conv(shape: tuple[int, ...], k: int) -> nn.Module | None:
-    """Over the dims between the first and the last, the channels: of sequences or of images."""
-    if len(shape) not in (3, 4):
-        return None
-    c, flat = shape[-1], len(shape) == 3
-    layer: Any = nn.Conv1d if flat else nn.Conv2d
-    up: Any = nn.ConvTranspose1d if flat else nn.ConvTranspose2d
-    pool: Any = nn.AvgPool1d if flat else nn.MaxPool2d
-    made: nn.Module = (
-        lambda: layer(c, 4, 3, padding=1),
-        lambda: layer(c, c, 3, padding=1, groups=c),
-        lambda: layer(c, c, 3, padding=2, dilation=2, bias=False),
-        lambda: nn.Sequential(layer(c, c, 2, stride=2), nn.Upsample(scale_factor=2)),
-        lambda: up(c, 5, 2, stride=2),
-        lambda: pool(3, stride=1, padding=1),
-        lambda: layer(c, 6, 1),
-        lambda: layer(c, c, 5, padding=6, dilation=3),
-    )[k]()
-    if flat:
-        return Swapped(made)
-    last = torch.channels_last if k % 2 else torch.contiguous_format
-    return nn.Sequential(
-        Apply(lambda x: x.movedim(-1, 1).contiguous(memory_format=last)), made, Apply(lambda x: x.movedim(1, -1))
-    )
-
-
-def lookup(shape: tuple[int, ...], k: int) -> nn.Module:
-    """Rows of a table by constant numbers, some of them twice."""
-    rows = (7, 4, 11, 5)[k % 4]
-    index = (torch.arange(shape[1]) * 3 + k) % rows
-    if k < 4:
-        return Learned(
-            lambda x, table: x + F.embedding(index, table, padding_idx=0 if k % 2 else None), (rows, shape[-1])
-        )
-    if k < 6:
-        return Learned(lambda x, table: x * table[index], (rows, shape[-1]))
-    return Learned(lambda x, table: x + table.index_select(0, index), (rows, shape[-1]))
-
-
-def dropout(shape: tuple[int, ...], k: int) -> Any:
-    return (
-        nn.Dropout(0.3),
-        nn.Dropout(0.0),
-        nn.AlphaDropout(0.2),
-        Apply(lambda x: x + torch.rand_like(x)),
-        Apply(lambda x: x * torch.bernoulli(torch.full_like(x, 0.5))),
-        Apply(lambda x: F.dropout(x, 0.5, training=True)),
-        nn.Dropout1d(0.4),
-        Apply(lambda x: x * torch.randn(x.shape[-1], dtype=x.dtype)),
-    )[k]
-
-
-POINTWISE = choice(
-    *(torch.tanh, F.gelu, torch.sin, F.silu, F.softplus, torch.sigmoid),
-    lambda x: (-x * x).exp(),
-    lambda x: x * x.detach().cos(),
+modules(
+    "norm", 5,
+    "nn.LayerNorm({w})", "nn.RMSNorm({w})", "nn.LayerNorm(({l}, {w}))", "Swapped(nn.GroupNorm(1, {w}))",
+    "Swapped(nn.BatchNorm{k:=1|2}d({w}))", "Swapped(nn.BatchNorm{1|2}d({w}, momentum=0.3, affine=False))",
+    "Swapped(nn.BatchNorm{1|2}d({w}, momentum=None))", "nn.BatchNorm1d({w}{|, momentum=None|, track_running_stats=False})",
+    "Swapped(nn.InstanceNorm1d({w}, affine=True))", "Swapped(nn.InstanceNorm1d({w}, track_running_stats=True))",
+    top=SWAPPED,
 )
 
-MORE_POINTWISE = choice(
-    lambda x: torch.where(x > 0.1, x, 0.3 * x - 0.01),
-    lambda x: x.abs().add(1).log() * x.sign(),
-    lambda x: torch.maximum(x, x.roll(1, 0)),
-    lambda x: torch.addcmul(x, x, x.roll(1, -1), value=0.5),
-    lambda x: torch.lerp(x, x.flip(-1), 0.3),
-    lambda x: x.clamp(-0.7, 0.9) + F.leaky_relu(x),
-    lambda x: torch.logaddexp(x, torch.zeros_like(x)) / (1 + x * x),
-    lambda x: F.glu(torch.cat([x, x.cos()], -1), -1),
+modules(
+    "conv of a sequence", 2,
+    "Swapped(nn.Conv1d({w}, 4, 3, padding=1))", "Swapped(nn.Conv1d({w}, {w}, 3, padding=1, groups={w}))",
+    "Swapped(nn.Conv1d({w}, {w}, 3, padding=2, dilation=2, bias=False))",
+    "Swapped(nn.Sequential(nn.Conv1d({w}, {w}, 2, stride=2), nn.Upsample(scale_factor=2)))",
+    "Swapped(nn.ConvTranspose1d({w}, 5, 2, stride=2))", "Swapped(nn.AvgPool1d(3, stride=1, padding=1))",
+    top=SWAPPED,
 )
 
-VIEWS = choice(
-    lambda x: x.transpose(0, 1),
-    lambda x: x.flatten(0, 1).flip(0).unflatten(0, x.shape[:2]),
-    lambda x: x.movedim(0, -1).reshape(x.shape),
-    lambda x: x.transpose(1, -1).transpose(1, -1)[:, :],
-    lambda x: x.unsqueeze(1).expand(-1, 3, *x.shape[1:]).sum(1),
-    lambda x: x.reshape(-1).view(x.shape),
-    lambda x: x.mT.contiguous().mT,
-    lambda x: x[:, None].squeeze(1).permute(*reversed(range(x.dim()))).permute(*reversed(range(x.dim()))),
+modules(
+    "conv of an image", 2,
+    "Swapped(nn.Conv2d({w}, 4, 3, padding=1))", "Swapped(nn.Conv2d({w}, {w}, 3, padding=1, groups={w}))",
+    "Swapped(nn.Conv2d({w}, 6, 1))", "Swapped(nn.ConvTranspose2d({w}, 5, 2, stride=2))",
+    "Swapped(nn.MaxPool2d(3, stride=1, padding=1))", "Swapped(nn.Sequential(nn.AvgPool2d(2), nn.Upsample(scale_factor=2)))",
+    top=SWAPPED,
 )
 
-PIECES = choice(
-    lambda x: _parts(x, 0),
-    lambda x: torch.stack(x.unbind(1)[::-1], 1),
-    lambda x: torch.cat([x[:, 1:], x[:, :1].sin()], 1),
-    lambda x: torch.cat([x, x[..., :1]], -1),
-    lambda x: torch.stack([x, x.cos()], 1).flatten(0, 1),
-    lambda x: F.pad(x[..., 1:], (0, 1), value=0.5),
-    lambda x: x[:, ::2].repeat_interleave(2, 1)[:, : x.shape[1]],
-    lambda x: x.tile(1, 2, *([1] * (x.dim() - 2))),
+LOOKUP = "--init\nself.t{n} = nn.Embedding({k:=7|4|11|5}, {w})\n--forward\n%s"
+ROW_NUMBERS = "(torch.arange({x}.shape[1]) * 3 + {n}) % {k}"
+OPERATORS("lookup", 3, *(LOOKUP % text.replace("ROWS", ROW_NUMBERS) for text in (
+    "{y} = {x} + F.embedding(ROWS, self.t{n}.weight{|, padding_idx=0})",
+    "{y} = {x} * self.t{n}.weight[ROWS]",
+    "{y} = {x} + self.t{n}.weight.index_select(0, ROWS)",
+)), when=lambda x: x.dim() == 3)
+
+modules(
+    "recurrent", 4,
+    "nn.{LSTM|GRU|RNN}({w}, {4|5|6}, {1|2}{|, bidirectional=True}{|, batch_first=True})",
+    "nn.{LSTM|GRU|RNN}({w}, {4|5|6}, {2|3}, dropout={0.4|0.9}{|, bidirectional=True}{|, batch_first=True})",
+    "nn.LSTM({w}, 6, proj_size=3)",
+    after="[0]", when=lambda x: max(x.shape[:-1]) <= 5,  # each step is operators of its own
 )
 
-REDUCTIONS = choice(
-    lambda x: x - x.mean(0, keepdim=True),
-    lambda x: x / (1 + x.norm(dim=-1, keepdim=True)),
-    lambda x: x - x.logsumexp(1, keepdim=True),
-    lambda x: x * x.amax(-1, keepdim=True),
-    lambda x: (x - x.mean()) / (x.var() + 1).sqrt() if x.numel() > 1 else x,
-    lambda x: x + x.sum((0, -1), keepdim=True).tanh(),
-    lambda x: x.mean(1, keepdim=True) + x.std(0, unbiased=False, keepdim=True) * 0.1,
-    lambda x: x * torch.prod(x.sigmoid() + 0.5, 1, keepdim=True),
+OPERATORS("cell", 1, """
+--init
+self.l{n} = nn.{GRUCell|RNNCell}({w}, {w})
+--forward
+u{n} = {x}.new_zeros({x}.shape[0], {w})
+v{n} = []
+for t in range(min(4, {x}.shape[1])):
+    u{n} = self.l{n}({x}[:, t], u{n})
+    v{n}.append(u{n})
+{y} = torch.stack(v{n}, 1)
+""", """
+--init
+self.l{n} = nn.LSTMCell({w}, 5)
+--forward
+u{n} = None
+for row in {x}.unbind(1)[:4]:
+    u{n} = self.l{n}(row, u{n})
+{y} = u{n}[0]
+""", when=lambda x: x.dim() == 3)
+
+expressions(
+    "random numbers", 5,
+    "F.dropout({x}, {0.5|0.2}, self.training)", "{x} + torch.rand_like({x})", "{x} * torch.bernoulli(torch.full_like({x}, 0.5))",
+    "F.dropout({x}, 0.5, training=True)", "{x} * torch.randn({w}, dtype={x}.dtype)", "F.alpha_dropout({x}, 0.2, True)",
+    "F.rrelu({x}, training=True)", "{x} * torch.empty_like({x}).{exponential_()|uniform_(-1, 1)|bernoulli_(0.4)|normal_()}",
+    "{x}[torch.randperm({r})]", "{x} + torch.normal({x}.detach(), 0.5)", "{x} * F.gumbel_softmax({x}, hard={True|False})",
+    "{x} * torch.randint(0, 3, ({w},))", "{x} * torch.bernoulli({x}.sigmoid().detach())",
+    "{x} + torch.distributions.Normal({x}, 0.3).rsample()",
 )
 
-WRITES = choice(
-    *map(written, (_assign, _shifted, _stepped, _twice, _scattered)),
-    written(lambda y, x: y.masked_fill_(x.detach() > 0.5, 0.1).mul_(x)),
-    written(lambda y, x: y.select(1, 0).copy_(x[:, -1]).add_(1)),
-    written(lambda y, x: y.view(-1)[: x.numel() // 2].zero_()),
-)
-
-ALONG = {
-    "softmax": on_dim(lambda x, dim: x.softmax(dim) * x),
-    "log_softmax": on_dim(lambda x, dim: x.log_softmax(dim)),
-    "cumsum": on_dim(lambda x, dim: x.cumsum(dim).tanh()),
-    "sort": on_dim(lambda x, dim: x.sort(dim).values),
-    "gather": on_dim(_gather),
-    "one_hot": on_dim(_one_hot),
-    "roll": on_dim(lambda x, dim: x.roll(1, dim) - x),
-    "halves": on_dim(lambda x, dim: torch.cat(x.chunk(2, dim)[::-1], dim)),
-}
-
-OPERATORS: dict[str, Make] = {
-    "pointwise": POINTWISE,
-    "more_pointwise": MORE_POINTWISE,
-    "views": VIEWS,
-    "pieces": PIECES,
-    "reductions": REDUCTIONS,
-    "writes": WRITES,
-    **ALONG,
-    "linear": linear,
-    "mlp": mlp,
-    "matmul": matmul,
-    "attention": attention,
-    "norm": norm,
-    "conv": conv,
-    "lookup": lookup,
-    "dropout": dropout,
-}
+modules("dropout", 5, "nn.Dropout(0.3)", "nn.Dropout(0.0)", "nn.AlphaDropout(0.2)", "nn.Dropout1d(0.4)", "nn.RReLU()",
+        "nn.Sequential(nn.Linear({w}, 6), nn.Dropout(0.4, inplace=True), nn.Linear(6, {w}))")
