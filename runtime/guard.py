@@ -8,13 +8,14 @@ values, as capture did, and says by name which differ: the module then needs ano
 import logging
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from operator import is_
 from typing import Any
 
 from torch import nn
 
 from autopar import compat
-from autopar.passes.capture.looks import Drawn, Look, Reads, listed
+from autopar.passes.capture.looks import ABSENT, Drawn, Look, Reads, listed
 from autopar.passes.capture.state import look
 
 logger = logging.getLogger("autopar")
@@ -51,13 +52,11 @@ class Guard:
     def _is_untouched(self) -> bool:
         """Whether all that was looked at is the same objects."""
         return (
-            all(map(is_, map(dict.get, self.dicts, self.keys), self.values))
-            and not any(map(dict.__contains__, self.absent, self.absent_keys))
+            all(map(is_, map(dict.get, self.dicts, self.keys, repeat(ABSENT)), self.values))
             and list(map(len, self.sized)) == self.sizes
             and all(len(now) == len(then) and all(map(is_, now, then)) for now, then in self.sequences)
-            and all(map(is_, [again() for again in self.others], self.other_values))
-            and all(tensor._version == version for tensor, version in self.versions)
-            and all(array.tobytes() == kept for array, kept in self.arrays)
+            and all(map(is_, [ask() for ask in self.asks], self.answers))
+            and all(ask() == answer for ask, answer in self.equals)
         )
 
     def _check(self) -> None:
@@ -90,14 +89,11 @@ class Guard:
         self.dicts = tuple(mapping for mapping, _, _ in entries)
         self.keys = tuple(key for _, key, _ in entries)
         self.values = tuple(value for _, _, value in entries)
-        self.absent = tuple(mapping for mapping, _ in seen.absent)
-        self.absent_keys = tuple(key for _, key in seen.absent)
         self.sized = (*seen.sized, *self.hooks, *registries)
         self.sizes = list(map(len, self.sized))
         self.sequences = tuple(seen.sequences)
-        self.others = tuple(again for again, _ in seen.others)
-        self.other_values = tuple(value for _, value in seen.others)
-        self.versions, self.arrays = tuple(seen.versions), tuple(seen.arrays)
+        self.asks, self.answers = [ask for ask, _ in seen.asks], [answer for _, answer in seen.asks]
+        self.equals = tuple(seen.equals)
 
 
 def report_changed(paths: Sequence[str], *, possible: bool) -> None:

@@ -3,22 +3,35 @@ what it would not do."""
 
 from __future__ import annotations
 
+import argparse
+import array
 import collections
 import contextlib
 import contextvars
 import copy
+import ctypes
 import dataclasses
+import decimal
+import enum
 import functools
 import gc
+import io
 import itertools
+import logging
+import mmap
+import multiprocessing
 import os
+import queue
 import random
+import struct
+import sys
+import threading
 import time
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -30,6 +43,7 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.passes.capture.captured import CaptureError
+from autopar.passes.capture.looks import Reads
 from autopar.passes.capture.state import look
 from autopar.passes.capture.trace import capture
 from autopar.runtime.guard import Guard
@@ -397,6 +411,439 @@ def test_and_trains_as_on_one_device(mesh: DeviceMesh, place: str, kind: str) ->
 def test_a_warning_says_what_the_parallel_module_does_not_write(caplog: pytest.LogCaptureFixture) -> None:
     capture(stateful("an attribute", None, _writes), (batch(),))
     assert any("forward writes state, which no later call reads" in message for message in caplog.messages)
+
+
+# ------------------------------------------------------------------------------------- whatever class holds it
+
+
+class Level(enum.Enum):
+    LOW = 1
+    HIGH = [1.0]  # noqa: RUF012
+
+
+class Point(ctypes.Structure):
+    _fields_ = [("x", ctypes.c_double)]
+
+
+class Mangled:
+    __slots__ = ("__state",)
+
+    def __init__(self, state: float) -> None:
+        self.__state = state
+
+    def access(self, *state: float) -> float:
+        (self.__state,) = state or (self.__state,)
+        return self.__state
+
+
+class Dynamic:
+    """Gives attributes that it has in a dictionary."""
+
+    def __init__(self, state: float) -> None:
+        self.__dict__["_values"] = {"state": state}
+
+    def __getattr__(self, name: str) -> Any:
+        return self.__dict__["_values"][name]
+
+
+class Descriptor:
+    def __init__(self, state: float) -> None:
+        self.state = state
+
+    def __get__(self, instance: Any, owner: Any) -> float:
+        return self.state
+
+
+class Meta(type):
+    state = 1.0
+
+
+class Real(float):
+    state: float
+
+
+class Names(dict[str, float]):
+    state: float
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any = None
+
+
+class Worker(threading.local):
+    state = 0.0
+
+
+MAPPED: dict[str, float] = {}
+VIEWED: dict[str, float] = {}
+SETTINGS = types.ModuleType("tests_settings")
+sys.modules[SETTINGS.__name__] = SETTINGS
+
+
+def _owned(owner: Any, state: float) -> Any:
+    owner.state = state
+    return owner
+
+
+def _of_class(state: float) -> Any:
+    return type("Scaled", (), {"scale": Descriptor(state)})()
+
+
+def _of_metaclass(state: float) -> Any:
+    return Meta("Scaled", (), {})
+
+
+def _under_no_grad(state: float) -> Any:
+    kept = [state]
+
+    @torch.no_grad()
+    def read() -> float:
+        return kept[0]
+
+    read.kept = kept  # type: ignore[attr-defined]
+    return read
+
+
+def _in_context(state: float) -> Any:
+    kept = [state]
+
+    @contextlib.contextmanager
+    def read() -> Iterator[float]:
+        yield kept[0]
+
+    read.kept = kept  # type: ignore[attr-defined]
+    return read
+
+
+def _entered(context: Any) -> float:
+    with context() as state:
+        return state  # type: ignore[no-any-return]
+
+
+def _imported(held: Any) -> float:
+    from tests_settings import state  # type: ignore[import-not-found]
+
+    return state  # type: ignore[no-any-return]
+
+
+def _kept(state: float) -> Config:
+    KEPT.append(Config(state))
+    return KEPT[-1]
+
+
+def _queued(state: float, kind: Any = queue.Queue) -> Any:
+    held = kind()
+    held.put(state)
+    return held
+
+
+def _written(state: float) -> io.StringIO:
+    held = io.StringIO()
+    held.write(str(state))
+    return held
+
+
+def _rewrite(held: Any, state: float) -> None:
+    held.seek(0)
+    held.truncate()
+    held.write(str(state))
+
+
+def _mapped(state: float) -> mmap.mmap:
+    held = mmap.mmap(-1, 8)
+    held[:] = struct.pack("d", state)
+    return held
+
+
+def _optimizer(lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=lr)
+
+
+def _set_rate(held: Any, lr: float) -> None:
+    held.optimizer.param_groups[0]["lr"] = lr
+    held._last_lr = [lr]
+
+
+def _in_an_array(state: float) -> Any:
+    held = np.empty(2, dtype=object)
+    held[1] = [state]
+    return held
+
+
+def _state(held: Any) -> float:
+    return held.state  # type: ignore[no-any-return]
+
+
+def _set_state(held: Any, state: float) -> None:
+    held.state = state
+
+
+def _at(*keys: Any) -> Any:
+    """Ways to read and write what lies at these keys."""
+
+    def inner(held: Any) -> Any:
+        return functools.reduce(lambda inside, key: inside[key], keys[:-1], held)
+
+    return lambda held: float(inner(held)[keys[-1]]), lambda held, state: inner(held).__setitem__(keys[-1], state)
+
+
+OF_STATE = (_state, _set_state)
+Holder = tuple[Callable[[float], Any], Callable[[Any], float], Callable[[Any, float], object]]
+HOLDERS: dict[str, Holder] = {
+    "argparse.Namespace": (lambda state: argparse.Namespace(state=state), *OF_STATE),
+    "its dictionary": (lambda state: argparse.Namespace(state=state), lambda held: vars(held)["state"], _set_state),
+    "UserDict": (lambda state: collections.UserDict(state=state), *_at("state")),
+    "UserList": (lambda state: collections.UserList([state]), *_at(0)),
+    "ChainMap": (
+        lambda state: collections.ChainMap({}, {"state": state}), _at("state")[0],
+        lambda held, state: held.maps[1].__setitem__("state", state),
+    ),
+    "Counter": (lambda state: collections.Counter(state=state), *_at("state")),  # type: ignore[arg-type]
+    "a default of a dictionary": (
+        lambda state: collections.defaultdict(vars(Config(state)).copy), lambda held: held.default_factory()["state"],
+        lambda held, state: held.default_factory.__self__.__setitem__("state", state),
+    ),
+    "a subclass of dict": (lambda state: _owned(Names(), state), *OF_STATE),
+    "a subclass of float": (lambda state: _owned(Real(2.0), state), *OF_STATE),
+    "a member of an enum": (lambda state: _owned(Level.LOW, state), *OF_STATE),
+    "the value of a member": (
+        lambda state: Level.HIGH, lambda held: held.value[0], lambda held, state: held.value.__setitem__(0, state)
+    ),
+    "an object array": (_in_an_array, *_at(1, 0)),
+    "an array": (lambda state: np.full((300, 300), state), *_at((7, 7))),
+    "an array of records": (lambda state: np.array([(state, 1)], dtype=[("x", "f8"), ("n", "i4")]), *_at(0, "x")),
+    "a masked array": (lambda state: np.ma.masked_array([state, 1.0], mask=[0, 1]), *_at(0)),
+    "array.array": (lambda state: array.array("d", [state]), *_at(0)),
+    "a view of memory": (lambda state: memoryview(array.array("d", [state])), *_at(0)),
+    "bytes that change": (
+        lambda state: bytearray(struct.pack("d", state)), lambda held: struct.unpack("d", bytes(held))[0],
+        lambda held, state: held.__setitem__(slice(None), struct.pack("d", state)),
+    ),
+    "mapped memory": (
+        _mapped, lambda held: struct.unpack("d", held[:])[0],
+        lambda held, state: held.__setitem__(slice(None), struct.pack("d", state)),
+    ),
+    "a number of C": (ctypes.c_double, lambda held: held.value, lambda held, state: setattr(held, "value", state)),
+    "a structure of C": (Point, lambda held: held.x, lambda held, state: setattr(held, "x", state)),
+    "an array of C": (lambda state: (ctypes.c_double * 2)(state, 1.0), *_at(0)),
+    "a number that processes share": (
+        lambda state: multiprocessing.Value("d", state), lambda held: held.value,
+        lambda held, state: setattr(held, "value", state),
+    ),
+    "a queue": (_queued, lambda held: held.queue[0], lambda held, state: held.queue.__setitem__(0, state)),
+    "an event": (
+        lambda state: threading.Event(), lambda held: 1.0 + held.is_set(),
+        lambda held, state: held.clear() if state % 2 else held.set(),
+    ),
+    "threading.local": (lambda state: _owned(threading.local(), state), *OF_STATE),
+    "a subclass of it": (lambda state: _owned(Worker(), state), *OF_STATE),
+    "an optimizer": (
+        _optimizer, lambda held: held.param_groups[0]["lr"],
+        lambda held, state: held.param_groups[0].__setitem__("lr", state),
+    ),
+    "a scheduler": (
+        lambda state: torch.optim.lr_scheduler.LambdaLR(_optimizer(state), lambda epoch: 1.0),
+        lambda held: held.get_last_lr()[0], _set_rate,
+    ),
+    "a distribution": (
+        lambda state: torch.distributions.Normal(torch.tensor(state), 1.0), lambda held: held.mean.item(),
+        lambda held, state: setattr(held, "loc", torch.tensor(state)),
+    ),
+    "the numbers of one": (
+        lambda state: torch.distributions.Normal(torch.tensor(state), 1.0), lambda held: held.mean.item(),
+        lambda held, state: held.loc.fill_(state),
+    ),
+    "a frozen object of slots": (
+        lambda state: Frozen([state]), lambda held: held.state[0], lambda held, state: held.state.__setitem__(0, state)
+    ),
+    "a slot with a private name": (Mangled, lambda held: held.access(), lambda held, state: held.access(state)),
+    "a mixture": (
+        lambda state: Config(Pair(types.SimpleNamespace(state={"x": Frozen([state])}))),
+        lambda held: held.state.first.state["x"].state[0],
+        lambda held, state: held.state.first.state["x"].state.__setitem__(0, state),
+    ),
+    "what answers for attributes": (Dynamic, _state, lambda held, state: held._values.__setitem__("state", state)),
+    "a descriptor": (
+        _of_class, lambda held: held.scale, lambda held, state: _set_state(vars(type(held))["scale"], state)
+    ),
+    "a metaclass": (_of_metaclass, _state, lambda held, state: setattr(Meta, "state", state)),
+    "a mapping that is read only": (
+        lambda state: MAPPED.update(state=state) or types.MappingProxyType(MAPPED), _at("state")[0],
+        lambda held, state: MAPPED.__setitem__("state", state),
+    ),
+    "a view of a dictionary": (
+        lambda state: VIEWED.update(state=state) or VIEWED.values(), lambda held: next(iter(held)),
+        lambda held, state: VIEWED.__setitem__("state", state),
+    ),
+    "weak values": (
+        lambda state: weakref.WeakValueDictionary(x=_kept(state)), lambda held: held["x"].state,
+        lambda held, state: _set_state(held["x"], state),
+    ),
+    "a weak set": (
+        lambda state: weakref.WeakSet([_hashed(state)]), lambda held: next(iter(held)).state,
+        lambda held, state: _set_state(next(iter(held)), state),
+    ),
+    "a proxy": (lambda state: weakref.proxy(_kept(state)), *OF_STATE),
+    "an object in a set": (
+        lambda state: {_hashed(state)}, lambda held: next(iter(held)).state,
+        lambda held, state: _set_state(next(iter(held)), state),
+    ),
+    "a key": (
+        lambda state: {_hashed(state): 1}, lambda held: next(iter(held)).state,
+        lambda held, state: _set_state(next(iter(held)), state),
+    ),
+    "a text in memory": (_written, lambda held: float(held.getvalue()), _rewrite),
+    "a context variable": (
+        lambda state: VARIABLE.set(state) and VARIABLE, lambda held: held.get(), lambda held, state: held.set(state)
+    ),
+    "the context of decimal numbers": (
+        lambda state: decimal.getcontext(), lambda held: decimal.getcontext().prec / 28,
+        lambda held, state: setattr(decimal.getcontext(), "prec", int(28 * state)),
+    ),
+    "an attribute of a tensor": (lambda state: _owned(torch.ones(1), state), *OF_STATE),
+    "an attribute of a function": (lambda state: _owned(lambda: None, state), *OF_STATE),
+    "a partial function": (
+        lambda state: functools.partial(_state, Config(state)), lambda held: held(),
+        lambda held, state: _set_state(held.args[0], state),
+    ),
+    "a bound method": (lambda state: Mangled(state).access, lambda held: held(), lambda held, state: held(state)),
+    "a function without gradients": (
+        _under_no_grad, lambda held: held(), lambda held, state: held.kept.__setitem__(0, state)
+    ),
+    "a context": (_in_context, _entered, lambda held, state: held.kept.__setitem__(0, state)),
+    "a module's global": (lambda state: _owned(SETTINGS, state), lambda held: SETTINGS.state, _set_state),
+    "what forward imports": (lambda state: _owned(SETTINGS, state), _imported, _set_state),
+    "a constant set on torch": (
+        lambda state: setattr(torch, "my_state", state), lambda held: torch.my_state,
+        lambda held, state: setattr(torch, "my_state", state),
+    ),
+    "an exception": (ValueError, lambda held: held.args[0], lambda held, state: setattr(held, "args", (state,))),
+}  # fmt: skip
+"""What holds state: how it is made, read and written."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    state: Any
+
+
+class Hashed:
+    def __init__(self, state: float) -> None:
+        self.state = state
+
+
+def _hashed(state: float) -> Hashed:
+    KEPT.append(Hashed(state))  # type: ignore[arg-type]
+    return KEPT[-1]  # type: ignore[return-value]
+
+
+class Reader(Base):
+    """Reads what it holds, or one of that, and counts it up where told to."""
+
+    def __init__(self, *names: str, counts: bool = False) -> None:
+        super().__init__()
+        self.counts = counts
+        self.uses = [HOLDERS[name][1:] for name in names]
+        for i, name in enumerate(names):
+            setattr(self, f"held_{i}", HOLDERS[name][0](1.0))
+
+    def beside(self, h: torch.Tensor) -> torch.Tensor:
+        for i, (read, write) in enumerate(self.uses):
+            held = getattr(self, f"held_{i}")
+            if self.counts:
+                write(held, read(held) + 1.0)
+            h = h * read(held)
+        return h
+
+
+@pytest.fixture(scope="module")
+def reader() -> tuple[Reader, Reads]:
+    model = Reader(*HOLDERS)
+    return model, capture(model, (batch(),)).reads
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_what_forward_read_is_compared_whatever_holds_it(reader: tuple[Reader, Reads], name: str) -> None:
+    (model, reads), (_, read, write) = reader, HOLDERS[name]
+    held = getattr(model, f"held_{[*HOLDERS].index(name)}")
+    guard = Guard(model, None, reads)
+    model.beside(batch())
+    assert read(held) == 1.0 and guard._is_untouched()
+    write(held, 2.0)
+    assert read(held) == 2.0 and not guard.holds() and len(guard.changed) < 3
+    write(held, 1.0)
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_what_forward_counts_is_refused_and_put_back_whatever_holds_it(name: str) -> None:
+    model = Reader(name, counts=True)
+    with pytest.raises(CaptureError, match=r"forward keeps|forward writes held_0.loc in place"):
+        capture(model, (batch(),))
+    assert HOLDERS[name][1](model.held_0) == 1.0
+
+
+UNSEEN: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "_queue.SimpleQueue": (lambda: _queued(1.0, queue.SimpleQueue), lambda held: held.qsize()),
+    "LP_c_double": (lambda: ctypes.pointer(ctypes.c_double(1.0)), lambda held: held.contents.value),
+    "_io.TextIOWrapper": (lambda: open(__file__), lambda held: len(held.readline())),  # noqa: SIM115
+    "SystemRandom": (lambda: random.SystemRandom(), lambda held: 1.0 + (held.random() > 2)),
+    "_contextvars.Context": (contextvars.copy_context, lambda held: 1.0 + len(held)),
+}
+"""What nothing sees into, by the name of its class, and how it is read."""
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_what_nothing_sees_into_is_refused_by_name_where_forward_reads_it(mesh: DeviceMesh, name: str) -> None:
+    make, read = UNSEEN[name]
+
+    class Reads(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.held, self.reads = make(), True
+
+        def beside(self, h: torch.Tensor) -> torch.Tensor:
+            return h * read(self.held) if self.reads else h
+
+    model = Reads()
+    with pytest.raises(CaptureError, match="held") as error:
+        autopar.parallelize(model, mesh, (batch(),))
+    assert name in str(error.value) or "draws" in str(error.value)
+    model.reads = False
+    assert autopar.parallelize(model, mesh, (batch(),))(batch()).item() == pytest.approx(model(batch()).item())
+
+
+def test_what_is_reachable_and_not_read_is_let_be(mesh: DeviceMesh) -> None:
+    class Tools:
+        def __init__(self) -> None:
+            self.file, self.queue, self.thread = open(__file__), queue.SimpleQueue(), threading.Thread()  # noqa: SIM115
+            self.group, self.draws = dist.group.WORLD, iter(range(3))
+            self.scale = 2.0
+
+    class Holds(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tools, self.loader = Tools(), torch.utils.data.DataLoader([1, 2, 3])
+            self.file, self.lock = self.tools.file, threading.Lock()
+            self.logger = logging.getLogger("model")
+
+        def beside(self, h: torch.Tensor) -> torch.Tensor:
+            self.logger.debug("forward")
+            with self.lock:
+                return h * self.tools.scale
+
+        def write(self) -> None:
+            self.tools.file.write("")
+
+    model = Holds()
+    parallel = autopar.parallelize(model, mesh, (batch(),))
+    before = parallel(batch()).item()
+    next(model.tools.draws)
+    model.file.readline()
+    model.tools.queue.put(1)
+    assert parallel(batch()).item() == before
+    model.tools.scale = 4.0
+    assert parallel(batch()).item() == pytest.approx(4 * before)
 
 
 # ------------------------------------------------------------------------------------- draws

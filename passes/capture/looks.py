@@ -1,19 +1,14 @@
-"""What a look at state holds: tokens by path, what to compare at each call, and how to put all of it back. `Streams` is
-what gives another value each time it is asked: generators of random numbers, iterators, arrays. And code: whose it is,
-which line of the model runs, and what a function names and holds."""
+"""What a look at state holds: tokens by path, what to compare at each call, and how to put all of it back. And code:
+whose it is, which line of the model runs, and what a function names and holds."""
 
 from __future__ import annotations
 
 import collections
-import contextvars
 import functools
-import itertools
-import os
-import random
+import logging
 import sys
 import sysconfig
 import types
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +18,8 @@ import torch
 from torch import nn
 
 from autopar import compat
+
+logger = logging.getLogger(__name__)
 
 _PLACES = tuple(sorted({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}))
 
@@ -94,7 +91,10 @@ class Same:
 
 
 class Drawn(tuple[Any, ...]):
-    """The token of what cannot be looked at again: a generator, an iterator."""
+    """The token of what gives another value each time it is asked: a generator, an iterator, a file."""
+
+
+ABSENT = Same("absent")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,22 +116,19 @@ class Reads:
 
 @dataclass(slots=True)
 class Look:
-    """All that was reached. `entries` are (dictionary, key, value) as they stood, `absent` keys that were not there,
-    `sized` and `sequences` containers with what they held, `others` (how to look again, value); `undo` puts all
-    back."""
+    """All that was reached. `entries` are (dictionary, key, value) as they stood, ABSENT where there was none, `sized`
+    and `sequences` containers with what they held, `asks` and `equals` (how to look again, answer), which is the same
+    object or an equal one; `undo` puts all back, by path."""
 
     facts: dict[str, Any] = field(default_factory=dict)
     tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     entries: list[tuple[dict[Any, Any], Any, Any]] = field(default_factory=list)
-    absent: list[tuple[dict[Any, Any], Any]] = field(default_factory=list)
     sized: list[dict[Any, Any]] = field(default_factory=list)
     sequences: list[tuple[Any, tuple[Any, ...]]] = field(default_factory=list)
-    others: list[tuple[Callable[[], Any], Any]] = field(default_factory=list)
-    versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
-    arrays: list[tuple[Any, bytes]] = field(default_factory=list)
-    undo: list[Callable[[], object]] = field(default_factory=list)
+    asks: list[tuple[Callable[[], Any], Any]] = field(default_factory=list)
+    equals: list[tuple[Callable[[], Any], Any]] = field(default_factory=list)
+    undo: list[tuple[str, Callable[[], object]]] = field(default_factory=list)
     classes: set[type] = field(default_factory=set)
-    is_cut: bool = False
     names: set[str] = field(default_factory=set)
     """Names that the code mentions which was reached."""
     kept: list[Any] = field(default_factory=list)
@@ -148,13 +145,14 @@ class Look:
         return [path for path in differing if not any(outer in differing for outer in outer_paths(path))]
 
     def restore(self) -> None:
-        """Put everything back as it was when this look was taken, in the order in which it was reached."""
+        """Put everything back as it was when this look was taken, in the order in which it was reached. Warns of what
+        lets nobody put it back."""
         with compat.without_modes():
-            for put_back in self.undo:
-                put_back()
-
-
-ABSENT = Same("absent")
+            for path, put_back in self.undo:
+                try:
+                    put_back()
+                except (AttributeError, TypeError, ValueError, OSError) as error:
+                    logger.warning("capture changed %s and cannot put it back: %s", path, error)
 
 
 def outer_paths(path: str) -> Iterator[str]:
@@ -185,131 +183,3 @@ def put_back_class(cls: type, kept: dict[str, Any]) -> None:
     for name, item in kept.items():
         if vars(cls).get(name, ABSENT) is not item and not name.startswith("__"):
             setattr(cls, name, item)
-
-
-def put_back_attribute(owner: Any, name: str, held: Any) -> None:
-    if getattr(owner, name, ABSENT) is not held:
-        setattr(owner, name, held)
-
-
-ARRAY_BYTES_MOST = 1 << 16
-"""Arrays up to this size are compared at every call."""
-
-
-class Streams:
-    """What gives another value each time it is asked, in a look: generators of random numbers, iterators, arrays,
-    settings of the process."""
-
-    look: Look
-    seen: dict[int, str]
-
-    def value(self, path: str, value: Any) -> None:
-        """Takes a value into the look."""
-        raise NotImplementedError
-
-    def generators(self) -> None:
-        self._generator("random", random)
-        # the functions of `random` and `numpy.random` are methods of a hidden generator each
-        self.seen[id(getattr(random.random, "__self__", None))] = "random"
-        numpy = sys.modules.get("numpy")
-        if numpy is not None:
-            self.seen[id(numpy.random.rand.__self__)] = "numpy.random"
-            self._numpy("numpy.random", numpy.random.get_state, numpy.random.set_state)
-        self.look.facts["torch.get_rng_state()"] = Drawn((_bytes(torch.get_rng_state()),))
-        state = torch.get_rng_state()
-        self.look.undo.append(lambda: torch.set_rng_state(state))
-
-    def settings(self) -> None:
-        """What the process is set to, as far as operators or reached code ask for it."""
-        for name, ask in compat.SETTINGS.items():
-            if name in self.look.names | compat.SETTINGS_AT_WORK:
-                self.look.facts[f"torch.{name}()"] = set_to = ask()
-                self.look.others.append((ask, set_to))
-        if self.look.names & {"environ", "getenv"}:
-            self.value("os.environ", vars(os.environ)["_data"])
-
-    def sequence(self, value: Any) -> None:
-        kept = tuple(value)
-        self.look.sequences.append((value, kept))
-        self.look.undo.append(lambda: put_back_sequence(value, kept))
-
-    def _generator(self, path: str, generator: Any) -> None:
-        state = generator.getstate()
-        self.look.facts[path] = Drawn((state,))
-        self.look.undo.append(lambda: generator.setstate(state))
-
-    def _numpy(self, path: str, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
-        state = get()
-        self.look.facts[path] = Drawn((_flat(state),))
-        self.look.undo.append(lambda: put(state))
-
-    def stream(self, path: str, value: Any) -> bool:
-        facts = self.look.facts
-        numpy = sys.modules.get("numpy")
-        if isinstance(value, random.Random):
-            self._generator(path, value)
-        elif numpy is not None and isinstance(value, numpy.random.Generator):
-            bits = value.bit_generator
-            self._numpy(path, lambda: bits.state, lambda state: setattr(bits, "state", state))
-        elif numpy is not None and isinstance(value, numpy.random.RandomState):
-            self._numpy(path, value.get_state, value.set_state)
-        elif numpy is not None and isinstance(value, numpy.ndarray):
-            kept = value.copy()
-            facts[path] = ("array", value.shape, str(value.dtype), kept.tobytes() if value.dtype != object else None)
-            if kept.nbytes <= ARRAY_BYTES_MOST:
-                self.look.arrays.append((value, kept.tobytes()))
-            if value.flags.writeable:
-                self.look.undo.append(lambda: value.__setitem__(..., kept))
-        elif isinstance(value, torch.Generator):
-            state = value.get_state()
-            facts[path] = Drawn((_bytes(state),))
-            self.look.undo.append(functools.partial(value.set_state, state))
-        elif isinstance(value, contextvars.ContextVar):
-            held = value.get(None)
-            self.value(f"{path}.get()", held)
-            self.look.undo.append(lambda: None if value.get(None) is held else value.set(held) and None)
-        elif isinstance(value, weakref.ref):
-            held = value()
-            facts[path] = (type(value), Same(held))
-            if not isinstance(held, (torch.Tensor, nn.Module)):  # those are reached where they are registered
-                self.look.others.append((value, held))
-                self.value(f"{path}()", held)
-        elif isinstance(value, types.GeneratorType):
-            frame = value.gi_frame
-            facts[path] = Drawn(("generator", frame.f_lasti if frame else None, repr(frame and frame.f_locals)))
-        elif is_stream(value):
-            facts[path] = Drawn((type(value), _position(value)))
-        else:
-            return False
-        return True
-
-
-def is_stream(value: Any) -> bool:
-    """Whether `next` moves it on."""
-    return hasattr(value, "__next__") and type(value).__module__ in ("builtins", "itertools")
-
-
-def _position(value: Any) -> Any:
-    if isinstance(value, itertools.count):
-        return repr(value)
-    hint = getattr(value, "__length_hint__", None)
-    if hint is not None:
-        return hint()
-    # a copy is where the original is, and gives what that gives next
-    try:
-        return repr(value.__reduce__())
-    except TypeError:
-        return None
-
-
-def _bytes(state: torch.Tensor) -> bytes:
-    return bytes(state.tolist())
-
-
-def _flat(state: Any) -> Any:
-    """A numpy generator's state as what can be compared."""
-    if isinstance(state, dict):
-        return tuple((key, _flat(item)) for key, item in state.items())
-    if isinstance(state, (tuple, list)):
-        return tuple(map(_flat, state))
-    return state.tobytes() if hasattr(state, "tobytes") else state

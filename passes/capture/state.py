@@ -1,26 +1,31 @@
 """What a model's Python can reach beside parameters, buffers and inputs, as it is at one moment.
 
-    modules, loss_fn --_walk--> Look: path -> token, and how to put all of it back
+    modules, loss_fn --_Walk--> Look: path -> token, and how to put all of it back
 
 A path reads as the code does (`encoder.layers.0.calls`, `loss_fn.weights[2]`, `Layer.forward's stats`).
 A token says what stands there: type and value of a constant, length and keys of a container, the state of a generator
-of random numbers, and otherwise the object itself. Two looks are equal where all tokens are.
+of random numbers, the identity of a tensor, a function, a lock. Two looks are equal where all tokens are.
 
-What is reached: attributes of modules, their containers and plain objects; of the functions among them, of the methods
-of the modules' classes and of loss_fn the variables that they close over, their defaults and the globals that they
-name; data attributes of the classes; the global generators of `random` and numpy. Objects of torch and of Python's own
-library are taken as they are, and so is what files, clocks and other processes tell.
+Every object is looked into alike. A class of Python's has fields: what is in the `__dict__` and in the slots. A class
+written in C has a rule (`_RULES`), or is seen as pickle sees it, or is one of those that hold nothing (`_OPAQUE`).
+What forward read and nothing sees into is refused by name. Functions and classes lead on to what their code names:
+closures, defaults, globals, data of classes. Code of torch and of Python's own library is taken as it is, and so is
+what clocks and other processes tell.
 """
 
-import collections
-import contextvars
+import copyreg
+import decimal
 import enum
 import functools
+import gc
 import logging
+import os
 import random
 import sys
 import types
-from collections.abc import Callable, Mapping
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -28,20 +33,20 @@ from torch import nn
 
 from autopar import compat
 
+from .captured import CaptureError
 from .looks import (
     ABSENT,
+    Drawn,
     Look,
     Reads,
     Same,
-    Streams,
     defaults_of,
     is_library,
     is_library_module,
-    is_stream,
     names_of,
-    put_back_attribute,
     put_back_class,
     put_back_mapping,
+    put_back_sequence,
 )
 
 logger = logging.getLogger(__name__)
@@ -59,17 +64,23 @@ _OTHERWISE = REGISTRIES | {
 FACTS_MOST = 300_000
 """Where a walk ends, with a warning."""
 
-_ATOMS = (
-    type(None), bool, int, float, complex, str, bytes, range, slice, type(Ellipsis), type(NotImplemented),
-    torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, enum.Enum,
-)  # fmt: skip
+_ATOMS = frozenset({
+    type(None), bool, int, float, complex, str, bytes, range, type(Ellipsis), type(NotImplemented),
+    torch.dtype, torch.device, torch.layout, torch.memory_format,
+})  # fmt: skip
+"""Types of constants, which are compared by value."""
 
-_STATE = (
-    dict, list, tuple, set, collections.deque, bytearray, torch.Tensor, torch.Generator, nn.Module, random.Random,
-    types.SimpleNamespace, contextvars.ContextVar,
+_CODE = (
+    type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, property, staticmethod, classmethod,
+    types.GetSetDescriptorType, types.MemberDescriptorType, types.MethodDescriptorType, types.WrapperDescriptorType,
 )  # fmt: skip
+"""What code is made of, and not data."""
 
-_CACHE = type(functools.lru_cache(len))
+_ABOUT = frozenset({
+    "__doc__", "__annotations__", "__module__", "__name__", "__qualname__", "__dict__", "__weakref__", "__objclass__",
+    "__closure__", "__globals__", "__builtins__", "__vectorcalloffset__",
+})  # fmt: skip
+"""What code says about itself, and what is looked at in other ways."""
 
 _CALLED = "call getattr setattr getitem setitem contains iter next len bool enter exit add mul torch_function"
 _ALWAYS = frozenset(f"__{name}__" for name in _CALLED.split()) | {"forward", "backward"}
@@ -78,291 +89,517 @@ _ALWAYS = frozenset(f"__{name}__" for name in _CALLED.split()) | {"forward", "ba
 
 def look(modules: Mapping[str, nn.Module], roots: Mapping[str, Any], reads: Reads | None = None) -> Look:
     """A look at modules by path and at other values by name; at `reads` alone, where given, and then not at
-    generators, which others draw from too."""
+    generators, which others draw from too. Raises CaptureError where `reads` has what nothing sees into."""
     walk = _Walk(modules, reads)
     with compat.without_modes():
         if reads is None:
-            walk.generators()
+            # the functions of `random` and `numpy.random` are methods of a hidden generator each
+            walk.reach("random", getattr(random.random, "__self__", None))
+            if (numpy := sys.modules.get("numpy")) is not None:
+                walk.reach("numpy.random", numpy.random.rand.__self__)
+            walk.reach("torch.get_rng_state()", torch.default_generator)
         for path, module in modules.items():
             walk.module(path, module)
         for name, value in roots.items():
-            walk.value(name, value)
+            walk.reach(name, value)
+        walk.run()
     walk.settings()
     return walk.look
 
 
-class _Walk(Streams):
+class _Walk:
     def __init__(self, modules: Mapping[str, nn.Module], reads: Reads | None) -> None:
         self.look, self.reads = Look(), reads
         self.inside = {id(module): path for path, module in modules.items()}
-        self.seen: dict[int, str] = {}
+        # what is printed is nobody's state
+        self.seen: dict[int, str] = {id(getattr(sys, name)): f"sys.{name}" for name in ("stdout", "stderr", "stdin")}
+        self.queue: deque[tuple[str, Any]] = deque()
+        self.rules: dict[type, tuple[_Rule | None, list[tuple[str, Any]]]] = {}
+        self.compared: set[tuple[int, str]] = set()  # names of namespaces, and of classes
         self.called: set[str] = set(_ALWAYS)  # names of attributes that reached code mentions
         self.waiting: dict[str, list[Callable[[], None]]] = {}
         self.names: dict[str, set[str]] = {}
         for path, name in reads.modules if reads is not None else ():
             self.names.setdefault(path, set()).add(name)
 
-    # ---- modules
+    def run(self) -> None:
+        """Look at all that is reached, the nearest first."""
+        while self.queue:
+            path, value = self.queue.popleft()
+            if len(self.look.facts) >= FACTS_MOST:
+                logger.warning("the model holds too much in Python to compare all of it: not from %s on", path)
+                self.queue.clear()
+            else:
+                self.look.facts[path] = self.token(path, value)
+
+    def reach(self, path: str, value: Any) -> None:
+        self.queue.append((path, value))
+
+    def token(self, path: str, value: Any) -> Any:
+        """What stands at a path. What is inside of it is reached."""
+        kind, look = type(value), self.look
+        if kind in _ATOMS:
+            return _frozen(value)
+        if id(value) in self.inside:
+            return ("module", self.inside[id(value)])
+        if issubclass(kind, torch.Tensor):
+            look.tensors.append((path, value))
+            self.notes(path, value)
+            if self.reads is None or path not in self.reads.values:
+                return Same(value)
+            look.asks.append((functools.partial(getattr, value, "_version"), value._version))
+            return (Same(value), value._version)
+        if id(value) in self.seen:
+            return ("as", self.seen[id(value)])
+        self.seen[id(value)] = path
+        look.kept.append(value)
+        if kind not in self.rules:
+            self.rules[kind] = _rule_of(kind), _slots(kind)
+        rule, slots = self.rules[kind]
+        if rule is None:
+            return Same(value)
+        token = rule(self, path, value)
+        self.fields(path, value, None if self.reads is None else self.reads.of(value), slots)
+        return token
+
+    # ---- fields
 
     def module(self, path: str, module: nn.Module) -> None:
-        attributes, prefix = vars(module), f"{path}." if path else ""
+        """A module of the model."""
         self.look.kept.append(module)
         names = self.names.get(path, set())
-        if self.reads is None or "__dict__" in names:
-            _note_size(self.look, attributes)
-            names = {*names, *attributes}
-        for name in sorted(names - (REGISTRIES if self.reads is None else _OTHERWISE)):
-            if name in attributes:
-                self.look.entries.append((attributes, name, attributes[name]))
-                self.value(f"{prefix}{name}", attributes[name])
-            else:
-                self._not_own(f"{prefix}{name}", module, name)
+        self.fields(path, module, None if self.reads is None or "__dict__" in names else names)
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                self.notes(_joined(path, name), tensor)
         self.class_of(type(module))
 
-    def _not_own(self, path: str, module: nn.Module, name: str) -> None:
-        """An attribute that was read and is not the module's own: its class's, one of its tensors or modules, or
-        one that code asked for and was not there."""
-        if any(name in vars(module)[registry] for registry in REGISTRIES):
+    def fields(self, path: str, value: Any, wanted: Set[str] | None, slots: Sequence[tuple[str, Any]] = ()) -> None:
+        """What is in the `__dict__` of an object, and in its slots: what was read of it, or all."""
+        fields, otherwise = getattr(value, "__dict__", None), _ABOUT
+        if isinstance(value, nn.Module):
+            inside = id(value) in self.inside
+            otherwise = _OTHERWISE if inside and self.reads is not None else REGISTRIES
+            for registry in () if inside else map(vars(value).get, REGISTRIES):
+                for name in registry:
+                    self.reach(f"{path}.{name}", registry[name])
+        if isinstance(fields, dict):
+            self.look.classes.add(type(value))
+            if wanted is None and (fields or self.reads is None or not isinstance(value, types.FunctionType)):
+                self.sized(path, fields)
+            for name in sorted((fields.keys() if wanted is None else wanted) - otherwise):
+                if name in fields and not compat.is_torchs(name):
+                    self.entry(_joined(path, name), fields, name)
+                elif name not in fields:
+                    self._not_own(_joined(path, name), value, name)
+        for name, slot in slots:
+            self.look.classes.add(type(value))
+            if wanted is None or name in wanted:
+                held = _in_slot(slot, value)
+                self.reach(f"{path}.{name}", held)
+                if not _is_native(slot.__objclass__):
+                    self.look.asks.append((functools.partial(_in_slot, slot, value), held))
+                    self.undo(f"{path}.{name}", functools.partial(_put_in_slot, slot, value, held))
+
+    def _not_own(self, path: str, value: Any, name: str) -> None:
+        """An attribute that was read and is not in the `__dict__`: the class's, one of a module's tensors or modules,
+        or one that was not there."""
+        if isinstance(value, nn.Module) and any(name in vars(value)[registry] for registry in REGISTRIES):
             return
-        owner = next((cls for cls in type(module).__mro__ if name in vars(cls)), None)
-        if owner is not None and owner.__module__ == nn.Module.__module__:
+        owner = next((cls for cls in type(value).__mro__ if name in vars(cls)), None)
+        if owner is nn.Module:
             return
-        self.look.absent.append((vars(module), name))
+        self.look.entries.append((vars(value), name, ABSENT))
         if owner is None:
             self.look.facts[path] = ABSENT
-        elif not is_library_module(owner.__module__):
-            raw = vars(owner)[name]
-            self.look.facts[path] = ("of its class", Same(raw))
-            self.look.others.append((functools.partial(vars(owner).get, name), raw))
-            if _is_data(raw):
-                self.value(f"{owner.__name__}.{name}", raw)
+        elif not is_library_module(owner.__module__) or type(vars(owner)[name]) in _ATOMS:
+            self._class_attribute(owner, name)
+
+    def notes(self, path: str, tensor: torch.Tensor) -> None:
+        """Attributes that people set on a tensor, as far as reached code names them."""
+        if self.reads is None:
+            self.sized(path, vars(tensor))
+        for name in compat.notes_of(tensor) if vars(tensor) else ():
+            self.when_named(name, functools.partial(self.entry, f"{path}.{name}", vars(tensor), name))
+
+    def entry(self, path: str, mapping: dict[Any, Any], key: Any) -> None:
+        self.look.entries.append((mapping, key, mapping[key]))
+        self.reach(path, mapping[key])
+
+    def sized(self, path: str, mapping: dict[Any, Any]) -> None:
+        """Compare how much it holds, or put all of that back."""
+        kept = dict(dict.items(mapping))  # whatever its class makes of it when it is asked
+        if self.reads is not None:
+            self.look.sized.append(mapping)
+        else:
+            self.undo(path, lambda: put_back_mapping(mapping, kept))
+
+    def undo(self, path: str, put_back: Callable[[], object]) -> None:
+        self.look.undo.append((path, put_back))
+
+    # ---- code
+
+    def when_named(self, name: str, then: Callable[[], None]) -> None:
+        """Do it if reached code mentions a name, or once it does."""
+        if name in self.called:
+            then()
+        else:
+            self.waiting.setdefault(name, []).append(then)
+
+    def calls(self, names: set[str]) -> None:
+        self.look.names |= names
+        for name in names - self.called:
+            self.called.add(name)
+            for then in self.waiting.pop(name, ()):
+                then()
 
     def class_of(self, cls: type) -> None:
-        """Methods and data of a class and its bases, as far as reached code names them."""
-        for base in cls.__mro__:
+        """Methods of a class and its bases, and data, as far as reached code names them."""
+        for base in (*cls.__mro__, *type(cls).__mro__):
             if id(base) in self.seen or is_library_module(base.__module__):
                 continue
             self.seen[id(base)] = base.__name__
             kept = dict(vars(base))
-            self.look.undo.append(functools.partial(put_back_class, base, kept))
-            for name, value in kept.items():
-                wait = functools.partial(self._class_attribute, base, name, value)
-                if name in self.called:
-                    wait()
-                elif not name.startswith("__"):
-                    self.waiting.setdefault(name, []).append(wait)
+            self.undo(base.__name__, functools.partial(put_back_class, base, kept))
+            for name, held in kept.items():
+                then = functools.partial(self._class_attribute, base, name, isinstance(held, _CODE))
+                if not name.startswith("__"):
+                    self.when_named(name, then)
+                elif name in self.called:
+                    then()
 
-    def _class_attribute(self, cls: type, name: str, value: Any) -> None:
-        path = f"{cls.__name__}.{name}"
-        inner = getattr(value, "__func__", getattr(value, "fget", value))
-        if isinstance(inner, (types.FunctionType, _CACHE)):
-            self.value(path, inner)
-        elif _is_data(value):
-            self.look.others.append((functools.partial(vars(cls).get, name), value))
-            self.value(path, value)
+    def _class_attribute(self, cls: type, name: str, is_code: bool = False) -> None:
+        if not is_code and (id(cls), name) not in self.compared:
+            self.compared.add((id(cls), name))
+            self.look.asks.append((functools.partial(vars(cls).get, name), vars(cls)[name]))
+        self.reach(f"{cls.__name__}.{name}", vars(cls)[name])
 
-    def _calls(self, names: set[str]) -> None:
-        self.look.names |= names
-        for name in names - self.called:
-            self.called.add(name)
-            for wait in self.waiting.pop(name, ()):
-                wait()
-
-    # ---- values
-
-    def value(self, path: str, value: Any) -> None:
-        look = self.look
-        if len(look.facts) >= FACTS_MOST:
-            if not look.is_cut:
-                logger.warning("the model holds too much in Python to compare all of it: not from %s on", path)
-            look.is_cut = True
-            return
-        if isinstance(value, _ATOMS):
-            look.facts[path] = (type(value), repr(value) if isinstance(value, (float, complex, slice)) else value)
-            return
-        if isinstance(value, torch.Tensor):
-            look.facts[path] = Same(value)
-            look.tensors.append((path, value))
-            if self.reads is not None and path in self.reads.values:
-                look.facts[path] = (Same(value), value._version)
-                look.versions.append((value, value._version))
-            return
-        if id(value) in self.inside:
-            look.facts[path] = ("module", self.inside[id(value)])
-            return
-        if id(value) in self.seen:
-            look.facts[path] = ("as", self.seen[id(value)])
-            return
-        self.seen[id(value)] = path
-        look.kept.append(value)
-        if not (self._container(path, value) or self._function(path, value) or self.stream(path, value)):
-            self._object(path, value)
-
-    def _container(self, path: str, value: Any) -> bool:
-        facts = self.look.facts
-        if isinstance(value, dict):
-            facts[path] = (type(value), tuple(map(_key, dict.keys(value))))
-            _note_size(self.look, value)
-            for key, item in _items(value).items():
-                self.look.entries.append((value, key, item))
-                self.value(f"{path}[{key!r}]", item)
-        elif isinstance(value, (list, collections.deque, tuple)):
-            facts[path] = (type(value), len(value))
-            if not isinstance(value, tuple):
-                self.sequence(value)
-            for i, item in enumerate(tuple(value)):
-                self.value(f"{path}[{i}]", item)
-        elif isinstance(value, (set, frozenset)):
-            facts[path] = (type(value), frozenset(map(_key, value)))
-            if isinstance(value, set):
-                self.sequence(value)
-        elif isinstance(value, (bytearray, memoryview)):
-            facts[path] = (type(value), bytes(value))
-        else:
-            return False
-        if type(value).__module__ not in ("builtins", "collections") and hasattr(value, "__dict__"):
-            self._fields(path, value)
-        return True
-
-    def _function(self, path: str, value: Any) -> bool:
-        facts = self.look.facts
-        if isinstance(value, types.FunctionType):
-            facts[path] = Same(value)
-            if is_library(value.__code__.co_filename):
-                self._calls({value.__name__})  # whatever the model calls it
-            else:
-                self._function_state(value)
-        elif isinstance(value, types.BuiltinFunctionType) and is_library_module(value.__module__ or ""):
-            facts[path] = Same(value)
-            self._calls({value.__name__})
-        elif isinstance(value, types.BuiltinMethodType) and not isinstance(value.__self__, (type, types.ModuleType)):
-            facts[path] = ("method", value.__name__)
-            self.value(f"{path}.__self__", value.__self__)
-        elif isinstance(value, types.MethodType):
-            facts[path] = ("method", Same(value.__func__))
-            self.value(f"{path}.__self__", value.__self__)
-            self.value(path + ".__func__", value.__func__)
-        elif isinstance(value, functools.partial):
-            facts[path] = (functools.partial,)
-            self.value(f"{path}.func", value.func)
-            self.value(f"{path}.args", value.args)
-            self.value(f"{path}.keywords", value.keywords)
-        elif isinstance(value, _CACHE):
-            facts[path] = Same(value)
-            # results that the trace left in a cache are no tensors
-            size = value.cache_info().currsize
-            self.look.undo.append(lambda: value.cache_clear() if value.cache_info().currsize != size else None)
-            self.value(f"{path}.__wrapped__", value.__wrapped__)
-        else:
-            return False
-        return True
-
-    def _function_state(self, function: types.FunctionType) -> None:
-        of = f"{function.__qualname__}'s"
-        code, namespace = function.__code__, function.__globals__
+    def function(self, function: types.FunctionType) -> None:
+        """What a function holds, and what a person's code names."""
+        of, code, namespace = f"{function.__qualname__}'s", function.__code__, function.__globals__
+        library = is_library(code.co_filename)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-            try:
-                held = cell.cell_contents
-            except ValueError:
-                continue
+            held = _in_slot(_CELL, cell)
             if name != "__class__":
-                self.look.undo.append(functools.partial(setattr, cell, "cell_contents", held))
-                self.look.others.append((functools.partial(getattr, cell, "cell_contents", None), held))
-                self.value(f"{of} {name}", held)
+                self.reach(f"{of} {name}", held)
+                if not library:
+                    self.look.asks.append((functools.partial(_in_slot, _CELL, cell), held))
+                    self.undo(f"{of} {name}", functools.partial(_put_in_slot, _CELL, cell, held))
         for name, held in defaults_of(function).items():
-            self.value(f"{of} {name}", held)
-        if vars(function):
-            self._fields(function.__qualname__, function)
+            self.reach(f"{of} {name}", held)
+        if library:
+            self.calls({function.__name__})  # whatever the model calls it
+            return
         names = names_of(code)
-        # no code can say `@name`: instruments write such globals beside a person's (pytest, to explain an assert)
-        for name in sorted(name for name in names & namespace.keys() if name.isidentifier()):
-            held = namespace[name]
-            if isinstance(held, types.ModuleType):
-                if not is_library_module(held.__name__):
-                    for inner in sorted(names & vars(held).keys()):
-                        self._global(f"{of} {name}.{inner}", vars(held), inner)
-            else:
-                self._global(f"{of} {name}", namespace, name)
-        self._calls(names)
+        for name in sorted(names):
+            # no code can say `@name`: instruments write such globals beside a person's (pytest, to explain an assert)
+            if name in namespace and name.isidentifier():
+                self._global(f"{of} {name}", namespace, name, names)
+            for imported in (name, f"{namespace.get('__package__')}.{name}"):
+                self._of_module(imported, sys.modules.get(imported), names)
+        self.calls(names)
 
-    def _global(self, path: str, namespace: dict[str, Any], name: str) -> None:
+    def _global(self, path: str, namespace: dict[str, Any], name: str, names: set[str]) -> None:
         held = namespace[name]
-        if isinstance(held, type):
-            if not is_library_module(held.__module__) and not issubclass(held, enum.Enum):
-                self.class_of(held)
-        elif _is_data(held) or isinstance(held, (types.FunctionType, types.BuiltinFunctionType, functools.partial)):
-            self.look.undo.append(lambda: namespace.__setitem__(name, held))
-            self.look.entries.append((namespace, name, held))
-            self.value(path, held)
+        if isinstance(held, types.ModuleType):
+            self._of_module(path, held, names)
+        elif (id(namespace), name) not in self.compared:
+            self.compared.add((id(namespace), name))
+            if not (isinstance(held, type) and is_library_module(held.__module__)):
+                self.undo(path, lambda: namespace.__setitem__(name, held))
+                self.entry(path, namespace, name)
 
-    # ---- other objects
+    def _of_module(self, path: str, module: Any, names: set[str]) -> None:
+        """Globals of a module that code names; of torch and of Python's own library its constants alone."""
+        if isinstance(module, types.ModuleType):
+            library = is_library_module(module.__name__)
+            for name in sorted(names & vars(module).keys()):
+                held = vars(module)[name]
+                other = isinstance(held, types.ModuleType) and not held.__name__.startswith(f"{module.__name__}.")
+                if type(held) in _ATOMS or not (library or other):
+                    self._global(f"{path}.{name}", vars(module), name, names)
 
-    def _object(self, path: str, value: Any) -> None:
-        kind = type(value)
-        if isinstance(value, type) and not (is_library_module(value.__module__) or issubclass(value, enum.Enum)):
-            self.look.facts[path] = Same(value)
-            del self.seen[id(value)]  # its methods are still to be looked at
-            self.class_of(value)
-        elif isinstance(value, nn.Module) or not (
-            is_library_module(kind.__module__) and kind is not types.SimpleNamespace
-        ):
-            self.look.facts[path] = ("an object", kind)
-            self._fields(path, value)
-            if not isinstance(value, type):
-                self.class_of(kind)
-        else:
-            self.look.facts[path] = Same(value)
-
-    def _fields(self, path: str, value: Any) -> None:
-        wanted = None if self.reads is None else self.reads.of(value)
-        self.look.classes.add(type(value))
-        fields = getattr(value, "__dict__", None)
-        if isinstance(fields, dict):
-            if wanted is None:
-                _note_size(self.look, fields)
-            for name in [name for name in fields if wanted is None or name in wanted]:
-                if isinstance(value, nn.Module) and name in REGISTRIES:
-                    for key, item in fields[name].items():
-                        self.value(f"{path}.{key}", item)
-                    continue
-                self.look.entries.append((fields, name, fields[name]))
-                self.value(f"{path}.{name}", fields[name])
-            self.look.absent += [(fields, name) for name in wanted or () if name not in fields]
-        for cls in type(value).__mro__:
-            slots = vars(cls).get("__slots__", ())
-            for name in (slots,) if isinstance(slots, str) else slots:
-                included = name not in ("__dict__", "__weakref__") and (wanted is None or name in wanted)
-                if included and hasattr(value, name):
-                    item = getattr(value, name)
-                    self.value(f"{path}.{name}", item)
-                    self.look.others.append((functools.partial(getattr, value, name, None), item))
-                    self.look.undo.append(functools.partial(put_back_attribute, value, name, item))
+    def settings(self) -> None:
+        """What the process is set to, as far as operators or reached code ask for it."""
+        for name, ask in compat.SETTINGS.items():
+            if name in self.look.names | compat.SETTINGS_AT_WORK:
+                self.look.facts[f"torch.{name}()"] = answer = ask()
+                self.look.equals.append((ask, answer))
+        if self.look.names & {"environ", "getenv"}:
+            self.reach("os.environ", vars(os.environ)["_data"])
+        if self.look.names & {"decimal", "Decimal", "getcontext", "localcontext"}:
+            self.look.asks.append((decimal.getcontext, decimal.getcontext()))
+            self.reach("decimal.getcontext()", decimal.getcontext())
+        self.run()
 
 
-def _note_size(look: Look, value: dict[Any, Any]) -> None:
-    kept = _items(value)
-    look.sized.append(value)
-    look.undo.append(lambda: put_back_mapping(value, kept))
+# ---- how an object is looked into: a rule gives its token, and reaches what is inside and is no field
+
+_Rule = Callable[[_Walk, str, Any], Any]
 
 
-def _key(key: Any) -> Any:
-    return (type(key), key) if isinstance(key, _ATOMS) else Same(key)
+def _rule_of(kind: type) -> _Rule | None:
+    """How objects of a class are looked into; None where they are the same as long as they are the same object."""
+    if issubclass(kind, type):
+        return _class
+    if issubclass(kind, enum.Enum):
+        return None if is_library_module(kind.__module__) else lambda walk, path, value: Same(value)
+    names = [f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__]
+    if names[0].startswith(_OPAQUE_MODULES) or not _OPAQUE.isdisjoint(names):
+        return None
+    rule = next((_RULES[name] for name in names if name in _RULES), None)
+    return rule or (_object if _native(kind) is object else _pickled)
 
 
-def _of_numpy() -> tuple[type, ...]:
-    """What of numpy is state, where it is imported."""
-    numpy = sys.modules.get("numpy")
-    return () if numpy is None else (numpy.ndarray, numpy.random.Generator, numpy.random.RandomState)
+def _native(kind: type) -> type:
+    """The class written in C that a class is or derives from, whose objects may hold what is no field."""
+    return next(base for base in kind.__mro__ if _is_native(base))
 
 
-def _items(value: dict[Any, Any]) -> dict[Any, Any]:
-    """What a dictionary holds, whatever its class makes of it when it is asked."""
-    return dict(dict.items(value))
+def _is_native(cls: type) -> bool:
+    new, heap, immutable = cls.__new__, cls.__flags__ & 1 << 9, cls.__flags__ & 1 << 8  # Py_TPFLAGS_*
+    return not heap or bool(immutable) or (isinstance(new, types.BuiltinFunctionType) and new.__self__ is cls)
 
 
-def _is_data(value: Any) -> bool:
-    """Whether a global or a class attribute may be state: not what code is made of."""
-    if isinstance(value, (*_ATOMS, *_STATE, *_of_numpy())) or is_stream(value):
-        return True
-    code = (type, types.FunctionType, property, staticmethod, classmethod)
-    return not is_library_module(type(value).__module__) and not isinstance(value, code)
+def _slots(kind: type) -> list[tuple[str, Any]]:
+    members = [member for base in kind.__mro__ for member in vars(base).items() if member[0] not in _ABOUT]
+    return [member for member in members if isinstance(member[1], types.MemberDescriptorType)]
+
+
+def _in_slot(slot: Any, value: Any) -> Any:
+    try:
+        return slot.__get__(value)
+    except (AttributeError, ValueError):  # there is nothing: a cell says ValueError
+        return ABSENT
+
+
+def _put_in_slot(slot: Any, value: Any, held: Any) -> None:
+    if _in_slot(slot, value) is not held:
+        slot.__delete__(value) if held is ABSENT else slot.__set__(value, held)
+
+
+_CELL: Any = types.CellType.cell_contents
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _object(walk: _Walk, path: str, value: Any) -> Any:
+    """An object that is its fields alone."""
+    walk.class_of(type(value))
+    return Same(value) if type(value) is object else ("an object", type(value))
+
+
+def _class(walk: _Walk, path: str, value: Any) -> Any:
+    del walk.seen[id(value)]  # its methods are still to be looked at
+    walk.class_of(value)
+    if issubclass(value, enum.Enum) and not is_library_module(value.__module__):
+        for name, member in value.__members__.items():
+            walk.reach(f"{value.__name__}.{name}", member)
+    return Same(value)
+
+
+def _function(walk: _Walk, path: str, value: Any) -> Any:
+    walk.function(value)
+    return Same(value)
+
+
+def _builtin(walk: _Walk, path: str, value: Any) -> Any:
+    owner = value.__self__
+    if owner is None or isinstance(owner, (type, types.ModuleType)):
+        walk.calls({value.__name__})
+        return Same(value)
+    walk.reach(f"{path}.__self__", owner)
+    return ("method", value.__name__)
+
+
+def _cache(walk: _Walk, path: str, value: Any) -> Any:
+    size = value.cache_info().currsize
+    # results that the trace left in a cache are no tensors
+    walk.undo(path, lambda: value.cache_clear() if value.cache_info().currsize != size else None)
+    return Same(value)
+
+
+def _mapping(walk: _Walk, path: str, value: Any) -> Any:
+    items = dict(dict.items(value))
+    walk.sized(path, value)
+    for i, (key, item) in enumerate(items.items()):
+        walk.look.entries.append((value, key, item))
+        walk.reach(f"{path}[{key!r}]" if type(key) in _ATOMS else f"{path}.values()[{i}]", item)
+        if type(key) not in _ATOMS:
+            walk.reach(f"{path}.keys()[{i}]", key)
+    return (type(value), tuple(map(_frozen, items)))
+
+
+def _elements(walk: _Walk, path: str, value: Any) -> Any:
+    kept, is_set = tuple(value), isinstance(value, (set, frozenset))
+    if not isinstance(value, (tuple, frozenset)):
+        walk.look.sequences.append((value, kept))
+        walk.undo(path, lambda: put_back_sequence(value, kept))
+    for i, item in enumerate(kept):
+        if not is_set:
+            walk.reach(f"{path}[{i}]", item)
+        elif type(item) not in _ATOMS:
+            walk.reach(f"{path}.{type(item).__name__} at {id(item):x}", item)
+    return (type(value), len(kept), frozenset(map(_frozen, kept)) if is_set else None)
+
+
+def _pickled(walk: _Walk, path: str, value: Any) -> Any:
+    """An object as pickle sees it."""
+    kind, native = type(value), _native(type(value))
+    walk.class_of(kind)
+    if walk.reads is None and not is_library_module(native.__module__):
+        return Same(value)  # it may be large: it is looked into where it was read
+    getattr(value, "__dict__", None)  # made where it is asked for, and then pickle sees it
+    parts = _reduced(value)
+    if parts is None and walk.reads is not None:
+        raise CaptureError(
+            f"forward reads {path}, a {kind.__module__}.{kind.__qualname__}, which may change from one call to the "
+            f"next, and nothing tells whether it did: it has no pickled form. Pass in what forward reads of it as an "
+            f"input or a number, or leave it out of forward"
+        )
+    if parts is None or isinstance(parts, str):
+        return Same(value)
+    drawn = hasattr(native, "__next__") and native.__module__ in ("builtins", "itertools")
+    return _seen(_reduced, _put_back_pickled, ".__reduce__()", drawn=drawn)(walk, path, value)
+
+
+def _reduced(value: Any) -> Any:
+    """What pickle makes of an object, with its items read; None where it has no pickled form."""
+    reducer = copyreg.dispatch_table.get(type(value))
+    try:
+        parts = value.__reduce_ex__(4) if reducer is None else reducer(value)
+        return parts if isinstance(parts, str) else (*parts[:3], *(tuple(part or ()) for part in parts[3:5]))
+    except Exception:  # of any class: it is refused by name where forward read it
+        return None
+
+
+def _put_back_pickled(value: Any, parts: Any) -> None:
+    made, args, state = (*parts, None)[:3]
+    if hasattr(value, "__array_interface__") or hasattr(value, "typecode"):  # memory stays where it is
+        kept = made(*args)
+        if state is not None and hasattr(kept, "__setstate__"):
+            kept.__setstate__(state)
+        value[... if hasattr(value, "shape") else slice(None)] = kept
+    elif hasattr(value, "__setstate__"):
+        value.__setstate__(*(args[-1] if state is None else (state,)))  # that of ctypes is its last argument
+    elif made is type(value):
+        value.__init__(*args)
+    else:
+        raise TypeError(f"a {type(value).__name__} has no __setstate__")
+
+
+def _frozen(value: Any, leaf: Callable[[Any], Any] = type, depth: int = 6) -> Any:
+    """The constants that a value holds, in its containers too, and of other objects what `leaf` makes of them."""
+    kind = type(value)
+    if kind in _ATOMS:
+        return (kind, repr(value) if kind in (float, complex) else value)
+    if isinstance(value, dict) and depth:
+        items = dict.items(value)
+        return (kind, tuple((_frozen(key, leaf, 0), _frozen(item, leaf, depth - 1)) for key, item in items))
+    if isinstance(value, (tuple, list)) and depth:
+        return (kind, tuple(_frozen(item, leaf, depth - 1) for item in value))
+    return (kind, value.tobytes()) if hasattr(kind, "tobytes") else leaf(value)
+
+
+def _seen(
+    see: Callable[[Any], Any],
+    put: Callable[[Any, Any], object] | None = None,
+    suffix: str = "",
+    *,
+    drawn: bool = False,
+) -> _Rule:
+    """What shows by a function what it holds; it may make that anew each time. With a suffix that is looked into."""
+
+    def rule(walk: _Walk, path: str, value: Any) -> Any:
+        held = see(value)
+        token, same = (type(value), _frozen(held)), _frozen(held, Same)
+        if suffix:
+            walk.reach(path + suffix, held)
+        if not drawn:  # what is drawn goes on outside of the model
+            walk.look.equals.append((lambda: _frozen(see(value), Same), same))
+        if put is not None:
+            walk.undo(path, lambda: _frozen(see(value), Same) == same or put(value, held))
+        return Drawn(token) if drawn else token
+
+    return rule
+
+
+_referent = _seen(lambda value: gc.get_referents(value)[0], suffix=".mapping")
+_proxied = _seen(lambda value: value.__reduce__.__self__, suffix="()")
+
+_RULES: dict[str, _Rule] = {
+    "builtins.dict": _mapping,
+    "builtins.list": _elements,
+    "builtins.tuple": _elements,
+    "builtins.set": _elements,
+    "builtins.frozenset": _elements,
+    "collections.deque": _elements,
+    "builtins.function": _function,
+    "builtins.builtin_function_or_method": _builtin,
+    "functools._lru_cache_wrapper": _cache,
+    # what is its slots, or its `__dict__`
+    "builtins.method": _object,
+    "builtins.property": _object,
+    "builtins.staticmethod": _object,
+    "builtins.classmethod": _object,
+    "functools.partial": _object,
+    "types.SimpleNamespace": _object,
+    "_thread._local": _object,
+    # what lets its memory be read
+    "mmap.mmap": _seen(lambda value: value[:], lambda value, kept: value.__setitem__(slice(None), kept)),
+    "builtins.memoryview": _seen(
+        lambda value: value.tobytes(), lambda value, kept: value.cast("B").__setitem__(slice(None), kept)
+    ),
+    # what leads to another object
+    "weakref.ReferenceType": _seen(weakref.ref.__call__, suffix="()"),
+    "weakref.ProxyType": _proxied,
+    "weakref.CallableProxyType": _proxied,
+    "builtins.mappingproxy": _referent,
+    "builtins.dict_keys": _referent,
+    "builtins.dict_values": _referent,
+    "builtins.dict_items": _referent,
+    "_contextvars.ContextVar": _seen(
+        lambda value: value.get(ABSENT), lambda value, held: held is ABSENT or value.set(held), ".get()"
+    ),
+    # what gives something else each time
+    "random.SystemRandom": _pickled,  # it has none
+    "random.Random": _seen(random.Random.getstate, random.Random.setstate, drawn=True),
+    "numpy.random._generator.Generator": _seen(
+        lambda value: value.bit_generator.state,
+        lambda value, state: setattr(value.bit_generator, "state", state),
+        drawn=True,
+    ),
+    "numpy.random.mtrand.RandomState": _seen(
+        lambda value: value.get_state(), lambda value, state: value.set_state(state), drawn=True
+    ),
+    "torch._C.Generator": _seen(
+        lambda value: value.get_state().numpy(),
+        lambda value, state: value.set_state(torch.from_numpy(state)),
+        drawn=True,
+    ),
+    "builtins.generator": _seen(
+        lambda value: (value.gi_frame and value.gi_frame.f_lasti, value.gi_frame and dict(value.gi_frame.f_locals)),
+        suffix=".gi_frame",
+        drawn=True,
+    ),
+}
+"""How objects of a class are looked into, by the name of the class or of a base."""
+
+_OPAQUE = frozenset({
+    # code, and what describes it
+    "builtins.module", "builtins.code", "builtins.frame", "builtins.traceback", "builtins.getset_descriptor",
+    "builtins.member_descriptor", "builtins.method_descriptor", "builtins.wrapper_descriptor",
+    "builtins.classmethod_descriptor", "_ctypes.CField", "types.GenericAlias", "types.UnionType",
+    "re.Pattern", "re.Match", "pathlib.PurePath", "inspect.Signature",
+    # what only synchronizes
+    "_thread.lock", "_thread.RLock", "_multiprocessing.SemLock",
+    # what only takes notes
+    "logging.Logger", "logging.LoggerAdapter", "logging.Handler", "torch.utils.tensorboard.writer.SummaryWriter",
+    # of torch and numpy: what a tensor stands for, and what never changes
+    "torch.storage.UntypedStorage", "torch.finfo", "torch.iinfo", "numpy.dtype", "numpy.ufunc",
+})  # fmt: skip
+"""Classes whose objects hold nothing that forward could read anew."""
+
+_OPAQUE_MODULES = ("typing.", "autopar.", "tokenizers.", "torch._C.", "torch._ops.", "torch._dynamo.", "torch.fx.")
