@@ -786,7 +786,7 @@ def test_what_forward_counts_is_refused_and_put_back_whatever_holds_it(name: str
 UNSEEN: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "_queue.SimpleQueue": (lambda: _queued(1.0, queue.SimpleQueue), lambda held: held.qsize()),
     "LP_c_double": (lambda: ctypes.pointer(ctypes.c_double(1.0)), lambda held: held.contents.value),
-    "_io.TextIOWrapper": (lambda: open(__file__), lambda held: len(held.readline())),  # noqa: SIM115
+    "_io.TextIOWrapper": (lambda: open(__file__), lambda held: 1.0 + held.closed),  # noqa: SIM115
     "SystemRandom": (lambda: random.SystemRandom(), lambda held: 1.0 + (held.random() > 2)),
     "_contextvars.Context": (contextvars.copy_context, lambda held: 1.0 + len(held)),
 }
@@ -928,33 +928,45 @@ def hooked(place: Callable[[nn.Module], Any]) -> nn.Module:
     return model
 
 
-HOOKS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
-    "full backward": (lambda m: m.layer.register_full_backward_hook(lambda *a: None), "layer has backward hooks"),
-    "full backward of the root": (lambda m: m.register_full_backward_hook(lambda *a: None), "Base has backward hooks"),
-    "before backward": (lambda m: m.layer.register_full_backward_pre_hook(lambda *a: None), "has backward hooks"),
-    "a gradient": (lambda m: m.layer.bias.register_hook(lambda g: 2 * g), "layer.bias has a hook on the gradient"),
-    "an accumulated one": (
-        lambda m: m.layer.bias.register_post_accumulate_grad_hook(lambda p: None), "layer.bias has a hook"
+HOOKS: dict[str, Callable[[nn.Module], Any]] = {
+    "forward": lambda m: m.layer.register_forward_hook(lambda module, args, out: 2 * out),
+    "before forward": lambda m: m.layer.register_forward_pre_hook(lambda module, args: (2 * args[0],)),
+    "full backward": lambda m: m.layer.register_full_backward_hook(
+        lambda m, into, out: (None if into[0] is None else 2 * into[0],)
     ),
-}  # fmt: skip
+    "full backward of the root": lambda m: m.register_full_backward_hook(lambda *a: None),
+    "before backward": lambda m: m.layer.register_full_backward_pre_hook(lambda m, out: (3 * out[0],)),
+}
 
 
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 @pytest.mark.parametrize("where", HOOKS)
-def test_hooks_on_gradients_are_refused_by_name(where: str) -> None:
-    place, message = HOOKS[where]
-    assert message in refusal(hooked(place))
+def test_hooks_run(mesh: DeviceMesh, where: str) -> None:
+    assert_equal(hooked(HOOKS[where]), mesh)
 
 
-@pytest.mark.parametrize("call", ["register_hook", "retain_grad", "register_post_accumulate_grad_hook"])
-def test_hooks_that_forward_sets_are_refused_with_their_line(call: str) -> None:
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+def test_global_hooks_run(mesh: DeviceMesh) -> None:
+    handle = nn.modules.module.register_module_full_backward_hook(lambda m, into, out: None)
+    try:
+        assert_equal(Base(), mesh)
+    finally:
+        handle.remove()
+
+
+def test_a_hook_on_what_is_accumulated_is_refused_by_name() -> None:
+    message = refusal(hooked(lambda m: m.layer.bias.register_post_accumulate_grad_hook(lambda p: None)))
+    assert "layer.bias has a hook that runs once its gradient is accumulated" in message
+
+
+def test_a_hook_that_each_call_adds_is_refused() -> None:
     class Hooks(Base):
         def beside(self, h: torch.Tensor) -> torch.Tensor:
-            target = self.layer.weight if call == "register_post_accumulate_grad_hook" else h
-            getattr(target, call)(*([] if call == "retain_grad" else [lambda g: None]))
+            self.layer.weight.register_hook(lambda g: 2 * g)
             return h
 
     message = refusal(Hooks())
-    assert f"forward calls {call}()" in message and "test_state.py" in message
+    assert "gradient layer.weight is another" in message and "from one call for the next" in message
 
 
 def test_asking_for_inference_mode_is_refused_and_for_gradients_is_not(mesh: DeviceMesh) -> None:
@@ -1067,7 +1079,7 @@ def test_what_a_backward_keeps_is_refused_by_name() -> None:
             return Counts.apply(h)  # type: ignore[no-any-return]
 
     message = refusal(Model())
-    assert "the backward of an autograd function keeps" in message and "calls[0]" in message
+    assert "from one call for the next" in message and "calls[0]" in message
     assert calls == [0]
 
 
@@ -1081,19 +1093,6 @@ def test_state_of_a_class_that_is_closed_over_is_refused_by_name() -> None:
             return h * Kept.calls
 
     assert "Kept.calls" in refusal(Model())
-
-
-BY_FUNC = (torch.func.grad, torch.func.jacrev, lambda f: torch.func.vmap(torch.func.grad(f)))
-
-
-@pytest.mark.parametrize("transform", BY_FUNC)
-def test_derivatives_by_torch_func_are_refused_with_their_line(transform: Callable[..., Any]) -> None:
-    class Differentiates(Base):
-        def beside(self, h: torch.Tensor) -> torch.Tensor:
-            return transform(lambda row: self.layer(row).sin().sum())(h)
-
-    message = refusal(Differentiates())
-    assert "forward differentiates by torch.func" in message and "test_state.py" in message
 
 
 def test_packed_sequences_are_refused_with_their_line() -> None:
@@ -1120,28 +1119,6 @@ class _Sine(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         return gradient * ctx.saved_tensors[0].cos()
-
-
-def test_an_autograd_function_within_vmap_is_refused_by_name() -> None:
-    class Batched(Base):
-        def beside(self, h: torch.Tensor) -> torch.Tensor:
-            return torch.func.vmap(_Sine.apply)(h)
-
-    message = refusal(Batched())
-    assert "_Sine, an autograd.Function, is called within a transform of torch.func" in message
-    assert "test_state.py" in message
-
-
-def test_a_global_backward_hook_is_refused() -> None:
-    handle = nn.modules.module.register_module_full_backward_hook(lambda *a: None)
-    try:
-        assert "backward hooks for all modules" in refusal(Base())
-    finally:
-        handle.remove()
-
-
-def test_forward_hooks_run(mesh: DeviceMesh) -> None:
-    assert_equal(hooked(lambda m: m.layer.register_forward_hook(lambda module, args, out: 2 * out)), mesh)
 
 
 # ------------------------------------------------------------------------------------- tensors that are not the model's
@@ -1362,7 +1339,6 @@ def test_what_forward_does_not_read_is_not_looked_at(mesh: DeviceMesh, caplog: p
 
 
 LATER: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "a backward hook": (lambda m: m.layer.register_full_backward_hook(lambda *a: None), "layer has backward hooks"),
     "a hook that collects": (
         lambda m: m.layer.register_forward_hook(lambda module, args, out, seen=[]: seen.append(out)), "from one call"
     ),
