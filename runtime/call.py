@@ -53,7 +53,9 @@ def _prepared(state: State, inputs: Inputs) -> _Call:
     differentiable: list[torch.Tensor] = []
     sources: list[ProgramInput] = []
     for i in state.inputs:
-        if i.role == "input":
+        if i.role == "buffer" and i.name not in state.read:
+            source = local = state.nothing  # it may be the user's own, of another shape by now
+        elif i.role == "input":
             source = bound[i.target]
             local = _local_input(state, i, source)
             _refuse_buffer(state, i, source)
@@ -61,7 +63,7 @@ def _prepared(state: State, inputs: Inputs) -> _Call:
             source = local = state.constants[i.target]
             local = local_slice(local, i.layout, state.program.mesh, state.coordinate)
         else:
-            source = state.refuse_replaced(i.target)
+            source = state.value(i.target)
             local = state.padded(local_tensor(source), i) if isinstance(source, DTensor) else source.detach()
             if i.role == "buffer":
                 local = local_slice(local, i.layout, state.program.mesh, state.coordinate)

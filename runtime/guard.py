@@ -32,7 +32,6 @@ class Guard:
         registries = [compat.hook_registries(module) for module in self.modules.values()]
         self.forward = tuple(hooks for both in registries for hooks in both[:2])
         self.backward = tuple(hooks for both in registries for hooks in both[2:])
-        self.children = {path: dict(m._modules) for path, m in self.modules.items() if m._modules}
         self.changed: list[str] = []
         """What differed when it was last seen not to hold."""
         seen = self._look()
@@ -43,7 +42,13 @@ class Guard:
         """Whether all is as it was. Raises ValueError for what no program could serve."""
         if self._is_untouched():
             return True
-        self._check()
+        check_hooks(self.model)
+        for registry, name, path in self.unregistered:
+            if name in registry:
+                raise ValueError(
+                    f"{path} was registered after parallelize, and forward looks for it: register it first, and "
+                    f"parallelize the model then"
+                )
         now = self._look()
         # generators go on outside of the model: capture saw that forward does not use them
         self.changed = Look(facts=self.facts).differs(now, lambda a, b: isinstance(a, Drawn) and isinstance(b, Drawn))
@@ -56,6 +61,7 @@ class Guard:
         return (
             all(map(is_, map(dict.get, self.dicts, self.keys), self.values))
             and not any(map(dict.__contains__, self.absent, self.absent_keys))
+            and not any(name in registry for registry, name, _ in self.unregistered)
             and not any(map(len, self.backward))
             and list(map(len, self.sized)) == self.sizes
             and all(len(now) == len(then) and all(map(is_, now, then)) for now, then in self.sequences)
@@ -63,18 +69,6 @@ class Guard:
             and all(tensor._version == version for tensor, version in self.versions)
             and all(array.tobytes() == kept for array, kept in self.arrays)
         )
-
-    def _check(self) -> None:
-        check_hooks(self.model)
-        for path, children in self.children.items():
-            now = self.modules[path]._modules
-            for name in {**children, **now}:
-                if children.get(name) is not now.get(name):
-                    where = f"{path}.{name}" if path else name
-                    raise ValueError(
-                        f"module {where} was replaced, added or removed after parallelize: the program has the "
-                        f"parameters of the model as it was. Change the model first, and parallelize it then"
-                    )
 
     def _look(self) -> Look:
         return look(self.modules, {**self.roots, **self._hooked()}, self.reads)
@@ -90,14 +84,19 @@ class Guard:
     def _arm(self, seen: Look) -> None:
         entries = [*seen.entries]
         entries += [(hooks, key, value) for hooks in self.forward for key, value in hooks.items()]
-        registries = [self.modules[path]._modules for path in self.children]
-        entries += [(children, key, value) for children in registries for key, value in children.items()]
         self.dicts = tuple(mapping for mapping, _, _ in entries)
         self.keys = tuple(key for _, key, _ in entries)
         self.values = tuple(value for _, _, value in entries)
         self.absent = tuple(mapping for mapping, _ in seen.absent)
         self.absent_keys = tuple(key for _, key in seen.absent)
-        self.sized = (*seen.sized, *self.forward, *registries)
+        paths = {id(vars(module)): (path, module) for path, module in self.modules.items()}
+        looked_for = [(*paths[id(attributes)], name) for attributes, name in seen.absent if id(attributes) in paths]
+        self.unregistered = [
+            (registry, name, f"{path}.{name}" if path else name)
+            for path, module, name in looked_for
+            for registry in (module._parameters, module._buffers, module._modules)
+        ]
+        self.sized = (*seen.sized, *self.forward)
         self.sizes = list(map(len, self.sized))
         self.sequences = tuple(seen.sequences)
         self.others = tuple(again for again, _ in seen.others)

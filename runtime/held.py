@@ -38,6 +38,7 @@ from .execute import Executable, compile
 from .handshake import Handshake
 from .observed import Observed
 from .placements import contiguous_stride, is_replicated, is_strided, local_slice, mismatch, placements_of, unpadded
+from .registered import Registered
 from .shared import Shared
 
 
@@ -116,7 +117,7 @@ class Parts:
     rest: Executable
 
 
-OF_ALL_PROGRAMS = ("at_rest", "whole_outputs", "holds", "shells", "owners", "aliases", "mirrors", "pending", "observed")
+OF_ALL_PROGRAMS = ("at_rest", "whole_outputs", "holds", "registered", "mirrors", "pending", "observed")
 """What the programs of a module have in common."""
 
 
@@ -130,9 +131,13 @@ class State:
         self.captured, self.program, self.plan, self.mesh = captured, program, plan, mesh
         self.coordinate = coordinate_of(mesh)
         self.device = device_of(mesh)
+        self.nothing = torch.empty(0, device=self.device)
         self.groups = process_groups(mesh)
         self.executable = compile(program, self.groups, device=self.device)
         self.inputs = tuple(i for i in program.inputs if i.role not in ("tangent", "seed"))
+        nodes = (*program.forward, *program.backward)
+        self.read = {*(name for node in nodes for name in node.inputs), *(o.name for o in program.outputs)}
+        """Names of values that the program reads or returns."""
         self.seeds = sum(i.role == "seed" for i in program.inputs)
         order = [i.role for i in program.inputs if i.role != "tangent"]
         assert order[len(self.inputs) :] == ["seed"] * self.seeds, "seeds stand last"
@@ -151,11 +156,8 @@ class State:
         self.mutations = tuple((i, o) for i, o in written if o.name is not None)
         self.at_rest = {i.target: i.layout for i in self.inputs if i.role == "parameter"}
         self.constants = {name: t.detach().to(self.device) for name, t in captured.constants.items()}
-        self.owners: dict[str, tuple[dict[str, Any], str]] = {}
-        self.aliases: dict[str, list[str]] = {}
+        self.registered = Registered()
         self.mirrors: dict[int, nn.Module] = {}
-        self.shells: dict[str, tuple[DTensor, int]] = {}
-        """Parameters as they were seen first, with what `.data = ...` replaces of them."""
         self.called = False
         self.whole_outputs = False
         """Whether the caller gets split outputs gathered, as plain tensors."""
@@ -179,15 +181,11 @@ class State:
 
     def own(self, parallel: nn.Module) -> None:
         """Find where each name of a parameter or buffer is registered, and which names are one tensor."""
-        first: dict[int, str] = {}
-        for prefix, module in parallel.named_modules(remove_duplicate=False):
-            for registry in (module._parameters, module._buffers):
-                for key, tensor in registry.items():
-                    if tensor is not None:
-                        name = f"{prefix}.{key}" if prefix else key
-                        self.owners[name] = (registry, key)
-                        canonical = first.setdefault(id(tensor), self.captured.tied.get(name, name))
-                        self.aliases.setdefault(canonical, []).append(name)
+        self.registered.own(parallel, self.captured.tied)
+        self._reads()
+
+    def _reads(self) -> None:
+        self.registered.read.update(i.target for i in self.inputs if i.role != "input" and i.name in self.read)
 
     def with_program(self, captured: Captured, program: Program) -> State:
         """The same values with another program."""
@@ -198,6 +196,7 @@ class State:
         state = State(captured, program, self.plan, self.mesh, self.handshake)
         for one in OF_ALL_PROGRAMS:
             setattr(state, one, getattr(self, one))
+        state._reads()
         return state
 
     @cached_property
@@ -207,10 +206,13 @@ class State:
         compiled = (compile(p, self.groups, device=self.device) for p in (parts.micro, parts.last, parts.rest))
         return Parts(parts, *compiled)
 
+    @property
+    def aliases(self) -> dict[str, list[str]]:
+        """A name of each tensor -> all of its names."""
+        return self.registered.aliases
+
     def value(self, name: str) -> torch.Tensor:
-        registry, key = self.owners[name]
-        tensor: torch.Tensor = registry[key]
-        return tensor
+        return self.registered.value(name)
 
     def layout(self, name: str) -> Layout:
         """At rest. A parameter that the graph does not read is replicated."""
@@ -304,21 +306,6 @@ class State:
         """What the program is given, from what a DTensor's rank holds."""
         return pad(local, self.local_shapes[i.name])
 
-    def refuse_replaced(self, name: str) -> torch.Tensor:
-        """The value of this name. DTensor forgets `parameter.data = ...`."""
-        registry, key = self.owners[name]
-        value: torch.Tensor = registry[key]
-        if isinstance(value, DTensor):
-            seen = self.shells.get(name)
-            if seen is None or seen[0] is not value:
-                self.shells[name] = value, compat.shell(value)
-            elif seen[1] != compat.shell(value):
-                raise ValueError(
-                    f"parameter {name} was given other .data, which a DTensor does not take over: write into it "
-                    f"instead, with parameter.data.copy_(...) or under torch.no_grad()"
-                )
-        return value
-
     def keys(self) -> tuple[torch.Tensor, ...]:
         """The keys of this step's random operators."""
         return keys(step_seed(self.program.axes, self.groups, self.device), self.seeds) if self.seeds else ()
@@ -373,10 +360,7 @@ def adopt(state: State, name: str, tensor: torch.Tensor) -> None:
     is_parameter = isinstance(state.value(name), nn.Parameter)
     new = nn.Parameter(tensor, requires_grad=tensor.requires_grad) if is_parameter else tensor
     compat.take_notes(new, state.value(name))
-    for alias in state.aliases[name]:
-        registry, key = state.owners[alias]
-        registry[key] = new
-    state.refuse_replaced(name)
+    state.registered.put(name, new)
 
 
 def _form(state: State, output: ProgramOutput) -> tuple[tuple[Placement, ...], Callable[[torch.Tensor], DTensor]]:

@@ -253,7 +253,7 @@ class ParallelModule(Filled, Standing):
             memo.update((id(part), part) for part in (*one_for_all, vars(state).get("parts")))
         memo[id(modes.again)] = modes.again
         vars(copied).update(copy.deepcopy(vars(self), memo))
-        _state(copied).shells.clear()  # those of the original
+        _state(copied).registered.again()
         vars(copied)["_modes"].guard_again()
         return copied
 
