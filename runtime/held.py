@@ -4,9 +4,8 @@ of a step."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -37,6 +36,7 @@ from .agree import (
 from .execute import Executable, compile
 from .handshake import Handshake
 from .observed import Observed
+from .pending import Form, Pending
 from .placements import contiguous_stride, is_replicated, is_strided, local_slice, mismatch, placements_of, unpadded
 from .registered import Registered
 from .shared import Shared
@@ -57,54 +57,6 @@ def step_seed(axes: Sequence[str], groups: Sequence[dist.ProcessGroup | None], d
             with watched("the broadcast of a step's seed,", axis, group):
                 dist.broadcast(seed, group=group, group_src=0)
     return seed
-
-
-Form = Literal["step", "micro", "last"]
-"""Of a backward: the program's own, one that leaves gradients pending, or one that adds what is pending to its own."""
-
-
-@dataclass(eq=False)
-class Pending:
-    """Gradients of micro-batches, not yet reduced, which all programs of a module share."""
-
-    reduces: bool = True
-    """Whether a backward reduces now: not within `no_sync()`."""
-    sums: dict[State, list[torch.Tensor]] = field(default_factory=dict)
-    """Program -> the sum of what enters its tail."""
-    gathers: dict[State, Any] = field(default_factory=dict)
-    """Program -> what its forward has gathered in this step (`gathers.Gathers`), if that is held."""
-
-    def form(self, state: State, checked: bool) -> Form:
-        """That of the next backward. One that is compared with one device is a step of its own."""
-        if checked:
-            return "step"
-        return "last" if self.reduces and state in self.sums else "step" if self.reduces else "micro"
-
-    def add(self, state: State, values: Sequence[torch.Tensor | None]) -> None:
-        """Add up what a micro-batch leaves. The first values become the sums."""
-        mine = [value for value in values if value is not None]
-        for total, value in zip(self.sums.setdefault(state, mine), mine, strict=True):
-            if total is not value:
-                total += value
-
-    def drop_gathers(self) -> None:
-        """Before parameters are written, which makes what was gathered of them old."""
-        for gathers in self.gathers.values():
-            gathers.drop()
-
-    def flush(self) -> None:
-        """Reduce what no backward will, into `.grad`: of programs that another one followed."""
-        for state, sums in [*self.sums.items()]:
-            del self.sums[state]
-            computed = state.parts.rest.backward(sums)
-            inputs = {i.target: i for i in state.inputs}
-            for output, local in zip(state.parts.of.rest.outputs, computed, strict=True):
-                parameter = state.value(output.target)
-                if local is not None and parameter.requires_grad:
-                    assert isinstance(parameter, DTensor)
-                    own = local.clone(memory_format=torch.contiguous_format)
-                    gradient = state.gradient(inputs[output.target], parameter.placements, own)
-                    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +126,8 @@ class State:
         self.shared: Shared | None = None
         self.local_shapes = {i.name: local_shape(i.meta.shape, i.layout, program.mesh) for i in program.inputs}
         """Of what the program is given, padding included."""
-        self.forms: dict[str, tuple[tuple[Placement, ...], Callable[[torch.Tensor], DTensor]]] = {}
-        """Target of a gradient -> its placements, and what makes a DTensor of a local tensor."""
+        self.wrapped: dict[str, Callable[[torch.Tensor], DTensor]] = {}
+        """Target of a gradient -> what makes a DTensor of a local tensor."""
 
     # -- modules and values
 
@@ -345,14 +297,18 @@ class State:
             return self.padded(self.placed(gradient, i.layout), i)
         return local_slice(gradient, i.layout, self.program.mesh, self.coordinate)
 
-    def gradient(self, i: ProgramInput, form: tuple[Placement, ...] | None, local: torch.Tensor) -> torch.Tensor:
+    def gradient(self, name: str, form: tuple[Placement, ...] | None, local: torch.Tensor) -> torch.Tensor:
         """The gradient of an input of the call, placed like that input (None: a plain tensor)."""
-        output = self.gradient_outputs[self.gradients[i.target]]
         if form is not None:
-            placements, wrapped = self.forms.get(i.target) or _form(self, output)
-            gradient = wrapped(local.contiguous())
-            return gradient if placements == form else compat.redistributed(gradient, self.mesh, form)
+            gradient = self.split_gradient(name, local)
+            return gradient if gradient.placements == form else compat.redistributed(gradient, self.mesh, form)
+        output = self.gradient_outputs[self.gradients[name]]
         return local if is_replicated(output.layout) else compat.full_tensor(self._dtensor(local.contiguous(), output))
+
+    def split_gradient(self, name: str, local: torch.Tensor) -> DTensor:
+        """The gradient of an input or parameter, as the program places it."""
+        wrapped = self.wrapped.get(name) or _wrapping(self, self.gradient_outputs[self.gradients[name]])
+        return wrapped(local.contiguous())
 
 
 def adopt(state: State, name: str, tensor: torch.Tensor) -> None:
@@ -363,14 +319,14 @@ def adopt(state: State, name: str, tensor: torch.Tensor) -> None:
     state.registered.put(name, new)
 
 
-def _form(state: State, output: ProgramOutput) -> tuple[tuple[Placement, ...], Callable[[torch.Tensor], DTensor]]:
-    """Placements of a gradient, and what makes a DTensor of what this rank holds of it: found once."""
+def _wrapping(state: State, output: ProgramOutput) -> Callable[[torch.Tensor], DTensor]:
+    """What makes a DTensor of what this rank holds of a gradient: found once."""
     assert output.meta is not None
     shape, layout, mesh, coordinate = output.meta.shape, output.layout, state.program.mesh, state.coordinate
-    placements, stride = state.placements(output), contiguous_stride(shape)
-    wrapped = compat.dtensors_of(state.mesh, placements, torch.Size(shape), stride, output.meta.dtype)
+    stride = contiguous_stride(shape)
+    wrapped = compat.dtensors_of(state.mesh, state.placements(output), torch.Size(shape), stride, output.meta.dtype)
 
     def trimmed(local: torch.Tensor) -> DTensor:
         return wrapped(unpadded(local, shape, layout, mesh, coordinate))
 
-    return state.forms.setdefault(output.target, (placements, wrapped if is_even(shape, layout) else trimmed))
+    return state.wrapped.setdefault(output.target, wrapped if is_even(shape, layout) else trimmed)

@@ -3,7 +3,7 @@ its programs are for."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from operator import is_
 from typing import Any
 
@@ -90,6 +90,13 @@ class Registered:
                         f"parallelize: write into the one that there is, or give both names the same tensor"
                     )
         return value  # type: ignore[no-any-return]
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Each parameter and buffer that is there, in the order of names."""
+        for name in self.aliases:
+            registry, key = self.owners[name]
+            if isinstance(tensor := registry.get(key), torch.Tensor):
+                yield tensor
 
     def check(self) -> None:
         """Raises ValueError where programs would read something else than they are for. It costs microseconds where

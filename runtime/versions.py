@@ -145,6 +145,7 @@ class Versions:
             number=wanted.number,
             text=wanted.text,
             has_program=ready is not None,
+            defers=self.base.pending.asks and not any(map(compat.hooks_gradient, self.base.registered.tensors())),
             reads=ready is not None and bool(ready.pinned),
             tensors=inputs.tensors,
         )
