@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,11 +15,11 @@ from autopar.compat import is_real, local_tensor, storage_span
 from autopar.ir.program import ProgramInput
 
 from .agree import digest, first_different, together
-from .execute import clocked_by
 from .finite import finite
 from .gathers import Gathers
 from .held import State
 from .inputs import Inputs
+from .pending import Receivers, can_wait, quietly
 from .placements import local_slice
 from .shared import Shared, overlapping
 from .verify import Check
@@ -53,7 +52,9 @@ def _prepared(state: State, inputs: Inputs) -> _Call:
     differentiable: list[torch.Tensor] = []
     sources: list[ProgramInput] = []
     for i in state.inputs:
-        if i.role == "input":
+        if i.role == "buffer" and i.name not in state.read:
+            source = local = state.nothing  # it may be the user's own, of another shape by now
+        elif i.role == "input":
             source = bound[i.target]
             local = _local_input(state, i, source)
             _refuse_buffer(state, i, source)
@@ -61,7 +62,7 @@ def _prepared(state: State, inputs: Inputs) -> _Call:
             source = local = state.constants[i.target]
             local = local_slice(local, i.layout, state.program.mesh, state.coordinate)
         else:
-            source = state.refuse_replaced(i.target)
+            source = state.value(i.target)
             local = state.padded(local_tensor(source), i) if isinstance(source, DTensor) else source.detach()
             if i.role == "buffer":
                 local = local_slice(local, i.layout, state.program.mesh, state.coordinate)
@@ -149,13 +150,6 @@ class _Call:
         return gathers.forward(state.executable, self.given, self.values, waits=not pending.reduces)
 
 
-@contextmanager
-def quietly(state: State) -> Iterator[None]:
-    """How a half of a program runs: it casts by itself, and its waits are timed if somebody asks."""
-    with compat.without_autocast(state.device.type), clocked_by(state.observed.clock):
-        yield
-
-
 class ProgramStep(torch.autograd.Function):
     """The compiled forward and backward as one operator of autograd."""
 
@@ -183,8 +177,9 @@ class ProgramStep(torch.autograd.Function):
         handshake = ctx.state.handshake
         handshake.backwards += 1
         handshake.reductions += ctx.state.pending.reduces
+        creates_graph = torch.is_grad_enabled()
         with torch.no_grad(), handshake.running("backward pass"):
-            results = ProgramStep.gradients(ctx, gradients)
+            results = ProgramStep.gradients(ctx, gradients, None if creates_graph else _receivers(ctx))
             handshake.settle()
         if not torch.is_grad_enabled():
             return results
@@ -195,7 +190,10 @@ class ProgramStep(torch.autograd.Function):
         return tuple(by_index.get(index) for index in range(len(results)))
 
     @staticmethod
-    def gradients(ctx: Any, gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+    def gradients(
+        ctx: Any, gradients: tuple[torch.Tensor | None, ...], receivers: Receivers | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        """`receivers` are the parameters whose gradients may wait."""
         state: State = ctx.state
         by_path = dict(zip(state.output_paths, gradients, strict=True))
         _refuse_lost(state, by_path, dict(zip(state.output_paths, ctx.returned, strict=True)))
@@ -206,7 +204,7 @@ class ProgramStep(torch.autograd.Function):
         arguments += [state.tangent(i, by_path.get(i.target)) for i in state.tangents]
         given = len(arguments) - len(state.tangents)
         pending = state.pending
-        form = pending.form(state, ctx.check is not None)
+        form = pending.form(state, receivers)
         executable = state.executable
         if form != "step":
             executable = state.parts.micro if form == "micro" else state.parts.last
@@ -214,8 +212,9 @@ class ProgramStep(torch.autograd.Function):
         look = form not in state.overlapping
         kept = [(weakref.ref(x.untyped_storage()), storage_span(x)) for x in arguments] if look else []
         held = arguments[given:] if look else []
-        if form == "last":
-            arguments += pending.sums.pop(state)
+        unreduced = pending.left(state, receivers) if form == "last" and receivers is not None else None
+        if unreduced is not None:
+            arguments += unreduced.sums
         state.observed.passed(state)
         with finite(state, ctx.finite, "backward", arguments) as made, quietly(state):
             computed = list(executable.backward(arguments))
@@ -229,20 +228,52 @@ class ProgramStep(torch.autograd.Function):
             value = computed[index]
             assert value is not None
             computed[index] = value.clone(memory_format=torch.contiguous_format)
+        waiting: Receivers = {}
+        if form != "step":
+            assert receivers is not None
+            waiting = receivers
         if form == "micro":
-            pending.add(state, computed[len(state.gradient_outputs) :])
+            pending.leave(state, waiting, computed[len(state.gradient_outputs) :])
         else:
-            pending.drop_gathers()
-            if pending.sums:
-                pending.flush()
+            if unreduced is not None:
+                unreduced.take({name: computed[state.gradients[name]] for name in waiting})
+            pending.settle(state.registered.tensors())
         results: list[torch.Tensor | None] = [None]
-        for (i, form), needed in zip(ctx.sources, ctx.needs_input_grad[1:], strict=True):
-            local = computed[state.gradients[i.target]] if needed else None
-            results.append(None if local is None else state.gradient(i, form, local))
+        for (i, placements), needed in zip(ctx.sources, ctx.needs_input_grad[1:], strict=True):
+            local = computed[state.gradients[i.target]] if needed and i.target not in waiting else None
+            results.append(None if local is None else state.gradient(i.target, placements, local))
         if ctx.check is not None:
             by_target = {i.target: g for (i, _), g in zip(ctx.sources, results[1:], strict=True) if g is not None}
             ctx.check.backward({i.target: by_path.get(i.target) for i in state.tangents}, by_target)
         return tuple(results)
+
+
+def _receivers(ctx: Any) -> Receivers | None:
+    """The parameters whose gradients a backward may leave unreduced, or, of a backward that reduces, give together with
+    those that earlier ones left; None where it may do neither: nobody asks for it, something else than `.grad` takes a
+    gradient, or a hook wants to see it now. All ranks come to the same."""
+    state: State = ctx.state
+    pending, handshake = state.pending, state.handshake
+    if (pending.reduces and not pending.waits) or ctx.check is not None:
+        return None
+    handshake.settle()
+    if not handshake.defers:
+        return None
+    found: dict[str, DTensor] = {}
+    for (i, _), needed, (node, _) in zip(ctx.sources, ctx.needs_input_grad[1:], ctx.next_functions, strict=True):
+        if needed and i.role == "parameter":
+            runs, parameter = compat.receiver(node)
+            if not runs:
+                continue
+            if parameter is None or not can_wait(parameter, i.meta.dtype):
+                return None
+            if compat.hooks_gradient(parameter):
+                raise ValueError(
+                    f"parameter {i.target} was given a hook between forward and backward within no_sync(), where "
+                    f"gradients wait: register it before the call"
+                )
+            found[i.target] = parameter
+    return found
 
 
 class _Once(torch.autograd.Function):

@@ -1,89 +1,119 @@
-"""The norm of split gradients, and clipping by it: local norms, and one number that travels."""
+"""The norm of split gradients, and clipping by it: of each gradient, ranks exchange the norm of what they hold."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Replicate
 
-from autopar.compat import full_tensor, local_tensor
+from autopar.compat import all_gather_single, local_tensor, redistributed
 
-from .agree import axis_name, coordinate_of, device_of, process_groups, watched
+from .agree import axis_name, device_of, process_groups, watched
 
 
+@torch.no_grad()
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor],
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
 ) -> torch.Tensor:
     """`torch.nn.utils.clip_grad_norm_` for the parameters of a parallel module: scales gradients in place, so that
-    their norm together is `max_norm` at most, and returns the norm that they had, a plain tensor, equal on all ranks.
+    their norm together is `max_norm` at most, and returns the norm that they had. That is the plain tensor that one
+    process gets, the same on all ranks, for every order that torch takes.
 
-    Each rank computes with what it holds, and one number is reduced over the mesh, however many gradients there are;
+    Each rank computes with what it holds, and one collective for each mesh axis carries a number for each gradient;
     torch decides and reduces for each of them. All ranks call it at once.
     """
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     gradients = [p.grad for p in given if p.grad is not None]
-    split = [g for g in gradients if isinstance(g, DTensor)]
-    meshes = {g.device_mesh for g in split}
-    if len(meshes) != 1 or any(isinstance(p, Partial) for g in split for p in g.placements):
-        norm = torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite)
-        return full_tensor(norm) if isinstance(norm, DTensor) else norm
-    norm = total_norm(gradients, meshes.pop(), float(norm_type))
-    if error_if_nonfinite and not bool(norm.isfinite()):
+    order = float(norm_type)
+    norms = whole_norms(gradients, order, foreach)
+    norm = torch.linalg.vector_norm(torch.stack(norms), order) if norms else torch.tensor(0.0)
+    if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"the norm of order {norm_type} of the gradients is {norm.item()}, and so cannot be clipped")
-    held = [local_tensor(g) if isinstance(g, DTensor) else g for g in gradients]
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    with torch.no_grad():
-        for same in _by_device(held):
-            torch._foreach_mul_(same, scale.to(same[0].device))
+    held = [local_tensor(g) if isinstance(g, DTensor) else g for g in gradients]
+    for alike in _alike(held, foreach):
+        torch._foreach_mul_([held[k] for k in alike], scale.to(held[alike[0]].device))
     return norm
 
 
-def total_norm(gradients: Iterable[torch.Tensor], mesh: DeviceMesh, order: float) -> torch.Tensor:
-    """Of gradients on one mesh, together. What several ranks hold counts on the first of them."""
-    coordinate = coordinate_of(mesh)
-    own = []
-    with torch.no_grad():
-        for gradient in gradients:
-            if isinstance(gradient, DTensor):
-                kept = zip(gradient.placements, coordinate, strict=True)
-                if any(isinstance(placement, Replicate) and index for placement, index in kept):
-                    continue
-                gradient = local_tensor(gradient)
-            elif any(coordinate):
-                continue
-            if gradient.numel():
-                own.append(gradient)
-        norms = [norm for same in _by_device(own) for norm in torch._foreach_norm(same, order)]
-        device = device_of(mesh)
-        if norms:
-            norm = torch.linalg.vector_norm(torch.stack([n.to(device, torch.float32) for n in norms]), order)
-        else:
-            norm = torch.zeros((), device=device)
-        return _over_mesh(norm, mesh, order)
+def whole_norms(gradients: Sequence[torch.Tensor], order: float, foreach: bool | None = None) -> list[torch.Tensor]:
+    """The norm of each gradient as one process computes it, in the dtype of the gradient. Plain ones go with the first
+    mesh: they count as they are on its first rank."""
+    meshes = list(dict.fromkeys(g.device_mesh for g in gradients if isinstance(g, DTensor)))
+    norms = _local_norms(gradients, order, foreach)
+    for mesh in meshes:
+        there = [k for k, g in enumerate(gradients) if (g.device_mesh if isinstance(g, DTensor) else meshes[0]) == mesh]
+        whole = _over_mesh([gradients[k] for k in there], [norms[k] for k in there], mesh, order)
+        for k, norm in zip(there, whole, strict=True):
+            norms[k] = norm
+    # torch has all on the device of the first
+    return [n.to(gradients[0].device, g.dtype.to_real()) for n, g in zip(norms, gradients, strict=True)]
 
 
-def _over_mesh(norm: torch.Tensor, mesh: DeviceMesh, order: float) -> torch.Tensor:
-    """The norm of the norms of all ranks."""
-    largest = math.isinf(order)
-    total = norm if largest else norm.pow(order)
-    kind = (dist.ReduceOp.MAX if order > 0 else dist.ReduceOp.MIN) if largest else dist.ReduceOp.SUM
+def _local_norms(gradients: Sequence[torch.Tensor], order: float, foreach: bool | None) -> list[torch.Tensor]:
+    """The norm of what this rank holds of each. That of nothing changes no norm of norms, unless no rank has more."""
+    held = [local_tensor(_summed(g)) if isinstance(g, DTensor) else g for g in gradients]
+    norms = [torch.full((), 0.0 if order >= 0 else math.inf, device=x.device) for x in held]
+    for alike in _alike(held, foreach):
+        full = [k for k in alike if held[k].numel() or not gradients[k].numel()]
+        dtype = None if held[alike[0]].is_complex() else _wide(held[alike[0]])
+        found = torch._foreach_norm([held[k] for k in full], order, dtype=dtype) if full else ()
+        for k, norm in zip(full, found, strict=True):
+            norms[k] = norm
+    return norms
+
+
+def _over_mesh(
+    gradients: Sequence[torch.Tensor], norms: Sequence[torch.Tensor], mesh: DeviceMesh, order: float
+) -> list[torch.Tensor]:
+    """The norms of whole gradients, of those of the ranks' parts. Of copies, the first counts."""
+    wide = torch.float64 if any(_wide(g) == torch.float64 for g in gradients) else torch.float32
+    placements = [_summed(g).placements if isinstance(g, DTensor) else (Replicate(),) * mesh.ndim for g in gradients]
+    whole = torch.stack([norm.to(device_of(mesh), wide) for norm in norms])
     for axis, group in enumerate(process_groups(mesh)):
         if group is not None:
-            with watched("the reduction of the gradients' norm,", axis_name(mesh, axis), group):
-                dist.all_reduce(total, op=kind, group=group)
-    return total if largest else total.pow(1.0 / order)
+            parts = whole.new_empty(group.size() * len(norms))
+            with watched("the exchange of the gradients' norms,", axis_name(mesh, axis), group):
+                work = all_gather_single(parts, whole, group)
+                assert work is not None  # this rank is in the group
+                work.wait()
+            parts = parts.view(group.size(), len(norms))
+            together = torch.linalg.vector_norm(parts, order, dim=0) if order else parts.sum(0)
+            copies = _flags(tuple(p[axis].is_replicate() for p in placements), whole.device)
+            whole = torch.where(copies, parts[0], together)
+    return list(whole)
 
 
-def _by_device(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """What one foreach operator takes."""
-    alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for tensor in tensors:
-        alike.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+@lru_cache(maxsize=64)
+def _flags(values: tuple[bool, ...], device: torch.device) -> torch.Tensor:
+    """Made once, since a host waits for a device that takes them."""
+    return torch.tensor(values, device=device)
+
+
+def _summed(gradient: DTensor) -> DTensor:
+    """One whose parts are yet to be added up, added up."""
+    if not any(p.is_partial() for p in gradient.placements):
+        return gradient
+    whole = [Replicate() if p.is_partial() else p for p in gradient.placements]
+    return redistributed(gradient, gradient.device_mesh, whole)
+
+
+def _wide(tensor: torch.Tensor) -> torch.dtype:
+    """The dtype in which torch computes a norm."""
+    return torch.float64 if tensor.dtype in (torch.float64, torch.complex128) else torch.float32
+
+
+def _alike(tensors: Sequence[torch.Tensor], foreach: bool | None) -> list[list[int]]:
+    """Indices of what one foreach operator takes: of one device and dtype, or one tensor."""
+    alike: dict[object, list[int]] = {}
+    for k, tensor in enumerate(tensors):
+        alike.setdefault(k if foreach is False else (tensor.device, tensor.dtype), []).append(k)
     return list(alike.values())

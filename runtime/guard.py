@@ -30,7 +30,6 @@ class Guard:
         self.roots: dict[str, Any] = {} if loss_fn is None else {"loss_fn": loss_fn}
         self.roots |= compat.global_hooks()
         self.hooks = tuple(hooks for module in self.modules.values() for hooks in compat.hook_registries(module))
-        self.children = {path: dict(m._modules) for path, m in self.modules.items() if m._modules}
         self.changed: list[str] = []
         """What differed when it was last seen not to hold."""
         seen = self._look()
@@ -41,7 +40,12 @@ class Guard:
         """Whether all is as it was. Raises ValueError for what no program could serve."""
         if self._is_untouched():
             return True
-        self._check()
+        for registry, name, path in self.unregistered:
+            if name in registry:
+                raise ValueError(
+                    f"{path} was registered after parallelize, and forward looks for it: register it first, and "
+                    f"parallelize the model then"
+                )
         now = self._look()
         # generators go on outside of the model: capture saw that forward does not use them
         self.changed = Look(facts=self.facts).differs(now, lambda a, b: isinstance(a, Drawn) and isinstance(b, Drawn))
@@ -53,22 +57,12 @@ class Guard:
         """Whether all that was looked at is the same objects."""
         return (
             all(map(is_, map(dict.get, self.dicts, self.keys, repeat(ABSENT)), self.values))
+            and not any(name in registry for registry, name, _ in self.unregistered)
             and list(map(len, self.sized)) == self.sizes
             and all(len(now) == len(then) and all(map(is_, now, then)) for now, then in self.sequences)
             and all(map(is_, [ask() for ask in self.asks], self.answers))
             and all(ask() == answer for ask, answer in self.equals)
         )
-
-    def _check(self) -> None:
-        for path, children in self.children.items():
-            now = self.modules[path]._modules
-            for name in {**children, **now}:
-                if children.get(name) is not now.get(name):
-                    where = f"{path}.{name}" if path else name
-                    raise ValueError(
-                        f"module {where} was replaced, added or removed after parallelize: the program has the "
-                        f"parameters of the model as it was. Change the model first, and parallelize it then"
-                    )
 
     def _look(self) -> Look:
         return look(self.modules, {**self.roots, **self._hooked()}, self.reads)
@@ -84,12 +78,17 @@ class Guard:
     def _arm(self, seen: Look) -> None:
         entries = [*seen.entries]
         entries += [(hooks, key, value) for hooks in self.hooks for key, value in hooks.items()]
-        registries = [self.modules[path]._modules for path in self.children]
-        entries += [(children, key, value) for children in registries for key, value in children.items()]
         self.dicts = tuple(mapping for mapping, _, _ in entries)
         self.keys = tuple(key for _, key, _ in entries)
         self.values = tuple(value for _, _, value in entries)
-        self.sized = (*seen.sized, *self.hooks, *registries)
+        paths = {id(vars(module)): (path, module) for path, module in self.modules.items()}
+        absent = ((*paths[id(held)], name) for held, name, value in seen.entries if value is ABSENT and id(held) in paths)
+        self.unregistered = [
+            (registry, name, f"{path}.{name}" if path else name)
+            for path, module, name in absent
+            for registry in (module._parameters, module._buffers, module._modules)
+        ]
+        self.sized = (*seen.sized, *self.hooks)
         self.sizes = list(map(len, self.sized))
         self.sequences = tuple(seen.sequences)
         self.asks, self.answers = [ask for ask, _ in seen.asks], [answer for _, answer in seen.asks]

@@ -49,6 +49,8 @@ class Intent:
     has_program: bool = True
     reads: bool = False
     """Whether the ranks compare values that Python reads before the program runs."""
+    defers: bool = False
+    """Whether gradients may wait for their reduction: no hook wants to see them before."""
     tensors: Mapping[str, torch.Tensor]
     """The inputs by path."""
     error: Exception | None = None
@@ -81,6 +83,8 @@ class Handshake:
         self.channel = compat.control_channel(self.ranks, own[0], torch.device(mesh.device_type)) if own else None
         self.coordinate = coordinate_of(mesh)
         self.calls = self.failures = self.backwards = self.reductions = 0
+        self.defers = False
+        """Whether gradients may wait on all ranks, as of the last call that was settled."""
         self.before: tuple[int, ...] = ()
         """What was called last."""
         self.exchange: _Exchange | None = None
@@ -101,12 +105,13 @@ class Handshake:
         if self.channel is None:
             if intent.error is not None:
                 raise intent.error
+            self.defers = intent.defers
             return
         head = [self.program, self.calls, self.failures, intent.number, int(intent.has_program)]
         head += [self.backwards, self.reductions]
         self.backwards = self.reductions = 0
         digests = self.digests.of(intent.tensors)
-        words = torch.cat([torch.tensor(head + digests), _words(intent.text)])
+        words = torch.cat([torch.tensor([*head, *digests, int(intent.defers)]), _words(intent.text)])
         rows = torch.empty(len(self.ranks) * len(words), dtype=torch.int64)
         work = compat.all_gather_single(rows, words, self.channel.group)
         self.exchange = _Exchange(
@@ -156,6 +161,7 @@ class Handshake:
     def _check(self, exchange: _Exchange) -> None:
         rows = exchange.rows.view(len(self.ranks), -1)
         count = len(HEAD) + 2 * INPUTS_MOST
+        self.defers = bool(rows[:, count].all())
         if bool((rows[:, :count] == rows[0, :count]).all()) and exchange.error is None:
             return
         message = self._difference(rows, exchange)

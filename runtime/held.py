@@ -4,9 +4,8 @@ of a step."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -37,7 +36,9 @@ from .agree import (
 from .execute import Executable, compile
 from .handshake import Handshake
 from .observed import Observed
+from .pending import Form, Pending
 from .placements import contiguous_stride, is_replicated, is_strided, local_slice, mismatch, placements_of, unpadded
+from .registered import Registered
 from .shared import Shared
 
 
@@ -58,54 +59,6 @@ def step_seed(axes: Sequence[str], groups: Sequence[dist.ProcessGroup | None], d
     return seed
 
 
-Form = Literal["step", "micro", "last"]
-"""Of a backward: the program's own, one that leaves gradients pending, or one that adds what is pending to its own."""
-
-
-@dataclass(eq=False)
-class Pending:
-    """Gradients of micro-batches, not yet reduced, which all programs of a module share."""
-
-    reduces: bool = True
-    """Whether a backward reduces now: not within `no_sync()`."""
-    sums: dict[State, list[torch.Tensor]] = field(default_factory=dict)
-    """Program -> the sum of what enters its tail."""
-    gathers: dict[State, Any] = field(default_factory=dict)
-    """Program -> what its forward has gathered in this step (`gathers.Gathers`), if that is held."""
-
-    def form(self, state: State, checked: bool) -> Form:
-        """That of the next backward. One that is compared with one device is a step of its own."""
-        if checked:
-            return "step"
-        return "last" if self.reduces and state in self.sums else "step" if self.reduces else "micro"
-
-    def add(self, state: State, values: Sequence[torch.Tensor | None]) -> None:
-        """Add up what a micro-batch leaves. The first values become the sums."""
-        mine = [value for value in values if value is not None]
-        for total, value in zip(self.sums.setdefault(state, mine), mine, strict=True):
-            if total is not value:
-                total += value
-
-    def drop_gathers(self) -> None:
-        """Before parameters are written, which makes what was gathered of them old."""
-        for gathers in self.gathers.values():
-            gathers.drop()
-
-    def flush(self) -> None:
-        """Reduce what no backward will, into `.grad`: of programs that another one followed."""
-        for state, sums in [*self.sums.items()]:
-            del self.sums[state]
-            computed = state.parts.rest.backward(sums)
-            inputs = {i.target: i for i in state.inputs}
-            for output, local in zip(state.parts.of.rest.outputs, computed, strict=True):
-                parameter = state.value(output.target)
-                if local is not None and parameter.requires_grad:
-                    assert isinstance(parameter, DTensor)
-                    own = local.clone(memory_format=torch.contiguous_format)
-                    gradient = state.gradient(inputs[output.target], parameter.placements, own)
-                    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-
-
 @dataclass(frozen=True, slots=True)
 class Parts:
     """A program in parts (`passes.lower.accumulate`), compiled."""
@@ -116,7 +69,7 @@ class Parts:
     rest: Executable
 
 
-OF_ALL_PROGRAMS = ("at_rest", "whole_outputs", "holds", "shells", "owners", "aliases", "mirrors", "pending", "observed")
+OF_ALL_PROGRAMS = ("at_rest", "whole_outputs", "holds", "registered", "mirrors", "pending", "observed")
 """What the programs of a module have in common."""
 
 
@@ -130,9 +83,13 @@ class State:
         self.captured, self.program, self.plan, self.mesh = captured, program, plan, mesh
         self.coordinate = coordinate_of(mesh)
         self.device = device_of(mesh)
+        self.nothing = torch.empty(0, device=self.device)
         self.groups = process_groups(mesh)
         self.executable = compile(program, self.groups, device=self.device)
         self.inputs = tuple(i for i in program.inputs if i.role not in ("tangent", "seed"))
+        nodes = (*program.forward, *program.backward)
+        self.read = {*(name for node in nodes for name in node.inputs), *(o.name for o in program.outputs)}
+        """Names of values that the program reads or returns."""
         self.seeds = sum(i.role == "seed" for i in program.inputs)
         order = [i.role for i in program.inputs if i.role != "tangent"]
         assert order[len(self.inputs) :] == ["seed"] * self.seeds, "seeds stand last"
@@ -153,11 +110,8 @@ class State:
         """What backward writes."""
         self.at_rest = {i.target: i.layout for i in self.inputs if i.role == "parameter"}
         self.constants = {name: t.detach().to(self.device) for name, t in captured.constants.items()}
-        self.owners: dict[str, tuple[dict[str, Any], str]] = {}
-        self.aliases: dict[str, list[str]] = {}
+        self.registered = Registered()
         self.mirrors: dict[int, nn.Module] = {}
-        self.shells: dict[str, tuple[DTensor, int]] = {}
-        """Parameters as they were seen first, with what `.data = ...` replaces of them."""
         self.called = False
         self.whole_outputs = False
         """Whether the caller gets split outputs gathered, as plain tensors."""
@@ -174,22 +128,18 @@ class State:
         self.shared: Shared | None = None
         self.local_shapes = {i.name: local_shape(i.meta.shape, i.layout, program.mesh) for i in program.inputs}
         """Of what the program is given, padding included."""
-        self.forms: dict[str, tuple[tuple[Placement, ...], Callable[[torch.Tensor], DTensor]]] = {}
-        """Target of a gradient -> its placements, and what makes a DTensor of a local tensor."""
+        self.wrapped: dict[str, Callable[[torch.Tensor], DTensor]] = {}
+        """Target of a gradient -> what makes a DTensor of a local tensor."""
 
     # -- modules and values
 
     def own(self, parallel: nn.Module) -> None:
         """Find where each name of a parameter or buffer is registered, and which names are one tensor."""
-        first: dict[int, str] = {}
-        for prefix, module in parallel.named_modules(remove_duplicate=False):
-            for registry in (module._parameters, module._buffers):
-                for key, tensor in registry.items():
-                    if tensor is not None:
-                        name = f"{prefix}.{key}" if prefix else key
-                        self.owners[name] = (registry, key)
-                        canonical = first.setdefault(id(tensor), self.captured.tied.get(name, name))
-                        self.aliases.setdefault(canonical, []).append(name)
+        self.registered.own(parallel, self.captured.tied)
+        self._reads()
+
+    def _reads(self) -> None:
+        self.registered.read.update(i.target for i in self.inputs if i.role != "input" and i.name in self.read)
 
     def with_program(self, captured: Captured, program: Program) -> State:
         """The same values with another program."""
@@ -200,6 +150,7 @@ class State:
         state = State(captured, program, self.plan, self.mesh, self.handshake)
         for one in OF_ALL_PROGRAMS:
             setattr(state, one, getattr(self, one))
+        state._reads()
         return state
 
     @cached_property
@@ -209,10 +160,13 @@ class State:
         compiled = (compile(p, self.groups, device=self.device) for p in (parts.micro, parts.last, parts.rest))
         return Parts(parts, *compiled)
 
+    @property
+    def aliases(self) -> dict[str, list[str]]:
+        """A name of each tensor -> all of its names."""
+        return self.registered.aliases
+
     def value(self, name: str) -> torch.Tensor:
-        registry, key = self.owners[name]
-        tensor: torch.Tensor = registry[key]
-        return tensor
+        return self.registered.value(name)
 
     def layout(self, name: str) -> Layout:
         """At rest. A parameter that the graph does not read is replicated."""
@@ -306,21 +260,6 @@ class State:
         """What the program is given, from what a DTensor's rank holds."""
         return pad(local, self.local_shapes[i.name])
 
-    def refuse_replaced(self, name: str) -> torch.Tensor:
-        """The value of this name. DTensor forgets `parameter.data = ...`."""
-        registry, key = self.owners[name]
-        value: torch.Tensor = registry[key]
-        if isinstance(value, DTensor):
-            seen = self.shells.get(name)
-            if seen is None or seen[0] is not value:
-                self.shells[name] = value, compat.shell(value)
-            elif seen[1] != compat.shell(value):
-                raise ValueError(
-                    f"parameter {name} was given other .data, which a DTensor does not take over: write into it "
-                    f"instead, with parameter.data.copy_(...) or under torch.no_grad()"
-                )
-        return value
-
     def keys(self) -> tuple[torch.Tensor, ...]:
         """The keys of this step's random operators."""
         return keys(step_seed(self.program.axes, self.groups, self.device), self.seeds) if self.seeds else ()
@@ -361,14 +300,18 @@ class State:
             return self.padded(self.placed(gradient, i.layout), i)
         return local_slice(gradient, i.layout, self.program.mesh, self.coordinate)
 
-    def gradient(self, i: ProgramInput, form: tuple[Placement, ...] | None, local: torch.Tensor) -> torch.Tensor:
+    def gradient(self, name: str, form: tuple[Placement, ...] | None, local: torch.Tensor) -> torch.Tensor:
         """The gradient of an input of the call, placed like that input (None: a plain tensor)."""
-        output = self.gradient_outputs[self.gradients[i.target]]
         if form is not None:
-            placements, wrapped = self.forms.get(i.target) or _form(self, output)
-            gradient = wrapped(local.contiguous())
-            return gradient if placements == form else compat.redistributed(gradient, self.mesh, form)
+            gradient = self.split_gradient(name, local)
+            return gradient if gradient.placements == form else compat.redistributed(gradient, self.mesh, form)
+        output = self.gradient_outputs[self.gradients[name]]
         return local if is_replicated(output.layout) else compat.full_tensor(self._dtensor(local.contiguous(), output))
+
+    def split_gradient(self, name: str, local: torch.Tensor) -> DTensor:
+        """The gradient of an input or parameter, as the program places it."""
+        wrapped = self.wrapped.get(name) or _wrapping(self, self.gradient_outputs[self.gradients[name]])
+        return wrapped(local.contiguous())
 
 
 def adopt(state: State, name: str, tensor: torch.Tensor) -> None:
@@ -376,20 +319,17 @@ def adopt(state: State, name: str, tensor: torch.Tensor) -> None:
     is_parameter = isinstance(state.value(name), nn.Parameter)
     new = nn.Parameter(tensor, requires_grad=tensor.requires_grad) if is_parameter else tensor
     compat.take_notes(new, state.value(name))
-    for alias in state.aliases[name]:
-        registry, key = state.owners[alias]
-        registry[key] = new
-    state.refuse_replaced(name)
+    state.registered.put(name, new)
 
 
-def _form(state: State, output: ProgramOutput) -> tuple[tuple[Placement, ...], Callable[[torch.Tensor], DTensor]]:
-    """Placements of a gradient, and what makes a DTensor of what this rank holds of it: found once."""
+def _wrapping(state: State, output: ProgramOutput) -> Callable[[torch.Tensor], DTensor]:
+    """What makes a DTensor of what this rank holds of a gradient: found once."""
     assert output.meta is not None
     shape, layout, mesh, coordinate = output.meta.shape, output.layout, state.program.mesh, state.coordinate
-    placements, stride = state.placements(output), contiguous_stride(shape)
-    wrapped = compat.dtensors_of(state.mesh, placements, torch.Size(shape), stride, output.meta.dtype)
+    stride = contiguous_stride(shape)
+    wrapped = compat.dtensors_of(state.mesh, state.placements(output), torch.Size(shape), stride, output.meta.dtype)
 
     def trimmed(local: torch.Tensor) -> DTensor:
         return wrapped(unpadded(local, shape, layout, mesh, coordinate))
 
-    return state.forms.setdefault(output.target, (placements, wrapped if is_even(shape, layout) else trimmed))
+    return state.wrapped.setdefault(output.target, wrapped if is_even(shape, layout) else trimmed)

@@ -177,7 +177,7 @@ class ParallelModule(Filled, Standing):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Within it, `backward()` adds gradients up on each rank and reduces none. The first backward after it reduces
-        the sum, in the buckets of the plan, and only then do parameters get gradients:
+        the sum, in the buckets of the plan:
 
             for micro_batch in first_ones:
                 with parallel.no_sync():
@@ -185,11 +185,15 @@ class ParallelModule(Filled, Standing):
             (parallel(**last_one).loss / count).backward()
             optimizer.step()
 
+        `.grad` is what it is in eager PyTorch all the while. To read it, or to step with it, reduces what has been
+        added up so far, on all ranks at once; `zero_grad()` and `p.grad = None` drop it. Hooks on parameters see each
+        gradient as it comes: where there are any, each backward reduces.
+
         What is added up has the size of the gradients before their reduction: under fully sharded plans, that of all
-        parameters that a rank computes with. All ranks must come to it alike. `zero_grad()` of the module drops
-        what waits; that of an optimizer does not.
+        parameters that a rank computes with. All ranks must come to it alike.
         """
         pending = _state(self).pending
+        pending.asks = True
         before, pending.reduces = pending.reduces, False
         try:
             yield
@@ -201,11 +205,6 @@ class ParallelModule(Filled, Standing):
         results hold NaN or an infinity: it names the first instruction that made one, with its module and rank.
         All ranks must call it alike. Steps take several times as long."""
         vars(self)["_finite"] = bool(on)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As on the model; it also drops gradients that wait to be reduced (`no_sync`)."""
-        _state(self).pending.sums.clear()
-        super().zero_grad(set_to_none)
 
     @compat.uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -246,6 +245,7 @@ class ParallelModule(Filled, Standing):
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         modes: Versions = vars(self)["_modes"]
+        memo.update((id(p.grad), None) for p in self.parameters() if p.grad is not None)  # as of any copied parameter
         memo.update((id(version.guard), version.guard) for version in modes.versions)
         memo.update((id(version.pinned), version.pinned) for version in modes.versions)
         for state in (_state(self), *(version.state for version in modes.versions)):
@@ -253,7 +253,7 @@ class ParallelModule(Filled, Standing):
             memo.update((id(part), part) for part in (*one_for_all, vars(state).get("parts")))
         memo[id(modes.again)] = modes.again
         vars(copied).update(copy.deepcopy(vars(self), memo))
-        _state(copied).shells.clear()  # those of the original
+        _state(copied).registered.again()
         vars(copied)["_modes"].guard_again()
         return copied
 

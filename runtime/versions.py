@@ -92,8 +92,9 @@ class Versions:
         self.base, self.again, self.padder = state, again, padder
         # the parallel module stands for the model; submodules are its mirrors, in the same order
         self.modules = tuple(parallel.modules())
+        owners = state.registered.owners
         self.parameters = tuple(
-            (name, *state.owners[name]) for name in state.aliases if isinstance(state.value(name), nn.Parameter)
+            (name, *owners[name]) for name in state.aliases if isinstance(state.value(name), nn.Parameter)
         )
         captured = state.captured
         trained = {o.target for o in state.gradient_outputs if o.name is not None}
@@ -130,6 +131,7 @@ class Versions:
         """A call, with what is ready for it: the program that served the last such call, if it still does, whatever the
         inputs' values."""
         try:
+            self.base.registered.check()
             inputs = Inputs.of(args, kwargs)
             if self.padder is not None:
                 inputs = self.padder.padded(inputs)
@@ -143,6 +145,7 @@ class Versions:
             number=wanted.number,
             text=wanted.text,
             has_program=ready is not None,
+            defers=self.base.pending.asks and not any(map(compat.hooks_gradient, self.base.registered.tensors())),
             reads=ready is not None and bool(ready.pinned),
             tensors=inputs.tensors,
         )

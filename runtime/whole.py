@@ -9,16 +9,17 @@ from torch.distributed.tensor import DTensor
 from autopar.compat import full_tensor
 from autopar.passes.capture.fakes import skeleton
 
-from .agree import raise_together
+from .agree import together
 from .held import State
 from .mirrors import is_mirror
 
 
 def whole_model(state: State, root: nn.Module) -> nn.Module:
     """All ranks at once. One value after the other is gathered."""
-    on_meta = next((name for name in state.aliases if state.value(name).device.type == "meta"), None)
-    missing = ValueError(f"{on_meta} is on meta, and has no value: call materialize or load_pretrained first")
-    raise_together(missing if on_meta is not None else None, state.mesh)
+    with together(state.mesh):
+        on_meta = next((name for name in state.aliases if state.value(name).device.type == "meta"), None)
+        if on_meta is not None:
+            raise ValueError(f"{on_meta} is on meta, and has no value: call materialize or load_pretrained first")
     model = skeleton(root)
     for module in model.modules():
         if is_mirror(type(module)):

@@ -253,7 +253,6 @@ def other_cases() -> None:
             each(ids(0)).backward()
             each.eval()
             each(ids(1)).backward()
-        assert each is beside or all(p.grad is None for p in module.parameters())
         each.train()
         each(ids(2)).backward()
     compare("two programs")
@@ -267,16 +266,10 @@ def other_cases() -> None:
         each(ids(1)).backward()
     compare("zero_grad")
 
-    # a copy has its own, and its parts are those of the original
-    torch.manual_seed(3)
+    # a copy begins without gradients, as that of any model
     with module.no_sync():
         module(ids(0)).backward()
-    other = copy.deepcopy(module)
-    for each in (module, other):
-        torch.manual_seed(4)
-        each(ids(1)).backward()
-    for name, parameter in other.named_parameters():
-        assert torch.equal(whole(parameter.grad), whole(module.get_parameter(name).grad))
+    assert all(parameter.grad is None for parameter in copy.deepcopy(module).parameters())
     module.zero_grad()
 
     # frozen parameters have no gradient, and inputs have theirs at once
@@ -294,6 +287,106 @@ def other_cases() -> None:
 
 def test_what_waits_is_reduced_by_whichever_backward_comes_and_by_no_other() -> None:
     run(2, other_cases)
+
+
+def waiting(module: nn.Module, step: int) -> None:
+    with module.no_sync() if isinstance(module, ParallelModule) else nullcontext():
+        module(ids(step)).backward()
+
+
+def dropped(module: Any, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    waiting(module, 0)
+    optimizer.zero_grad()
+    waiting(module, 1)
+    module.body[0].weight.grad = None
+    module.norm.zero_grad()
+    waiting(module, 2)
+    module.body[1:].zero_grad(set_to_none=False)
+    module(ids(3)).backward()
+    yield module.norm.weight.grad
+
+
+def frozen(module: Any, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    waiting(module, 0)
+    module.body.requires_grad_(False)
+    waiting(module, 1)
+    module(ids(2)).backward()
+    module.body.requires_grad_(True)
+    module(ids(3)).backward()
+    yield module.body[0].weight.grad
+
+
+def never_reduced(module: Any, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    waiting(module, 0)
+    waiting(module, 1)
+    optimizer.step()
+    optimizer.zero_grad()
+    module(ids(2)).backward()
+    waiting(module, 3)
+    optimizer.step()
+    yield module.norm.weight
+
+
+def read(module: Any, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    waiting(module, 0)
+    kept = module.norm.weight.grad
+    yield kept.clone()
+    waiting(module, 1)
+    kept.mul_(0.5)
+    module.norm.bias.grad, moved = None, module.norm.bias.grad
+    module(ids(2)).backward()
+    yield kept
+    yield moved
+
+
+def hooked(module: Any, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    factor, seen = [3.0], list[torch.Tensor]()
+    waiting(module, 0)
+    handles = [module.norm.weight.register_hook(lambda gradient: gradient * factor[0])]
+    weight = module.body[0].weight
+    handles += [weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))]
+    waiting(module, 1)
+    factor[0] = 5.0
+    module(ids(2)).backward()
+    for handle in handles:
+        handle.remove()
+    waiting(module, 3)
+    yield from seen
+
+
+def taken(module: Any, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    waiting(module, 0)
+    with module.no_sync() if isinstance(module, ParallelModule) else nullcontext():
+        yield from torch.autograd.grad(module(ids(1)), [*module.norm.parameters()])
+        module(ids(2)).backward(inputs=[module.norm.weight])
+        (module(ids(1)) + 2 * module(ids(2))).backward()
+    yield from torch.autograd.grad(module(ids(1)), [*module.norm.parameters()])
+    (module(ids(1)) + 2 * module(ids(2))).backward()
+
+
+def as_in_eager(solver: str) -> None:
+    for sequence in (dropped, frozen, never_reduced, read, hooked, taken):
+        beside, made = Net(), Net()
+        made.body[2].p = beside.body[2].p = 0.0
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+        module = autopar.parallelize(made, mesh, (ids(0),), solver=solver)
+        found = [
+            [whole(x.detach()) for x in sequence(each, torch.optim.SGD(each.parameters(), lr=0.1))]
+            for each in (module, beside)
+        ]
+        for ours, theirs in zip(*found, strict=True):
+            assert_close(ours, theirs, f"what {sequence.__name__} saw", 1e-4)
+        for (name, parameter), ours in zip(beside.named_parameters(), module.parameters(), strict=True):
+            assert (parameter.grad is None) == (ours.grad is None)
+            if parameter.grad is not None:
+                assert type(ours.grad.detach()) is DTensor
+                assert_close(whole(ours.grad), parameter.grad, f"{sequence.__name__}: gradient of {name}", 1e-4)
+            assert_close(whole(ours.detach()), parameter.detach(), f"{sequence.__name__}: {name}", 1e-4)
+
+
+@pytest.mark.parametrize("solver", ["ddp", "fsdp"])
+def test_gradients_that_wait_are_those_of_eager_to_whoever_reads_drops_or_hooks_them(solver: str) -> None:
+    run(2, as_in_eager, solver)
 
 
 class Scaled(nn.Module):

@@ -72,6 +72,12 @@ def does_not_synchronize(module: ParallelModule) -> None:
     step(module)
 
 
+def does_not_synchronize_again(module: ParallelModule) -> None:
+    with module.no_sync():
+        step(module)
+    does_not_synchronize(module)
+
+
 def sets_an_attribute(module: ParallelModule) -> None:
     step(module)
     if dist.get_rank() == ODD:
@@ -111,7 +117,13 @@ FAULTS: dict[str, tuple[Callable[[ParallelModule], None], str]] = {
     "skips a batch": (
         skips_a_batch, r"input args.0 differs between ranks: .* Digests of call 5: rank 0: \w+; rank 1: \w+",
     ),
-    "does not synchronize": (does_not_synchronize, r"rank 0 waited for others in the backward pass of call 4"),
+    "does not synchronize": (
+        does_not_synchronize, r"some ranks called backward\(\) within no_sync\(\), and others outside: "
+        r"rank 0: 1 outside; rank 1: 0 outside",
+    ),
+    "does not synchronize as before": (
+        does_not_synchronize_again, r"rank 0 waited for others in the backward pass of call 5",
+    ),
     "sets an attribute": (
         sets_an_attribute, "some ranks must capture the model again, .*: rank 0: no capture; rank 1: a capture",
     ),

@@ -1,4 +1,5 @@
-"""`parallel.optimizer` steps on what each rank holds, and `clip_grad_norm_` sends one number: both as on one device."""
+"""`parallel.optimizer` steps on what each rank holds, and `clip_grad_norm_` sends a number of each gradient: both as on
+one device."""
 
 from __future__ import annotations
 
@@ -221,27 +222,50 @@ def test_muon_is_that_of_one_device(mesh: tuple[int, ...], solver: str) -> None:
     run(math.prod(mesh), with_muon, mesh, solver)
 
 
+ORDERS = (2.0, 1.0, 3.5, 0.5, 0.0, -1.0, math.inf, -math.inf)
+
+
 def clipped(mesh: tuple[int, ...], solver: str) -> None:
-    module, beside = parallel(solver, mesh), Net()
-    for order in (2.0, 1.0, 3.5, math.inf):
-        for each in (module, beside):
-            each.zero_grad()
-            (each(X) if each is module else mean_square(each(X))).backward()
-        norm = autopar.clip_grad_norm_(module.parameters(), 0.05, order)
-        assert not isinstance(norm, DTensor)
-        assert_close(norm, torch.nn.utils.clip_grad_norm_(beside.parameters(), 0.05, order), f"norm {order}", 1e-5)
-        for one, other in zip(module.parameters(), beside.parameters(), strict=True):
-            assert_close(whole(one.grad), other.grad, f"clipped by {order}", 1e-5)
-        seen: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(seen, float(norm))
-        assert len(set(seen)) == 1
-    next(iter(module.parameters())).grad.mul_(math.nan)  # type: ignore[union-attr]
-    with pytest.raises(RuntimeError, match="gradients is nan, and so cannot be clipped"):
-        autopar.clip_grad_norm_(module.parameters(), 1.0, error_if_nonfinite=True)
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+        torch.set_default_dtype(dtype)
+        module, beside = parallel(solver, mesh), Net()
+        extra, beside_extra = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+        for order in ORDERS:
+            for each, more in ((module, extra), (beside, beside_extra)):
+                each.zero_grad()
+                (each(X.to(dtype)) if each is module else mean_square(each(X.to(dtype)))).backward()
+                more.grad = torch.full((3,), 0.25)
+            foreach = None if order == 2.0 else order > 0
+            norm = autopar.clip_grad_norm_([*module.parameters(), extra], 0.05, order, foreach=foreach)
+            wanted = torch.nn.utils.clip_grad_norm_([*beside.parameters(), beside_extra], 0.05, order, foreach=foreach)
+            assert not isinstance(norm, DTensor) and norm.dtype == wanted.dtype
+            assert_close(norm, wanted, f"norm {order} in {dtype}", tolerance)
+            for one, other in zip([*module.parameters(), extra], [*beside.parameters(), beside_extra], strict=True):
+                assert_close(whole(one.grad), other.grad, f"clipped by {order} in {dtype}", tolerance)
+            seen: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(seen, float(norm))
+            assert len(set(seen)) == 1
     assert autopar.clip_grad_norm_([], 1.0) == 0.0
+    torch.set_default_dtype(torch.float32)
+    module = parallel(solver, mesh)
     train(module, module.optimizer(torch.optim.SGD, lr=0.1), 1, clip=0.1)
 
 
 @pytest.mark.parametrize(("mesh", "solver"), [((3,), "fsdp"), ((2, 2), "atp"), ((2,), "ddp")])
 def test_clipping_is_that_of_one_device(mesh: tuple[int, ...], solver: str) -> None:
     run(math.prod(mesh), clipped, mesh, solver)
+
+
+def not_finite() -> None:
+    for bad in (math.nan, math.inf):
+        module = parallel("fsdp")
+        module(X).backward()
+        if dist.get_rank() == 1:
+            module.body[0].weight.grad.to_local()[0, 0] = bad
+        for order in (2.0, math.inf, -1.0 if bad != bad else 1.0):
+            with pytest.raises(RuntimeError, match=f"of order {order} of the gradients is {bad}, and"):
+                autopar.clip_grad_norm_(module.parameters(), 1.0, order, error_if_nonfinite=True)
+
+
+def test_what_is_not_finite_on_one_rank_is_an_error_on_all() -> None:
+    run(2, not_finite)

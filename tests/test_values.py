@@ -14,6 +14,8 @@ from models import assert_close, whole
 from ranks import run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.nn.utils.parametrizations import weight_norm
 
 import autopar
 from autopar.passes.capture.captured import CaptureError
@@ -246,6 +248,91 @@ def given_other_data() -> None:
 
 def test_data_that_is_replaced() -> None:
     run(2, given_other_data)
+
+
+class Registering(nn.Module):
+    """Two layers that share a weight, one without a bias, a norm and a buffer, of which one is looked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = (nn.Linear(SIZE, SIZE, dtype=torch.float64) for _ in range(2))
+        self.plain, self.norm = (
+            nn.Linear(SIZE, SIZE, False, dtype=torch.float64),
+            nn.LayerNorm(SIZE, dtype=torch.float64),
+        )
+        self.down.weight = self.up.weight
+        self.register_buffer("shift", torch.zeros(SIZE, dtype=torch.float64))
+        self.register_buffer("unread", torch.zeros(SIZE, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.plain(self.down(self.up(x)).tanh()) + self.shift)
+        return (x * getattr(self, "gain", 1.0)).exp().mean()
+
+
+def of_other_placement(m: Any) -> None:
+    at_rest, mesh = m.norm.weight.placements, m.norm.weight.device_mesh
+    other = [Replicate() if p.is_shard() else Shard(0) for p in at_rest]
+    m.norm.weight = nn.Parameter(distribute_tensor(whole(m.norm.weight.detach()) * 2, mesh, other))
+
+
+def both_names(m: Any) -> None:
+    m.up.weight = m.down.weight = nn.Parameter(m.up.weight.detach() * 2)
+
+
+REPLACED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "placed otherwise": (of_other_placement, "parameter norm.weight was replaced after parallelize by a DTensor"),
+    "plain": (lambda m: setattr(m.up, "bias", nn.Parameter(torch.ones(SIZE))), "up.bias was replaced .* a plain"),
+    "another dtype": (lambda m: setattr(m.up, "bias", nn.Parameter(m.up.bias.detach().float())), "of float32 placed"),
+    "tied": (lambda m: setattr(m.up, "bias", m.down.bias), "parameter up.bias was tied to down.bias after parallelize"),
+    "untied": (lambda m: setattr(m.down, "weight", nn.Parameter(m.up.weight.detach())), "were one tensor, and are two"),
+    "no bias": (lambda m: setattr(m.up, "bias", None), "parameter up.bias is gone since parallelize"),
+    "a new bias": (lambda m: setattr(m.plain, "bias", nn.Parameter(torch.ones(SIZE))), "plain.bias, which was None,"),
+    "a parametrization": (lambda m: weight_norm(m.plain), "parameter plain.weight is gone"),
+    "a buffer gone": (lambda m: delattr(m, "shift"), "buffer shift is gone"),
+    "a buffer of another shape": (lambda m: setattr(m, "shift", torch.ones(1)), "replaced .* a plain tensor .1. of"),
+    "what forward looks for": (lambda m: m.register_buffer("gain", torch.ones(())), "gain was registered after"),
+    "a module, then another mode": (lambda m: setattr(m.eval(), "norm", nn.Identity()), "module norm was replaced"),
+}  # fmt: skip
+
+TAKEN: dict[str, Callable[[Any], Any]] = {
+    "placed alike": lambda m: setattr(m.norm, "weight", nn.Parameter(m.norm.weight.detach() * 2)),
+    "under both names": both_names,
+    "a buffer": lambda m: setattr(m, "shift", torch.ones(SIZE, dtype=torch.float64)),
+    "a buffer that nobody reads": lambda m: delattr(m, "unread"),
+    "a parameter that nobody reads": lambda m: setattr(m, "more", nn.Parameter(torch.ones(3))),
+}
+
+
+def replaced() -> None:
+    for what, (change, message) in REPLACED.items():
+        for rank in (0, 1) if what == "plain" else (None,):
+            module = parallel(Registering(), X)
+            module(X)
+            if rank in (None, torch.distributed.get_rank()):
+                change(module)
+            for _ in range(2):
+                with pytest.raises(ValueError, match=message):
+                    module(X)
+    for what, take in TAKEN.items():
+        module, beside = parallel(Registering(), X), Registering()
+        take(beside)
+        wanted = beside(X)
+        wanted.backward()
+        for each in (module, copy.deepcopy(module)):
+            each(X)
+            take(each)
+            loss = each(X)
+            loss.backward()
+            assert_close(whole(loss), wanted, what, 1e-12)
+            for one, other in zip(each.parameters(), beside.parameters(), strict=True):
+                assert (one.grad is None) == (other.grad is None)
+                if one.grad is not None:
+                    assert_close(whole(one.grad), other.grad, what, 1e-10)
+
+
+def test_what_is_replaced_after_parallelize_is_read_right_or_refused() -> None:
+    run(2, replaced)
 
 
 def again(module: nn.Module, output: Output) -> None:

@@ -273,6 +273,16 @@ def shell(dtensor: DTensor) -> int:
     return int(dtensor.untyped_storage()._cdata)
 
 
+def receiver(node: Any) -> tuple[bool, torch.Tensor | None]:
+    """Whether the backward that runs hands a gradient to this node of its graph, and the tensor to whose `.grad` the
+    node adds it. None: another operator takes it, or the caller of `autograd.grad`."""
+    try:
+        runs = torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # of a leaf in autograd.grad
+        return True, None
+    return runs, getattr(node, "variable", None)
+
+
 def is_observed(tensor: torch.Tensor) -> bool:
     """Whether somebody wants to see its gradient: by a hook, or by `retain_grad()`."""
     return bool(tensor._backward_hooks) or bool(tensor.retains_grad and not tensor.is_leaf)

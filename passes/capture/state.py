@@ -180,7 +180,7 @@ class _Walk:
         if isinstance(value, nn.Module):
             inside = id(value) in self.inside
             otherwise = _OTHERWISE if inside and self.reads is not None else REGISTRIES
-            for registry in () if inside else map(vars(value).get, REGISTRIES):
+            for registry in () if inside else [vars(value)[name] for name in REGISTRIES]:
                 for name in registry:
                     self.reach(f"{path}.{name}", registry[name])
         if isinstance(fields, dict):
@@ -255,7 +255,8 @@ class _Walk:
 
     def class_of(self, cls: type) -> None:
         """Methods of a class and its bases, and data, as far as reached code names them."""
-        for base in (*cls.__mro__, *type(cls).__mro__):
+        meta: type = type(cls)
+        for base in (*cls.__mro__, *meta.__mro__):
             if id(base) in self.seen or is_library_module(base.__module__):
                 continue
             self.seen[id(base)] = base.__name__
