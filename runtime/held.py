@@ -116,7 +116,9 @@ class Parts:
     rest: Executable
 
 
-OF_ALL_PROGRAMS = ("at_rest", "whole_outputs", "holds", "shells", "owners", "aliases", "mirrors", "pending", "observed")
+OF_ALL_PROGRAMS = (
+    "at_rest", "whole_outputs", "holds", "shells", "owners", "aliases", "slots", "mirrors", "pending", "observed"
+)  # fmt: skip
 """What the programs of a module have in common."""
 
 
@@ -153,6 +155,9 @@ class State:
         self.constants = {name: t.detach().to(self.device) for name, t in captured.constants.items()}
         self.owners: dict[str, tuple[dict[str, Any], str]] = {}
         self.aliases: dict[str, list[str]] = {}
+        """Name of a value in the graph -> all names that it has, those without wrappers of modules included."""
+        self.slots: dict[tuple[int, str], str] = {}
+        """Where a value is registered -> its name in the graph."""
         self.mirrors: dict[int, nn.Module] = {}
         self.shells: dict[str, tuple[DTensor, int]] = {}
         """Parameters as they were seen first, with what `.data = ...` replaces of them."""
@@ -176,18 +181,6 @@ class State:
         """Target of a gradient -> its placements, and what makes a DTensor of a local tensor."""
 
     # -- modules and values
-
-    def own(self, parallel: nn.Module) -> None:
-        """Find where each name of a parameter or buffer is registered, and which names are one tensor."""
-        first: dict[int, str] = {}
-        for prefix, module in parallel.named_modules(remove_duplicate=False):
-            for registry in (module._parameters, module._buffers):
-                for key, tensor in registry.items():
-                    if tensor is not None:
-                        name = f"{prefix}.{key}" if prefix else key
-                        self.owners[name] = (registry, key)
-                        canonical = first.setdefault(id(tensor), self.captured.tied.get(name, name))
-                        self.aliases.setdefault(canonical, []).append(name)
 
     def with_program(self, captured: Captured, program: Program) -> State:
         """The same values with another program."""

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from autopar.compat import SAFETENSORS_DTYPES
 
@@ -26,6 +27,8 @@ from .agree import all_equal, on_first_rank, together
 from .boxes import Box, is_owner
 from .held import State
 from .load import INDEX, SINGLE, held_of, layout_of
+from .placements import placements_of
+from .state_dicts import saved_names
 
 FILE_BYTES = 5_000_000_000
 """Of a file, at most, unless a tensor has more."""
@@ -99,7 +102,13 @@ def layout_in_files(state: State, root: nn.Module, max_file_bytes: int) -> list[
     groups: list[list[tuple[str, str, torch.Tensor]]] = [[]]
     held = 0
     for value, name in saved_names(state, root).items():
-        tensor = state.value(value)
+        tensor = state.refuse_replaced(value)
+        at_rest = placements_of(layout_of(state, value), tuple(tensor.shape), state.program.mesh)
+        if isinstance(tensor, DTensor) and (tensor.device_mesh != state.mesh or tensor.placements != at_rest):
+            raise ValueError(
+                f"{name} was replaced after parallelize by a tensor that is placed as {tensor.placements}, and not "
+                f"{at_rest}: write into the parameter instead, under torch.no_grad()"
+            )
         if tensor.device.type == "meta":
             raise ValueError(f"{name} is on meta, and has no value to save: call materialize or load_pretrained first")
         if tensor.dtype not in SAFETENSORS_DTYPES:
@@ -120,21 +129,6 @@ def _file(number: int, count: int, group: list[tuple[str, str, torch.Tensor]]) -
         places.append(Place(value=value, name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, offset=offset))
         offset += places[-1].bytes
     return File(name=SINGLE if count == 1 else f"model-{number:05}-of-{count:05}.safetensors", places=tuple(places))
-
-
-def saved_names(state: State, root: nn.Module) -> dict[str, str]:
-    """Value -> the name to save it under. Of tied weights that is the one that Hugging Face's model ties the others
-    to."""
-    saved = set(root.state_dict())
-    tied = getattr(root, "_tied_weights_keys", None) or ()
-    patterns = [re.compile(pattern) for pattern in tied]
-    names = {}
-    for value, aliases in state.aliases.items():
-        present = [alias for alias in aliases if alias in saved]
-        own = [alias for alias in present if not any(p.search(alias) for p in patterns)]
-        if present:
-            names[value] = (own or present)[0]
-    return names
 
 
 def _begin(folder: Path, files: Sequence[File]) -> None:

@@ -17,7 +17,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autopar.compat import full_tensor
+from autopar.compat import full_tensor, unwrapped
 from autopar.ir.graph import JointGraph, Node
 from autopar.ir.tree import flatten
 from autopar.ops.lockstep import run
@@ -129,7 +129,7 @@ class Verifier:
     """Checks the first `steps` calls of a module, and the backward of each."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable[[Any], torch.Tensor] | None, steps: int) -> None:
-        self.model, self.loss_fn, self.steps, self.done = skeleton(model), loss_fn, steps, 0
+        self.model, self.loss_fn, self.steps, self.done = skeleton(unwrapped(model)), loss_fn, steps, 0
 
     def begin(self, state: _State, modules: Sequence[nn.Module], inputs: Mapping[str, torch.Tensor]) -> Check | None:
         """What checks the step that begins, or None when all are done. Gathers parameters."""
