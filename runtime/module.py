@@ -28,6 +28,7 @@ from .local import LocalBatches
 from .mirrors import Standing, mirrored
 from .modes import Again
 from .muon import Muon
+from .optimizer_states import checkpoints_of
 from .padding import Padder
 from .placements import mismatch
 from .pretrained import Filled
@@ -78,6 +79,7 @@ class ParallelModule(Filled, Standing):
         holds: bool = False,
     ) -> None:
         super().__init__()
+        checkpoints_of(ParallelModule)
         follow_world_timeout(mesh)
         raise_together(mismatch(program, mesh), mesh)
         all_equal(

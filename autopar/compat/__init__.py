@@ -34,7 +34,10 @@ from .joint import is_accumulation as is_accumulation
 from .joint import is_backward as is_backward
 from .joint import module_path as module_path
 from .patching import patched as patched
+from .optimizing import around_checkpoints as around_checkpoints
+from .optimizing import Shapes as Shapes
 from .optimizing import bare_step as bare_step
+from .optimizing import first_states as first_states
 from .optimizing import fused_steps_on_shards as fused_steps_on_shards
 from .optimizing import muon_rate as muon_rate
 from .optimizing import orthogonalized as orthogonalized
