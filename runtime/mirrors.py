@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from autopar.compat import full_tensor
 
 from .agree import raise_together
-from .state_dicts import rename_versions, take_parts, to_load
+from .state_dicts import rename_versions, taking_parts, to_load
 
 
 def _call(cls: type[nn.Module], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -69,11 +69,8 @@ def _callable_alone(kind: type[Any]) -> type[Any]:
             return self
 
         def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-            handle = self.register_load_state_dict_pre_hook(take_parts)  # after those of the model
-            try:
+            with taking_parts(self):
                 super()._load_from_state_dict(state_dict, prefix, *rest)
-            finally:
-                handle.remove()
 
     Submodule.__name__, Submodule.__qualname__ = kind.__name__, kind.__qualname__
     Submodule.__module__, Submodule.__doc__ = kind.__module__, kind.__doc__

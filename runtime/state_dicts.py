@@ -6,14 +6,18 @@ from __future__ import annotations
 import re
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
-from autopar.compat import full_tensor, plain_name
+from autopar.compat import full_tensor, local_tensor, memory_of, plain_name
 
 from .anew import unsaved_buffers
 from .held import State, adopt
@@ -49,25 +53,86 @@ def registered(root: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
                     yield (f"{prefix}.{key}" if prefix else key), registry, key
 
 
-def take_parts(
-    module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any
-) -> None:
-    """The last hook before a mirror loads its own values: puts what this rank holds of each in its place. Hooks of the
-    model see the values as they were given."""
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Slot:
+    """Where a mirror has a value, and what it has there before it is loaded."""
+
+    name: str
+    registry: dict[str, Any]
+    key: str
+    present: torch.Tensor
+
+
+@contextmanager
+def taking_parts(module: nn.Module) -> Iterator[None]:
+    """Within it, a mirror loads its own values as the model's module would: by torch's way, before which what this rank
+    holds of each takes its place, after all hooks of the model; by writing a global value into a parameter; or by
+    putting another parameter in its place."""
     reference = STATES.get(module)
     state = None if reference is None else reference()
     if state is None:  # a copy that somebody made of a part of the module
+        yield
         return
-    for registry in (module._parameters, module._buffers):
-        for key, present in list(registry.items()):
-            name, value = state.slots.get((id(registry), key)), state_dict.get(prefix + key)
-            if name is None or present is None or not isinstance(value, torch.Tensor):
-                continue
-            if value.shape == (1,) and present.shape == ():
+    slots = [
+        _Slot(name=state.slots[id(registry), key], registry=registry, key=key, present=present)
+        for registry in (module._parameters, module._buffers)
+        for key, present in registry.items()
+        if present is not None and (id(registry), key) in state.slots
+    ]
+    handle = module.register_load_state_dict_pre_hook(partial(_take_parts, state, slots))  # type: ignore[no-untyped-call]
+    try:
+        with _Writes(state, slots):
+            yield
+    finally:
+        handle.remove()
+        for slot in slots:
+            _place(state, slot)
+
+
+def _take_parts(
+    state: State, slots: Sequence[_Slot], module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any
+) -> None:
+    """The last hook: hooks of the model see the values as they were given."""
+    assign = rest[0].get("assign_to_params_buffers", False)
+    for slot in slots:
+        value = state_dict.get(prefix + slot.key)
+        if isinstance(value, torch.Tensor):
+            if value.shape == (1,) and slot.present.shape == ():
                 value = value.reshape(())  # as torch does, for files of its first versions
-            if value.shape == present.shape:
-                assign = metadata.get("assign_to_params_buffers", False)
-                state_dict[prefix + key] = _part(state, name, value, assign=assign)
+            if value.shape == slot.present.shape:
+                state_dict[prefix + slot.key] = _part(state, slot.name, value, assign=assign)
+
+
+class _Writes(TorchFunctionMode):
+    """Global values that are copied into what a rank holds of a parameter."""
+
+    def __init__(self, state: State, slots: Sequence[_Slot]) -> None:
+        super().__init__()
+        self.state = state
+        held = ((slot.name, slot.present) for slot in slots if isinstance(slot.present, DTensor))
+        self.names = {memory_of(local_tensor(present)): name for name, present in held}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.copy_ and len(args) > 1 and isinstance(args[0], DTensor):
+            target, value = args[:2]
+            name = self.names.get(memory_of(local_tensor(target)))
+            if name is not None and not isinstance(value, DTensor) and value.shape == target.shape:
+                args = (target, _part(self.state, name, value, assign=False), *args[2:])
+        return func(*args, **(kwargs or {}))
+
+
+def _place(state: State, slot: _Slot) -> None:
+    """Take this rank's part of a global value that was put in the place of a parameter."""
+    value = slot.registry.get(slot.key)
+    if not isinstance(slot.present, DTensor) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+        return
+    slot.registry[slot.key] = slot.present
+    if value.shape != slot.present.shape:
+        raise ValueError(
+            f"{plain_name(slot.name)} is {list(value.shape)} in the state_dict and {list(slot.present.shape)} in the "
+            f"model, whose program has that size"
+        )
+    _part(state, slot.name, value, assign=True)
 
 
 def _part(state: State, name: str, value: torch.Tensor, *, assign: bool) -> torch.Tensor:

@@ -115,8 +115,10 @@ def around_checkpoints(get: Get, set_: Set, read: Read) -> None:
     are got (`get_optimizer_state_dict`, `get_state_dict`), where they are set, and where a checkpoint is read."""
     from torch.distributed.checkpoint import default_planner, state_dict
 
-    got, put = state_dict._get_optim_state_dict, state_dict._load_optim_state_dict
-    planned = default_planner.create_default_local_load_plan
+    states: Any = state_dict
+    planner: Any = default_planner
+    got, put = states._get_optim_state_dict, states._load_optim_state_dict
+    planned = planner.create_default_local_load_plan
 
     def get_states(model: torch.nn.Module, optimizers: Any, info: Any) -> Any:
         return get(model, optimizers, lambda: got(model, optimizers, info))
@@ -129,5 +131,5 @@ def around_checkpoints(get: Get, set_: Set, read: Read) -> None:
         tensors = {k: (tuple(m.size), m.properties.dtype) if hasattr(m, "properties") else None for k, m in stored}
         return planned(read(held, tensors), metadata, *strict)
 
-    state_dict._get_optim_state_dict, state_dict._load_optim_state_dict = get_states, put_states
-    default_planner.create_default_local_load_plan = plan
+    states._get_optim_state_dict, states._load_optim_state_dict = get_states, put_states
+    planner.create_default_local_load_plan = plan

@@ -30,6 +30,13 @@ def unwrapped(model: nn.Module) -> nn.Module:
     that files have."""
     compiled = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
     made: dict[int, nn.Module] = {}
+    copies: dict[int, nn.Module] = {}
+
+    def copied(module: nn.Module, **changed: Any) -> nn.Module:
+        """A module of the same attributes and tensors."""
+        copy: nn.Module = object.__new__(type(module))
+        vars(copy).update(vars(module), **changed)
+        return copies.setdefault(id(module), copy)
 
     def plain(module: nn.Module, root: bool = False) -> nn.Module:
         if id(module) in made:
@@ -37,32 +44,29 @@ def unwrapped(model: nn.Module) -> nn.Module:
         if isinstance(module, compiled) or (root and isinstance(module, ActivationWrapper)):
             (inner,) = module._modules.values()
             assert inner is not None
-            made[id(module)] = _hooked(plain(inner, root), module)
+            inner = plain(inner, root)
+            hooks = _hooks_around(inner, module)
+            made[id(module)] = copied(inner, **hooks) if hooks else inner
         else:
             made[id(module)] = module  # in a circle, it holds itself
             children = {name: None if child is None else plain(child) for name, child in module._modules.items()}
             if any(child is not children[name] for name, child in module._modules.items()):
-                made[id(module)] = _copy(module, _modules=children)
+                made[id(module)] = copied(module, _modules=children)
         return made[id(module)]
 
-    return plain(model, root=True)
+    result = plain(model, root=True)
+    rebind_state_hooks({key: copies.get(id(copy), copy) for key, copy in copies.items()})
+    return result
 
 
-def _hooked(inner: nn.Module, outer: nn.Module) -> nn.Module:
-    """The inner module of two, with the outer one's hooks around its own."""
+def _hooks_around(inner: nn.Module, outer: nn.Module) -> dict[str, Any]:
+    """The hooks of the inner module of two with the outer one's around them, if that has any."""
     joined = {}
     for name, hooks in vars(outer).items():
         if isinstance(hooks, dict) and hooks and "_hooks" in name and name not in HOOKS_OF_STATES:
             own = vars(inner)[name]
             joined[name] = type(hooks)({**hooks, **own} if "pre_hooks" in name else {**own, **hooks})
-    return _copy(inner, **joined) if joined else inner
-
-
-def _copy(module: nn.Module, **changed: Any) -> nn.Module:
-    """A module of the same attributes and tensors."""
-    made: nn.Module = object.__new__(type(module))
-    vars(made).update(vars(module), **changed)
-    return made
+    return joined
 
 
 HOOKS_OF_STATES = (
