@@ -103,7 +103,7 @@ def raise_together(error: Exception | None, mesh: DeviceMesh) -> None:
     first = failed[0][1]
     same = [rank for rank, raised in failed if type(raised) is type(first) and str(raised) == str(first)]
     if len(same) == len(errors):
-        raise first
+        raise error or first
     ranks = f"rank {same[0]}" if len(same) == 1 else f"ranks {', '.join(map(str, same))}"
     text = f"{first} (on {ranks} of {len(errors)})"
     try:

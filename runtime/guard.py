@@ -82,7 +82,7 @@ class Guard:
         self.keys = tuple(key for _, key, _ in entries)
         self.values = tuple(value for _, _, value in entries)
         paths = {id(vars(module)): (path, module) for path, module in self.modules.items()}
-        absent = ((*paths[id(held)], name) for held, name, value in seen.entries if value is ABSENT and id(held) in paths)
+        absent = [(*paths[id(held)], name) for held, name, value in entries if value is ABSENT and id(held) in paths]
         self.unregistered = [
             (registry, name, f"{path}.{name}" if path else name)
             for path, module, name in absent

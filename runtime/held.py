@@ -133,9 +133,9 @@ class State:
 
     # -- modules and values
 
-    def own(self, parallel: nn.Module) -> None:
+    def own(self, root: nn.Module) -> None:
         """Find where each name of a parameter or buffer is registered, and which names are one tensor."""
-        self.registered.own(parallel, self.captured.tied)
+        self.registered.own(root, self.captured.tied)
         self._reads()
 
     def _reads(self) -> None:
@@ -162,8 +162,13 @@ class State:
 
     @property
     def aliases(self) -> dict[str, list[str]]:
-        """A name of each tensor -> all of its names."""
+        """Name of a value in the graph -> all names that it has, those without wrappers of modules included."""
         return self.registered.aliases
+
+    @property
+    def slots(self) -> dict[tuple[int, str], str]:
+        """Where a value is registered, by the registry's identity and the key -> its name in the graph."""
+        return self.registered.slots
 
     def value(self, name: str) -> torch.Tensor:
         return self.registered.value(name)

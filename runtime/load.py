@@ -14,7 +14,15 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autopar.compat import Conversion, SafetensorsReader, Stored, local_tensor, make_dtensor, stored_names
+from autopar.compat import (
+    Conversion,
+    SafetensorsReader,
+    Stored,
+    local_tensor,
+    make_dtensor,
+    plain_name,
+    stored_names,
+)
 from autopar.files import cut, json_of, text_of
 from autopar.ir.layout import Layout, Replicate, Shape, valid_shape
 
@@ -23,6 +31,7 @@ from .anew import anew_of, unsaved_buffers
 from .boxes import Box, boxes
 from .held import State, adopt
 from .placements import contiguous_stride, placements_of
+from .state_dicts import names_in_state_dict, registered
 
 logger = logging.getLogger("autopar")
 
@@ -80,6 +89,10 @@ def read_weights(state: State, root: nn.Module, directory: str | Path, *, may_mi
 def found_in(state: State, root: nn.Module, stored: Mapping[str, Stored], directory: str | Path) -> Found:
     """What files have for each value, by their tables of contents. Raises ValueError for what does not fit."""
     values = {alias: value for value, aliases in state.aliases.items() for alias in aliases}
+    called = names_in_state_dict(root)
+    for _, registry, key in registered(root):
+        if value := state.slots.get((id(registry), key)):
+            values |= dict.fromkeys(called.get(id(registry[key]), ()), value)
     names, conversions = stored_names(root, stored, values)
     direct: dict[str, str] = {}
     for alias, name in names.items():
@@ -232,8 +245,9 @@ def _warn(state: State, root: nn.Module, stored: Iterable[str], found: Found, di
     unused = [name for name in stored if name not in used and not any(p.search(name) for p in expected)]
     if unused:
         logger.warning("%s: the model has no place for %s", directory, _listed(unused))
-    unsaved = {name for name, _, _ in unsaved_buffers(root)}
-    kept = [n for n in found.missing if not _is_meta(state, n) and not unsaved.issuperset(state.aliases[n])]
+    unsaved = {plain_name(name) for name, _, _ in unsaved_buffers(root)}
+    never_saved = {n for n, aliases in state.aliases.items() if unsaved.issuperset(map(plain_name, aliases))}
+    kept = [n for n in found.missing if not _is_meta(state, n) and n not in never_saved]
     if kept:
         logger.warning("%s has no values for %s, which stay as they are", directory, _listed(kept))
 
@@ -244,4 +258,4 @@ def _digest(stored: Mapping[str, Stored]) -> str:
 
 
 def _listed(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return ", ".join(map(plain_name, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from itertools import chain
 from typing import Any, Self
@@ -14,6 +14,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.compat import full_tensor
+
+from .agree import raise_together
+from .state_dicts import rename_versions, taking_parts, to_load
 
 
 def _call(cls: type[nn.Module], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -54,7 +57,8 @@ _MIRRORS: set[type[Any]] = set()
 
 @cache
 def _callable_alone(kind: type[Any]) -> type[Any]:
-    """A class that passes for this one, whose calls gather the parameters, and which keeps its device and dtype."""
+    """A class that passes for this one, whose calls gather the parameters, which keeps its device and dtype, and loads
+    what this rank holds of values."""
 
     class Submodule(kind):  # type: ignore[misc]
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -63,6 +67,10 @@ def _callable_alone(kind: type[Any]) -> type[Any]:
         def _apply(self, fn: Any, recurse: bool = True) -> Any:
             refuse_moved(self, fn)
             return self
+
+        def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+            with taking_parts(self):
+                super()._load_from_state_dict(state_dict, prefix, *rest)
 
     Submodule.__name__, Submodule.__qualname__ = kind.__name__, kind.__qualname__
     Submodule.__module__, Submodule.__doc__ = kind.__module__, kind.__doc__
@@ -85,6 +93,7 @@ def mirrored(mirrors: dict[int, nn.Module], module: nn.Module) -> nn.Module:
             _buffers=dict(module._buffers),
             _modules={},
             _non_persistent_buffers_set=set(module._non_persistent_buffers_set),
+            _compiled_call_impl=None,  # of the original's parameters
         )
         mirrors[id(module)] = mirror
         mirror._modules.update({n: None if m is None else mirrored(mirrors, m) for n, m in module._modules.items()})
@@ -107,6 +116,30 @@ class Standing(nn.Module):
         root.eval()
         self.training = root.training
         return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As on the model, with its hooks, its extra state, and what its class makes of it."""
+        made = vars(self)["_root"].state_dict(*args, **kwargs)
+        rename_versions(made, kwargs.get("prefix", ""))
+        return made
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As on the model, with its hooks, its extra state, and what its class makes of it. Values may be global
+        tensors, of which this rank takes its part, or DTensors; names those of the model within `torch.compile` and
+        `checkpoint_wrapper`, or without. With `assign`, values are cast to the dtypes of the model, and parameters are
+        new objects. All ranks call it at once; what any of them raises, all raise."""
+        state, root = vars(self)["_state"], vars(self)["_root"]
+        error, result = None, None
+        try:
+            result = root.load_state_dict(to_load(state_dict, root), *args, **kwargs)
+        except Exception as raised:
+            error = raised
+        raise_together(error, state.mesh)
+        return result
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Where a module that holds this one is loaded."""
+        vars(self)["_root"]._load_from_state_dict(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         try:

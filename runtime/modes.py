@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.cluster.machine import Cluster
+from autopar.compat import unwrapped
 from autopar.ir.graph import JointGraph, Ref, map_references
 from autopar.ir.layout import Layout
 from autopar.ir.program import Program
@@ -118,7 +119,7 @@ class Modes:
         knows what has been warned of."""
         self.once = Once() if once is None else once
         self.form, self.decided = Inputs.captured(captured).form, decided
-        self.model, self.captured, self.mesh, self.at_rest = skeleton(model), captured, mesh, at_rest
+        self.model, self.captured, self.mesh, self.at_rest = skeleton(unwrapped(model)), captured, mesh, at_rest
         self.loss_fn, self.cluster, self.training = loss_fn, cluster, training
 
     def __call__(

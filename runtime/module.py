@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -28,10 +28,12 @@ from .local import LocalBatches
 from .mirrors import Standing, mirrored
 from .modes import Again
 from .muon import Muon
+from .optimizer_states import checkpoints_of
 from .padding import Padder
 from .placements import mismatch
 from .pretrained import Filled
 from .sharded import on_shards
+from .state_dicts import belong
 from .verify import Verifier
 from .versions import Versions
 
@@ -77,6 +79,7 @@ class ParallelModule(Filled, Standing):
         holds: bool = False,
     ) -> None:
         super().__init__()
+        checkpoints_of(ParallelModule)
         follow_world_timeout(mesh)
         raise_together(mismatch(program, mesh), mesh)
         all_equal(
@@ -93,19 +96,21 @@ class ParallelModule(Filled, Standing):
         state = State(captured, program, plan, mesh)
         state.whole_outputs, state.holds = whole_outputs, holds
         vars(self)["_state"] = state
-        root = mirrored(state.mirrors, model)
+        plain = compat.unwrapped(model)
+        root = mirrored(state.mirrors, plain)
+        compat.rebind_state_hooks(state.mirrors)
         # the same dictionaries: the root's parameters and submodules are this module's own
-        self._parameters, self._buffers, self._modules = root._parameters, root._buffers, root._modules
-        self._non_persistent_buffers_set = root._non_persistent_buffers_set
+        shared = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *compat.HOOKS_OF_STATES)
+        vars(self).update((name, vars(root)[name]) for name in shared)
         self.training = captured.training
         vars(self)["_root"] = root
-        state.own(self)
-        vars(self)["_modes"] = Versions(self, model, state, again, padder)
-        vars(self)["_local"] = LocalBatches(state, model)
+        belong(root, state)
+        vars(self)["_modes"] = Versions(self, plain, state, again, padder)
+        vars(self)["_local"] = LocalBatches(state, plain)
         vars(self)["_verifier"], vars(self)["_finite"] = verifier, False
-        state.distribute(chain(model.named_parameters(), model.named_buffers()))
+        state.distribute(chain(plain.named_parameters(), plain.named_buffers()))
         OWNERS.claim(model, self)
-        vars(self)["_original"] = Original(model, root, captured.reads)
+        vars(self)["_original"] = Original(plain, root, captured.reads)
 
     # -- what a person asks for
 
@@ -230,16 +235,6 @@ class ParallelModule(Filled, Standing):
                 call.check.forward(dict(zip(state.output_paths, results, strict=True)), call.keys)
         return state.captured.unflatten(dict(zip(state.output_paths, results, strict=True)))
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As on the model. Values may be global tensors, of which this rank takes its slice, or DTensors."""
-        state = _state(self)
-        sliced = dict(state_dict)
-        for name, parameter in self.named_parameters(remove_duplicate=False):
-            value = state_dict.get(name)
-            if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
-                sliced[name] = state.part(name, value)
-        return super().load_state_dict(sliced, strict=strict, assign=assign)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
         """A module with values of its own, on the same mesh with the same programs."""
         copied = type(self).__new__(type(self))
@@ -253,6 +248,7 @@ class ParallelModule(Filled, Standing):
             memo.update((id(part), part) for part in (*one_for_all, vars(state).get("parts")))
         memo[id(modes.again)] = modes.again
         vars(copied).update(copy.deepcopy(vars(self), memo))
+        belong(vars(copied)["_root"], _state(copied))
         _state(copied).registered.again()
         vars(copied)["_modes"].guard_again()
         return copied

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from autopar.compat import plain_name
+
 from .agree import together
 from .anew import anew_of, unsaved_buffers
 from .held import State, adopt
@@ -110,6 +112,7 @@ def values_from(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Each tensor's value in a state_dict, under any of its names."""
     missing = []
+    source = {plain_name(name): value for name, value in source.items()} | dict(source)
     for canonical, aliases in state.aliases.items():
         present = state.value(canonical)
         alias = next((name for name in aliases if name in source), None)

@@ -25,7 +25,9 @@ class Registered:
         self.owners: dict[str, tuple[Registry, str]] = {}
         """Name -> where it is registered."""
         self.aliases: dict[str, list[str]] = {}
-        """A name of each tensor -> all of its names."""
+        """Name of a value in the graph -> all names that it has, those without wrappers of modules included."""
+        self.slots: dict[tuple[int, str], str] = {}
+        """Where a value is registered -> its name in the graph."""
         self.read: set[str] = set()
         """What programs of the module read."""
         self._forms: dict[str, Any] = {}
@@ -37,23 +39,31 @@ class Registered:
         """Of each module: the prefix of its names, the modules that it holds, and those that it held."""
         self._armed: tuple[Any, ...] | None = None
 
-    def own(self, parallel: nn.Module, tied: Mapping[str, str]) -> None:
+    def own(self, root: nn.Module, tied: Mapping[str, str]) -> None:
         """Find where each name is registered, and which names are one tensor. `tied` has the name that stands for
         another."""
+        for table in (self.owners, self.aliases, self.slots, self._empty, self._modules):
+            table.clear()
+        self._armed = None
         first: dict[int, str] = {}
-        for path, module in parallel.named_modules(remove_duplicate=False):
+        places: dict[str, tuple[Registry, str]] = {}
+        for path, module in root.named_modules(remove_duplicate=False):
             prefix = f"{path}." if path else ""
             if module._modules:
                 self._modules.append((prefix, module._modules, dict(module._modules)))
             for registry in (module._parameters, module._buffers):
                 for key, tensor in registry.items():
-                    name = prefix + key
                     if tensor is None:
-                        self._empty.append((name, registry, key))
-                        continue
-                    self.owners[name] = (registry, key)
-                    canonical = first.setdefault(id(tensor), tied.get(name, name))
-                    self.aliases.setdefault(canonical, []).append(name)
+                        self._empty.append((prefix + key, registry, key))
+                    else:
+                        places[prefix + key] = registry, key
+        for name, (registry, key) in places.items():
+            canonical = first.setdefault(id(registry[key]), tied.get(name, name))
+            self.slots[id(registry), key] = canonical
+            plain = compat.plain_name(name)
+            for each in (name,) if plain in places else (name, plain):
+                self.owners[each] = (registry, key)
+                self.aliases.setdefault(canonical, []).append(each)
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
         """Have a tensor under all names that it has."""

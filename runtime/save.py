@@ -26,6 +26,7 @@ from .agree import all_equal, on_first_rank, together
 from .boxes import Box, is_owner
 from .held import State
 from .load import INDEX, SINGLE, held_of, layout_of
+from .state_dicts import saved_names
 
 FILE_BYTES = 5_000_000_000
 """Of a file, at most, unless a tensor has more."""
@@ -120,21 +121,6 @@ def _file(number: int, count: int, group: list[tuple[str, str, torch.Tensor]]) -
         places.append(Place(value=value, name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, offset=offset))
         offset += places[-1].bytes
     return File(name=SINGLE if count == 1 else f"model-{number:05}-of-{count:05}.safetensors", places=tuple(places))
-
-
-def saved_names(state: State, root: nn.Module) -> dict[str, str]:
-    """Value -> the name to save it under. Of tied weights that is the one that Hugging Face's model ties the others
-    to."""
-    saved = set(root.state_dict())
-    tied = getattr(root, "_tied_weights_keys", None) or ()
-    patterns = [re.compile(pattern) for pattern in tied]
-    names = {}
-    for value, aliases in state.aliases.items():
-        present = [alias for alias in aliases if alias in saved]
-        own = [alias for alias in present if not any(p.search(alias) for p in patterns)]
-        if present:
-            names[value] = (own or present)[0]
-    return names
 
 
 def _begin(folder: Path, files: Sequence[File]) -> None:

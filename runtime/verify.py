@@ -19,7 +19,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autopar.compat import full_tensor
+from autopar.compat import full_tensor, unwrapped
 from autopar.ir.graph import JointGraph, Node
 from autopar.ir.program import ProgramOutput
 from autopar.ir.tree import flatten
@@ -137,7 +137,7 @@ class Verifier:
     """Checks the first `steps` calls of a module and one of the next hundred, and the backward of each."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable[[Any], torch.Tensor] | None, steps: int) -> None:
-        self.model, self.loss_fn, self.steps = skeleton(model), loss_fn, steps
+        self.model, self.loss_fn, self.steps = skeleton(unwrapped(model)), loss_fn, steps
         self.calls, self.done = 0, 0
         self.later = 0
         """The number of the later call, the same on all ranks. State that no first call shows may show in it."""

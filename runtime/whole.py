@@ -12,6 +12,7 @@ from autopar.passes.capture.fakes import skeleton
 from .agree import together
 from .held import State
 from .mirrors import is_mirror
+from .state_dicts import registered
 
 
 def whole_model(state: State, root: nn.Module) -> nn.Module:
@@ -24,13 +25,7 @@ def whole_model(state: State, root: nn.Module) -> nn.Module:
     for module in model.modules():
         if is_mirror(type(module)):
             module.__class__ = type(module).__mro__[1]
-    registries = {
-        f"{prefix}.{key}" if prefix else key: (registry, key)
-        for prefix, module in model.named_modules(remove_duplicate=False)
-        for registry in (module._parameters, module._buffers)
-        for key, tensor in registry.items()
-        if tensor is not None
-    }
+    registries = {name: (registry, key) for name, registry, key in registered(model)}
     with torch.no_grad():
         for name, aliases in state.aliases.items():
             value = state.value(name)
@@ -38,7 +33,7 @@ def whole_model(state: State, root: nn.Module) -> nn.Module:
             whole = held.clone(memory_format=torch.contiguous_format)
             if isinstance(value, nn.Parameter):
                 whole = nn.Parameter(whole, requires_grad=value.requires_grad)
-            for alias in aliases:
+            for alias in registries.keys() & aliases:
                 registry, key = registries[alias]
                 registry[key] = whole
     return model

@@ -27,7 +27,10 @@ from .neutral import neutral as neutral
 from .neutral import plain_attention as plain_attention
 from .neutral import without_autocast as without_autocast
 from .patching import patched as patched
+from .optimizing import around_checkpoints as around_checkpoints
+from .optimizing import Shapes as Shapes
 from .optimizing import bare_step as bare_step
+from .optimizing import first_states as first_states
 from .optimizing import fused_steps_on_shards as fused_steps_on_shards
 from .optimizing import muon_rate as muon_rate
 from .optimizing import orthogonalized as orthogonalized
@@ -66,6 +69,10 @@ from .tensors import unmodified as unmodified
 from .tensors import value_of as value_of
 from .tensors import version as version
 from .tensors import versions as versions
+from .wrapping import HOOKS_OF_STATES as HOOKS_OF_STATES
+from .wrapping import plain_name as plain_name
+from .wrapping import rebind_state_hooks as rebind_state_hooks
+from .wrapping import unwrapped as unwrapped
 from .watching import Watching as Watching
 from .watching import WritesInput as WritesInput
 from .watching import WritesReal as WritesReal
@@ -74,6 +81,7 @@ from .watching import decides_by_data as decides_by_data
 from .watching import global_hooks as global_hooks
 from .watching import gradient_hooks as gradient_hooks
 from .watching import hook_registries as hook_registries
+from .watching import hooks_gradient as hooks_gradient
 from .watching import is_stepped_in_backward as is_stepped_in_backward
 from .watching import leaves_numbers as leaves_numbers
 from .watching import SETTINGS as SETTINGS

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from .wrapping import plain_name
+
 Part = tuple[tuple[int, ...], tuple[int, ...], torch.Tensor]
 """Of a global tensor: offsets, sizes, and where these elements are to go."""
 
@@ -41,11 +43,13 @@ class SafetensorsReader:
         self._reader.fs = Listed()
         self._metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=False)
+        tensors = {n: m for n, m in self._metadata.state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)}
+        self._names = {n if plain_name(n) in tensors else plain_name(n): n for n in tensors}
         self.stored: Mapping[str, Stored] = {
-            name: Stored(shape=tuple(m.size), dtype=m.properties.dtype)
-            for name, m in self._metadata.state_dict_metadata.items()
-            if isinstance(m, TensorStorageMetadata)
+            name: Stored(shape=tuple(tensors[n].size), dtype=tensors[n].properties.dtype)
+            for name, n in self._names.items()
         }
+        """By names without `torch.compile` and `checkpoint_wrapper`, which files may have."""
 
     def read(self, name: str, parts: Sequence[Part]) -> None:
         """Copy parts of a tensor to where they are to go. Nothing else of the file is read."""
@@ -53,6 +57,7 @@ class SafetensorsReader:
         from torch.distributed.checkpoint.planner import LoadPlan
         from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+        name = self._names[name]
         stored = self._metadata.state_dict_metadata[name]
         assert isinstance(stored, TensorStorageMetadata)
         wanted = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes, _ in parts]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
@@ -76,3 +77,59 @@ def muon_rate(rate: float, adjusts: str | None, shape: torch.Size) -> float:
     from torch.optim import _muon
 
     return float(_muon._adjust_lr(rate, adjusts, shape))
+
+
+def first_states(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: torch.Tensor
+) -> dict[str, Any] | None:
+    """The states that a parameter has before its first step, as one of torch's optimizers makes them in that step; none
+    where it keeps none. None where that is not known: another's optimizer, or SGD with dampening, which takes the first
+    gradient as it is, and so tells a first step from one on a momentum of zero."""
+    maker = next((kind for kind in type(optimizer).__mro__ if "_init_group" in vars(kind)), object)
+    if not maker.__module__.startswith("torch.optim.") or isinstance(optimizer, torch.optim.Adagrad):
+        return None
+    if maker is torch.optim.SGD:
+        if group["momentum"] and group["dampening"]:
+            return None
+        return {"momentum_buffer": torch.zeros_like(parameter.detach())} if group["momentum"] else {}
+    twin = torch.nn.Parameter(parameter.detach())
+    twin.grad = parameter.detach()  # is there, and read by nobody
+    lists = len(inspect.signature(maker._init_group).parameters) - 2  # type: ignore[attr-defined]
+    with torch.no_grad():
+        optimizer._init_group({**group, "params": [twin]}, *([] for _ in range(lists)))  # type: ignore[attr-defined]
+    return dict(optimizer.state.pop(twin))
+
+
+Get = Callable[[torch.nn.Module, Any, Callable[[], Any]], Any]
+"""Of a model and its optimizers, what the third, which is torch's way, returns."""
+Set = Callable[[torch.nn.Module, Any, Any, Callable[[Any], Any]], Any]
+"""Into the optimizers of a model, by torch's way with a state_dict."""
+Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype] | None]
+"""Key of a checkpoint -> shape and dtype of a tensor, None for what is no tensor."""
+Read = Callable[[dict[str, Any], Shapes], dict[str, Any]]
+"""Of a flat state_dict, what is to be read from a checkpoint."""
+
+
+def around_checkpoints(get: Get, set_: Set, read: Read) -> None:
+    """Have `torch.distributed.checkpoint` go through these functions, in all of the process: where states of optimizers
+    are got (`get_optimizer_state_dict`, `get_state_dict`), where they are set, and where a checkpoint is read."""
+    from torch.distributed.checkpoint import default_planner, state_dict
+
+    states: Any = state_dict
+    planner: Any = default_planner
+    got, put = states._get_optim_state_dict, states._load_optim_state_dict
+    planned = planner.create_default_local_load_plan
+
+    def get_states(model: torch.nn.Module, optimizers: Any, info: Any) -> Any:
+        return get(model, optimizers, lambda: got(model, optimizers, info))
+
+    def put_states(model: torch.nn.Module, optimizers: Any, held: Any, info: Any) -> Any:
+        return set_(model, optimizers, held, lambda other: put(model, optimizers, other, info))
+
+    def plan(held: dict[str, Any], metadata: Any, *strict: bool) -> Any:
+        stored = metadata.state_dict_metadata.items()
+        tensors = {k: (tuple(m.size), m.properties.dtype) if hasattr(m, "properties") else None for k, m in stored}
+        return planned(read(held, tensors), metadata, *strict)
+
+    states._get_optim_state_dict, states._load_optim_state_dict = get_states, put_states
+    planner.create_default_local_load_plan = plan

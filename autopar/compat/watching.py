@@ -116,6 +116,11 @@ def gradient_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], Any]]:
     return [*(tensor._backward_hooks or {}).values()]
 
 
+def hooks_gradient(tensor: torch.Tensor) -> bool:
+    """Whether hooks wait for its gradient, or for that to be accumulated."""
+    return bool(gradient_hooks(tensor)) or is_stepped_in_backward(tensor)
+
+
 def is_stepped_in_backward(tensor: torch.Tensor) -> bool:
     """Whether hooks wait until its gradient is accumulated, as optimizers do that step during backward."""
     return bool(getattr(tensor, "_post_accumulate_grad_hooks", None))

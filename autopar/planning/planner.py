@@ -16,6 +16,7 @@ from torch import nn
 from autopar.cluster.library import named_cluster
 from autopar.cluster.links import are_of_gloo
 from autopar.cluster.machine import Cluster
+from autopar.compat import unwrapped
 from autopar.cost import liveness
 from autopar.cost.optimizers import Optimizer, named_optimizer
 from autopar.cost.streams import TimelineCache
@@ -78,6 +79,7 @@ class Planner:
         """`captured` is the step, if the caller has captured it already; `training` says how it is trained."""
         check_mesh(mesh_shape)
         check_model(model, args, kwargs, loss_fn)
+        model = unwrapped(model)
         check_profiles(profiles)
         self.mesh = dict(mesh_shape)
         self.optimizer = named_optimizer(optimizer)

@@ -74,7 +74,7 @@ class Trial:
         check_numbers(model, seed, steps, dtype)
         self.seed, self.steps = seed, steps
         self.args, self.kwargs = _cast(tuple(args), dtype), _cast(dict(kwargs or {}), dtype)
-        self.model, self.loss_fn = _copy(model, loss_fn, dtype)
+        self.model, self.loss_fn = _copy(compat.unwrapped(model), loss_fn, dtype)
         self.planners: dict[tuple[tuple[str, int], ...], Planner] = {}
         with untouched_random_state():
             # a copy of its own, lest what capture does to it is seen by eager

@@ -1,0 +1,204 @@
+"""The model's own `state_dict` and `load_state_dict`, hooks, extra state and overrides included, on a parallel module's
+tensors: values may be global tensors, of which this rank takes its part, or DTensors."""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from autopar.compat import full_tensor, local_tensor, memory_of, plain_name
+
+from .anew import unsaved_buffers
+from .held import State, adopt
+
+STATES: weakref.WeakKeyDictionary[nn.Module, weakref.ref[State]] = weakref.WeakKeyDictionary()
+"""What each mirror of a module belongs to."""
+
+
+def belong(root: nn.Module, state: State) -> None:
+    """Find where each name of a parameter or buffer is registered in the mirror of a model, and which names are one
+    tensor; and have its modules load values as `state` places them."""
+    state.own(root)
+    for module in root.modules():
+        STATES[module] = weakref.ref(state)
+
+
+def registered(root: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Name, registry and key of each parameter and buffer, under each name that it has."""
+    for prefix, module in root.named_modules(remove_duplicate=False):
+        for registry in (module._parameters, module._buffers):
+            for key, tensor in registry.items():
+                if tensor is not None:
+                    yield (f"{prefix}.{key}" if prefix else key), registry, key
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Slot:
+    """Where a mirror has a value, and what it has there before it is loaded."""
+
+    name: str
+    registry: dict[str, Any]
+    key: str
+    present: torch.Tensor
+
+
+@contextmanager
+def taking_parts(module: nn.Module) -> Iterator[None]:
+    """Within it, a mirror loads its own values as the model's module would: by torch's way, before which what this rank
+    holds of each takes its place, after all hooks of the model; by writing a global value into a parameter; or by
+    putting another parameter in its place."""
+    reference = STATES.get(module)
+    state = None if reference is None else reference()
+    if state is None:  # a copy that somebody made of a part of the module
+        yield
+        return
+    slots = [
+        _Slot(name=state.slots[id(registry), key], registry=registry, key=key, present=present)
+        for registry in (module._parameters, module._buffers)
+        for key, present in registry.items()
+        if present is not None and (id(registry), key) in state.slots
+    ]
+    handle = module.register_load_state_dict_pre_hook(partial(_take_parts, state, slots))  # type: ignore[no-untyped-call]
+    try:
+        with _Writes(state, slots):
+            yield
+    finally:
+        handle.remove()
+        for slot in slots:
+            _place(state, slot)
+
+
+def _take_parts(
+    state: State, slots: Sequence[_Slot], module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any
+) -> None:
+    """The last hook: hooks of the model see the values as they were given."""
+    assign = rest[0].get("assign_to_params_buffers", False)
+    for slot in slots:
+        value = state_dict.get(prefix + slot.key)
+        if isinstance(value, torch.Tensor):
+            if value.shape == (1,) and slot.present.shape == ():
+                value = value.reshape(())  # as torch does, for files of its first versions
+            if value.shape == slot.present.shape:
+                state_dict[prefix + slot.key] = _part(state, slot.name, value, assign=assign)
+
+
+class _Writes(TorchFunctionMode):
+    """Global values that are copied into what a rank holds of a parameter."""
+
+    def __init__(self, state: State, slots: Sequence[_Slot]) -> None:
+        super().__init__()
+        self.state = state
+        held = ((slot.name, slot.present) for slot in slots if isinstance(slot.present, DTensor))
+        self.names = {memory_of(local_tensor(present)): name for name, present in held}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.copy_ and len(args) > 1 and isinstance(args[0], DTensor):
+            target, value = args[:2]
+            name = self.names.get(memory_of(local_tensor(target)))
+            if name is not None and not isinstance(value, DTensor) and value.shape == target.shape:
+                args = (target, _part(self.state, name, value, assign=False), *args[2:])
+        return func(*args, **(kwargs or {}))
+
+
+def _place(state: State, slot: _Slot) -> None:
+    """Take this rank's part of a global value that was put in the place of a parameter."""
+    value = slot.registry.get(slot.key)
+    if not isinstance(slot.present, DTensor) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+        return
+    slot.registry[slot.key] = slot.present
+    if value.shape != slot.present.shape:
+        raise ValueError(
+            f"{plain_name(slot.name)} is {list(value.shape)} in the state_dict and {list(slot.present.shape)} in the "
+            f"model, whose program has that size"
+        )
+    _part(state, slot.name, value, assign=True)
+
+
+def _part(state: State, name: str, value: torch.Tensor, *, assign: bool) -> torch.Tensor:
+    """What this rank holds of a value. With `assign`, the module has it already, under all names of that value."""
+    present = state.value(name)
+    if not assign and not isinstance(present, DTensor):
+        return full_tensor(value) if isinstance(value, DTensor) else value
+    if not assign and isinstance(value, DTensor) and _alike(value, present):
+        return value
+    value = value.detach()
+    if assign or not (value.is_floating_point() or value.is_complex()):
+        value = value.to(present.dtype)
+    part = state.part(name, value)
+    if assign:
+        adopt(state, name, part)
+        return state.value(name)
+    return part
+
+
+def _alike(value: DTensor, present: torch.Tensor) -> bool:
+    assert isinstance(present, DTensor)
+    return value.device_mesh == present.device_mesh and value.placements == present.placements
+
+
+def to_load(state_dict: Any, root: nn.Module) -> Any:
+    """A state_dict as the modules of `root` look for it: values by their names without `torch.compile` and
+    `checkpoint_wrapper`, versions by the paths of modules. It is the same object if nothing is called otherwise."""
+    paths = [path for path, _ in root.named_modules() if plain_name(path) != path]
+    if not isinstance(state_dict, Mapping) or (not paths and all(plain_name(key) == key for key in state_dict)):
+        return state_dict
+    renamed: Any = OrderedDict((plain_name(key), value) for key, value in state_dict.items())
+    metadata = getattr(state_dict, "_metadata", None)
+    if metadata is not None:
+        plain = {plain_name(path): held for path, held in metadata.items()}
+        renamed._metadata = OrderedDict(plain, **{path: plain.get(plain_name(path), {}) for path in paths})
+    return renamed
+
+
+def rename_versions(state_dict: Any, prefix: str) -> None:
+    """Give the versions of modules that a state_dict holds the names that values have, without wrappers."""
+    metadata = getattr(state_dict, "_metadata", None) or {}
+    for path in [path for path in metadata if path.startswith(prefix) and plain_name(path) != path]:
+        metadata[plain_name(path)] = metadata.pop(path)
+
+
+def names_in_state_dict(root: nn.Module) -> dict[int, list[str]]:
+    """What the hooks of a model's `state_dict` call each of its tensors, by the tensor's id."""
+    called: dict[int, list[str]] = {}
+    for key, tensor in nn.Module.state_dict(root, keep_vars=True).items():
+        called.setdefault(id(tensor), []).append(plain_name(key))
+    return called
+
+
+def saved_names(state: State, root: nn.Module) -> dict[str, str]:
+    """Value -> the name to save it under, for each parameter and persistent buffer: what the model's own state_dict
+    calls it, or what its modules do where hooks left it out. Of tied weights that is the one that Hugging Face's model
+    ties the others to. Raises ValueError for what the module has not held since it was made."""
+    called = names_in_state_dict(root)
+    unsaved = {name for name, _, _ in unsaved_buffers(root)}
+    patterns = [re.compile(pattern) for pattern in getattr(root, "_tied_weights_keys", None) or ()]
+    present: dict[str, list[str]] = {}
+    for name, registry, key in registered(root):
+        value = state.slots.get((id(registry), key))
+        if value is None:
+            raise ValueError(f"{name} was added after parallelize, and cannot be saved: add it before")
+        found = called.get(id(registry[key]), [] if name in unsaved else [plain_name(name)])
+        present.setdefault(value, []).extend(found)
+    names: dict[str, str] = {}
+    for value in state.aliases:
+        if value not in present:
+            raise ValueError(f"{value} was removed after parallelize, and cannot be saved: remove it before")
+        if found := present[value]:
+            own = [name for name in found if not any(p.search(name) for p in patterns)]
+            names[value] = (own or found)[0]
+    twice = [name for name, count in Counter(names.values()).items() if count > 1]
+    if twice:
+        both = " and ".join(value for value, name in names.items() if name == twice[0])
+        raise ValueError(f"{both} would both be saved as {twice[0]}: have the model's state_dict call them differently")
+    return names
