@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeGuard
+from typing import Any, Literal, Protocol, TypeGuard
 from weakref import WeakValueDictionary
 
 import torch
@@ -23,8 +23,20 @@ from autopar.compat.later import computation_of, later, postpone
 
 from .execute import clocked_by
 
-if TYPE_CHECKING:
-    from .held import State
+
+class State(Protocol):
+    """What a program's state has for gradients that wait (`held.State`)."""
+
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def observed(self) -> Any: ...
+    @property
+    def pending(self) -> Any: ...
+    @property
+    def parts(self) -> Any: ...
+    def split_gradient(self, name: str, value: torch.Tensor) -> Any: ...
+
 
 Form = Literal["step", "micro", "last"]
 """Of a backward: the program's own, one that leaves gradients unreduced, or one that adds such to its own."""
