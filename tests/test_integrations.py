@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
+from autopar.compat.later import computation_of
 
 accelerate = pytest.importorskip("accelerate")
 sys.path.append(str(Path(__file__).parent.parent / "examples"))
@@ -256,18 +257,19 @@ def test_lightning(tmp_path: Path) -> None:
         torch.testing.assert_close(values[name], value, rtol=1e-4, atol=1e-5)
 
 
-def gradients_after_each_backward(folder: Path) -> list[bool]:
+def reduced_after_each_backward(folder: Path) -> list[bool]:
     as_torchrun(True)
     import train_lightning
 
     model, trainer = train_lightning.Classifier("fsdp"), train_lightning.trainer(folder, 2, 1)
     found: list[bool] = []
-    model.on_after_backward = lambda: found.append(any(p.grad is not None for p in model.parameters()))  # type: ignore[method-assign]
+    reduced = lambda p: p.grad is not None and computation_of(p.grad) is None  # noqa: E731
+    model.on_after_backward = lambda: found.append(any(map(reduced, model.parameters())))  # type: ignore[method-assign]
     trainer.fit(model, train_lightning.loader(8))
     return found
 
 
 def test_lightning_reduces_once_a_step(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
-    found = run(2, gradients_after_each_backward, tmp_path)
+    found = run(2, reduced_after_each_backward, tmp_path)
     assert found == [[False, False, False, True] * 2] * 2
