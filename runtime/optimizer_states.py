@@ -13,21 +13,31 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import compat
 from autopar.compat import first_states, plain_name
 
+from .agree import exchange
+
 Optimizers = Sequence[torch.optim.Optimizer]
+
+
+class Place(NamedTuple):
+    """Where the states of a parameter belong."""
+
+    optimizer: torch.optim.Optimizer
+    group: dict[str, Any]
+    parameter: torch.Tensor
 
 
 @dataclass(eq=False)
 class Asked:
-    """The states that were got of optimizers, for a checkpoint to be written, or to be read into them. It keeps neither
-    alive."""
+    """States of the optimizers of a model, to be written to a checkpoint or read from one. It keeps neither alive."""
 
     model: weakref.ref[nn.Module]
     optimizers: tuple[weakref.ref[torch.optim.Optimizer], ...]
@@ -36,12 +46,16 @@ class Asked:
     found: dict[str, dict[str, Any]] = field(default_factory=dict)
     """States that it has, which had not been asked for: of frozen parameters."""
 
-    def places(self) -> dict[str, tuple[torch.optim.Optimizer, dict[str, Any], torch.Tensor]]:
-        """Name -> optimizer, group and parameter, of each that an optimizer has."""
+    @staticmethod
+    def of(model: nn.Module, optimizers: Optimizers) -> Asked:
+        return Asked(weakref.ref(model), tuple(map(weakref.ref, optimizers)))
+
+    def places(self) -> dict[str, Place]:
+        """By each name that a parameter has, where its states belong."""
         model, optimizers = self.model(), [o for o in (each() for each in self.optimizers) if o is not None]
         named = () if model is None else model.named_parameters(remove_duplicate=False)
-        groups = {id(p): (o, group, p) for o in optimizers for group in o.param_groups for p in group["params"]}
-        return {plain_name(name): groups[id(p)] for name, p in named if id(p) in groups}
+        places = {id(p): Place(o, group, p) for o in optimizers for group in o.param_groups for p in group["params"]}
+        return {plain_name(name): places[id(p)] for name, p in named if id(p) in places}
 
 
 ASKED = compat.by_tensor()
@@ -52,24 +66,31 @@ ASKED = compat.by_tensor()
 def checkpoints_of(kind: type[nn.Module]) -> None:
     """Have states of optimizers that step parameters of such a module be read and written so, from now on."""
 
-    def serves(model: nn.Module) -> bool:
-        return any(isinstance(module, kind) for module in model.modules())
+    def mesh_of(model: nn.Module) -> DeviceMesh | None:
+        """None for a model that holds no such module, which PyTorch serves alone."""
+        return next((module.mesh for module in model.modules() if isinstance(module, kind)), None)  # type: ignore
 
     def get(model: nn.Module, optimizers: Optimizers, by_torch: Callable[[], Any]) -> Any:
-        if not serves(model):
+        if mesh_of(model) is None:
             return by_torch()
         never_stepped = [optimizer for optimizer in optimizers if not optimizer.state]
         with all_stepped(optimizers):
             states = by_torch()
         for optimizer in never_stepped:  # PyTorch has made one step without gradients
             optimizer.state.clear()
-        asked = Asked(weakref.ref(model), tuple(map(weakref.ref, optimizers)))
+        asked = Asked.of(model, optimizers)
         for name, tensor in _tensors(states):
             ASKED[tensor] = asked, name
         return states
 
-    def put(model: nn.Module, optimizers: Optimizers, states: Any, by_torch: Callable[[Any], Any]) -> Any:
-        return set_states(optimizers, states, by_torch) if serves(model) else by_torch(states)
+    def put(model: nn.Module, optimizers: Optimizers, states: Any, first: bool, by_torch: Callable[[Any], Any]) -> Any:
+        mesh = mesh_of(model)
+        if mesh is None:
+            return by_torch(states)
+        held = {name for name, _ in _tensors(states)}
+        if first:
+            held = set().union(*exchange(held, mesh))
+        return set_states(Asked.of(model, optimizers).places(), optimizers, states, held, by_torch)
 
     compat.around_checkpoints(get, put, to_read)
 
@@ -147,38 +168,43 @@ def room_for(
     return made
 
 
-def set_states(optimizers: Optimizers, states: Any, by_torch: Callable[[Any], Any]) -> Any:
-    """Set what `states` hold, by torch's way, of frozen parameters too; and no states where a checkpoint had none."""
+def set_states(
+    places: Mapping[str, Place], optimizers: Optimizers, states: Any, held: set[str], by_torch: Callable[[Any], Any]
+) -> Any:
+    """Set what `states` hold, by torch's way, of frozen parameters too; and no states where a checkpoint had none.
+    `held` are the parameters of which they hold some, on any rank."""
     tokens = {id(asked): asked for asked, _ in (ASKED[x] for _, x in _tensors(states) if x in ASKED)}
-    found = {name: held for asked in tokens.values() for name, held in asked.found.items()}
-    places = {name: place for asked in tokens.values() for name, place in asked.places().items()}
-    held = {name for name, _ in _tensors(states)} | found.keys()
-    frozen = [p for name, (_, _, p) in places.items() if name in held and not p.requires_grad]
+    absent = {name for asked in tokens.values() for name in asked.absent}
+    found = {name: values for asked in tokens.values() for name, values in asked.found.items()}
     if "state" in states:
         states = {**states, "state": {**states["state"], **found}}
-    else:
+    elif found:
         states = {**states, **{f"state.{n}.{key}": x for n, values in found.items() for key, x in values.items()}}
-    with requiring(frozen), all_stepped(optimizers), without_empty_groups(optimizers, states) as filled:
+    stated = {id(places[name].parameter) for name in held | found.keys() if name in places}
+    parameters = {id(place.parameter): place.parameter for place in places.values()}
+    wrong = [p for key, p in parameters.items() if stated and p.requires_grad != (key in stated)]
+    with inverted(wrong), all_stepped(optimizers), without_empty_groups(optimizers, states) as filled:
         result = by_torch(filled)
+    for name, place in places.items():
+        lacks = name in absent or (stated and id(place.parameter) not in stated)
+        if lacks and not isinstance(place.optimizer, torch.optim.Adagrad):  # which has states from the start
+            place.optimizer.state.pop(place.parameter, None)
     for asked in tokens.values():
-        for name in asked.absent & places.keys():
-            optimizer, _, parameter = places[name]
-            if not isinstance(optimizer, torch.optim.Adagrad):  # which has states from the start
-                optimizer.state.pop(parameter, None)
         asked.found.clear()
     return result
 
 
 @contextmanager
-def requiring(frozen: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Within it, these parameters require gradients. PyTorch sets no states of others."""
-    for parameter in frozen:
-        parameter.requires_grad_(True)
+def inverted(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Within it, these require gradients if they do not, and do not if they do. PyTorch sets the states of all that do,
+    and of no others."""
+    for parameter in parameters:
+        parameter.requires_grad_(not parameter.requires_grad)
     try:
         yield
     finally:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
+        for parameter in parameters:
+            parameter.requires_grad_(not parameter.requires_grad)
 
 
 @contextmanager

@@ -102,8 +102,8 @@ def first_states(
 
 Get = Callable[[torch.nn.Module, Any, Callable[[], Any]], Any]
 """Of a model and its optimizers, what the third, which is torch's way, returns."""
-Set = Callable[[torch.nn.Module, Any, Any, Callable[[Any], Any]], Any]
-"""Into the optimizers of a model, by torch's way with a state_dict."""
+Set = Callable[[torch.nn.Module, Any, Any, bool, Callable[[Any], Any]], Any]
+"""Into the optimizers of a model, a state_dict, which the first rank alone may have, by torch's way with one."""
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype] | None]
 """Key of a checkpoint -> shape and dtype of a tensor, None for what is no tensor."""
 Read = Callable[[dict[str, Any], Shapes], dict[str, Any]]
@@ -124,7 +124,9 @@ def around_checkpoints(get: Get, set_: Set, read: Read) -> None:
         return get(model, optimizers, lambda: got(model, optimizers, info))
 
     def put_states(model: torch.nn.Module, optimizers: Any, held: Any, info: Any) -> Any:
-        return set_(model, optimizers, held, lambda other: put(model, optimizers, other, info))
+        return set_(
+            model, optimizers, held, info.broadcast_from_rank0, lambda other: put(model, optimizers, other, info)
+        )
 
     def plan(held: dict[str, Any], metadata: Any, *strict: bool) -> Any:
         stored = metadata.state_dict_metadata.items()
