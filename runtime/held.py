@@ -16,6 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from autopar import compat
 from autopar.compat import is_real, local_tensor, make_dtensor
+from autopar.compat.outputs import Output, split_output, unviewed
 from autopar.ir.layout import Layout, Replicate, is_chunked, is_even, local_shape, pad, valid_shape
 from autopar.ir.program import Program, ProgramInput, ProgramOutput
 from autopar.ir.randomness import keys
@@ -282,20 +283,28 @@ class State:
             held.copy_(value)
 
     def outputs(self, values: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor, ...]:
-        """What the caller sees of each output: replicated ones as they are, split ones as DTensors, or gathered."""
+        """What the caller sees of each output: replicated ones as they are, and others as `Output`s, or gathered."""
         results: list[torch.Tensor] = []
         for index in self.output_indices:
             local, output = values[index], self.results[index]
             assert local is not None
-            split = None if is_replicated(output.layout) else self._dtensor(local, output)
-            results.append(local if split is None else compat.full_tensor(split) if self.whole_outputs else split)
+            if is_replicated(output.layout):
+                results.append(unviewed(local))
+            else:
+                split = self._output(local, output)
+                results.append(split.full_tensor() if self.whole_outputs else split)
         return tuple(results)
 
-    def _dtensor(self, local: torch.Tensor, value: ProgramInput | ProgramOutput) -> DTensor:
-        assert value.meta is not None
-        shape = value.meta.shape
-        local = unpadded(local, shape, value.layout, self.program.mesh, self.coordinate)
-        return make_dtensor(local, self.mesh, self.placements(value), torch.Size(shape), contiguous_stride(shape))
+    def _output(self, local: torch.Tensor, output: ProgramOutput) -> Output:
+        assert output.meta is not None
+        shape, layout, mesh, coordinate = output.meta.shape, output.layout, self.program.mesh, self.coordinate
+
+        def part(whole: torch.Tensor) -> torch.Tensor:
+            return unpadded(local_slice(whole, layout, mesh, coordinate), shape, layout, mesh, coordinate)
+
+        local = unpadded(local, shape, layout, mesh, coordinate)
+        form = (self.placements(output), torch.Size(shape), contiguous_stride(shape))
+        return split_output(local.detach(), self.mesh, *form, part)
 
     def tangent(self, i: ProgramInput, gradient: torch.Tensor | None) -> torch.Tensor:
         """What the backward half reads, from what autograd brings."""
@@ -307,11 +316,12 @@ class State:
 
     def gradient(self, name: str, form: tuple[Placement, ...] | None, local: torch.Tensor) -> torch.Tensor:
         """The gradient of an input of the call, placed like that input (None: a plain tensor)."""
-        if form is not None:
-            gradient = self.split_gradient(name, local)
-            return gradient if gradient.placements == form else compat.redistributed(gradient, self.mesh, form)
-        output = self.gradient_outputs[self.gradients[name]]
-        return local if is_replicated(output.layout) else compat.full_tensor(self._dtensor(local.contiguous(), output))
+        if form is None and is_replicated(self.gradient_outputs[self.gradients[name]].layout):
+            return local
+        gradient = self.split_gradient(name, local)
+        if form is None:
+            return compat.full_tensor(gradient)
+        return gradient if gradient.placements == form else compat.redistributed(gradient, self.mesh, form)
 
     def split_gradient(self, name: str, local: torch.Tensor) -> DTensor:
         """The gradient of an input or parameter, as the program places it."""

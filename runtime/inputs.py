@@ -11,6 +11,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
+from autopar.compat.outputs import current
 from autopar.ir.graph import TensorMeta, meta_of
 from autopar.ir.tree import flatten
 from autopar.passes.capture.captured import Captured, leaf_of, names_by
@@ -51,6 +52,7 @@ class Inputs:
     def of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Inputs:
         """Raises ValueError for an input that is neither a tensor nor a constant."""
         pairs, spec = flatten("", (tuple(args), {name: kwargs[name] for name in sorted(kwargs)}))
+        pairs = [(path, current(value)) for path, value in pairs]
         form = Form(leaves=tuple((path, _form(path, value)) for path, value in pairs), spec=spec)
         return Inputs(leaves=dict(pairs), form=form)
 

@@ -10,6 +10,7 @@ import torch
 
 from autopar import compat
 from autopar.compat import storage_span
+from autopar.compat.outputs import is_view
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,8 @@ class Shared:
         for index, value in enumerate(results):
             if value is not None and value.numel():
                 storage = compat.memory_of(value)
-                if storage in taken:
+                # outputs are no views, and a write into one that was would not be seen to change what is kept
+                if storage in taken or (storage in kept and is_view(value)):
                     shared.append(index)
                 taken.add(storage)
         return Shared(

@@ -1,0 +1,175 @@
+"""DTensors that are the whole tensor to every operator."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch.distributed.tensor import DTensor
+
+from .distributed import _spec
+from .redistributing import full_tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
+
+_LOCAL: Any = vars(DTensor)["_local_tensor"]
+
+VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
+"""Attributes of tensors that hold its elements."""
+
+LOOKS = frozenset(
+    {
+        *("size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "get_device", "__len__"),
+        *("is_floating_point", "is_complex", "is_signed", "is_contiguous", "is_inference", "__hash__"),
+    }
+)
+"""Methods of tensors, and functions, that read no element."""
+
+
+class Output(DTensor):
+    """A DTensor that is the whole tensor to every operator, function and method of torch: numbers, comparisons, sums
+    and losses are those of one device. The first one gathers it, on all ranks at once; what is gathered is kept, and
+    writes in place go there. What is a DTensor's own (`placements`, `to_local()`, `redistribute()`, `full_tensor()`) is
+    what it is of any, and so is what these return."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if _looks(func):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*(current(x) for x in args), **kwargs)
+        args, kwargs = pytree.tree_map_only(DTensor, _whole, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def whole(self) -> torch.Tensor:
+        """The whole tensor, gathered when it is first asked for."""
+        attributes = vars(self)
+        if attributes["_whole"] is None:
+            with torch.enable_grad():
+                attributes["_whole"] = self.full_tensor()
+        whole: torch.Tensor = attributes["_whole"]
+        return whole
+
+    @property
+    def _local_tensor(self) -> torch.Tensor:
+        attributes = vars(self)
+        if attributes.get("_whole") is None:
+            local: torch.Tensor = _LOCAL.__get__(self)
+            return local
+        with torch.no_grad():
+            part: torch.Tensor = attributes["_part"](attributes["_whole"].detach())
+            return part
+
+    @_local_tensor.setter
+    def _local_tensor(self, local: torch.Tensor) -> None:
+        _LOCAL.__set__(self, local)
+
+    def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """The whole tensor, in memory of its own."""
+        whole = vars(self)["_whole"]
+        made: torch.Tensor = _Gathered.apply(self) if whole is None else whole.clone()  # type: ignore
+        return made
+
+    def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """What this rank holds."""
+        return DTensor.to_local(self._split(), grad_placements=grad_placements)
+
+    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
+        """A DTensor of other placements, which is nothing else."""
+        return DTensor.redistribute(self._split(), *args, **kwargs)
+
+    def _split(self) -> DTensor:
+        whole = vars(self)["_whole"]
+        made: DTensor = self if whole is None else _Split.apply(whole, self._spec, vars(self)["_part"])  # type: ignore
+        return made
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        if vars(self)["_whole"] is not None:
+            return repr(vars(self)["_whole"])
+        return (
+            f"Output({list(self.shape)}, {self.dtype}, of which this rank holds {list(self._local_tensor.shape)}, "
+            f"placed {list(self.placements)}: print its full_tensor(), on all ranks at once)"
+        )
+
+
+def split_output(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: torch.Size,
+    stride: tuple[int, ...],
+    part: Callable[[torch.Tensor], torch.Tensor],
+) -> Output:
+    """The output of which this rank holds `local`, which is what `part` gives of a whole one."""
+    if (dynamo := sys.modules.get("torch._dynamo.config")) is not None:
+        dynamo.nontraceable_tensor_subclasses.add(Output)  # what torch.compile makes has operators see it as it is
+    spec = _spec(mesh, tuple(placements), shape, stride, local.dtype)
+    made = Output(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    vars(made).update(_whole=None, _part=part)
+    return made
+
+
+class _Gathered(torch.autograd.Function):
+    """Gathers an output. Its gradient is the same on all ranks, of which each takes its part."""
+
+    @staticmethod
+    def forward(ctx: Any, split: Output) -> torch.Tensor:
+        ctx.spec, ctx.part = split._spec, vars(split)["_part"]
+        local = split._local_tensor
+        whole = full_tensor(DTensor(local, split._spec, requires_grad=False))  # type: ignore[no-untyped-call]
+        if whole.untyped_storage()._cdata == local.untyped_storage()._cdata:  # of axes with one rank
+            return whole.clone()
+        return unviewed(whole)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> DTensor:
+        local = ctx.part(gradient.detach())
+        return DTensor(local, ctx.spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+class _Split(torch.autograd.Function):
+    """Splits a whole tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, spec: Any, part: Callable[[torch.Tensor], torch.Tensor]) -> DTensor:
+        local = part(whole.detach())
+        own = local.clone() if local.untyped_storage()._cdata == whole.untyped_storage()._cdata else local
+        return DTensor(own, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return (full_tensor(gradient) if isinstance(gradient, DTensor) else gradient), None, None
+
+
+def unviewed(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, which autograd takes for no view of another one, and lets people write into."""
+    return tensor.data if is_view(tensor) else tensor
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether autograd takes it for a view of another one."""
+    return tensor._is_view()
+
+
+def _looks(func: Any) -> bool:
+    if func.__name__ in ("__get__", "__set__", "__delete__"):
+        return func.__name__ == "__get__" and getattr(func.__self__, "__name__", "") not in VALUES
+    return func.__name__ in LOOKS
+
+
+def current(value: Any) -> Any:
+    """What an output is now: the whole tensor, once it has been gathered. Any other value is itself."""
+    if isinstance(value, Output) and vars(value)["_whole"] is not None:
+        return vars(value)["_whole"]
+    return value
+
+
+def _whole(dtensor: DTensor) -> torch.Tensor:
+    return dtensor.whole() if isinstance(dtensor, Output) else full_tensor(dtensor)
