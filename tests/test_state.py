@@ -783,6 +783,18 @@ def test_what_forward_counts_is_refused_and_put_back_whatever_holds_it(name: str
     assert HOLDERS[name][1](model.held_0) == 1.0
 
 
+def test_a_number_of_a_tensor_is_compared_by_whatever_name_forward_finds_it(mesh: DeviceMesh) -> None:
+    class Reads(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unread = self.used = Config(torch.tensor(2))
+
+        def beside(self, h: torch.Tensor) -> torch.Tensor:
+            return h * int(self.used.state)
+
+    assert_equal(Reads(), mesh, change=lambda step, model: model.used.state.fill_(2 + step))
+
+
 UNSEEN: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "_queue.SimpleQueue": (lambda: _queued(1.0, queue.SimpleQueue), lambda held: held.qsize()),
     "LP_c_double": (lambda: ctypes.pointer(ctypes.c_double(1.0)), lambda held: held.contents.value),

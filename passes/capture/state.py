@@ -44,6 +44,7 @@ from .looks import (
     is_library,
     is_library_module,
     names_of,
+    outer_paths,
     put_back_class,
     put_back_mapping,
     put_back_sequence,
@@ -63,6 +64,9 @@ _OTHERWISE = REGISTRIES | {
 
 FACTS_MOST = 300_000
 """Where a walk ends, with a warning."""
+
+BYTES_MOST = 1 << 26
+"""Up to which size an array is copied that forward may not read."""
 
 _ATOMS = frozenset({
     type(None), bool, int, float, complex, str, bytes, range, type(Ellipsis), type(NotImplemented),
@@ -104,6 +108,13 @@ def look(modules: Mapping[str, nn.Module], roots: Mapping[str, Any], reads: Read
             walk.reach(name, value)
         walk.run()
     walk.settings()
+    if reads is None:  # where less is looked at, the same object may be reached by another path first
+        walk.look.tensors += [
+            (alias + path[len(outer) :], tensor)
+            for path, tensor in walk.look.tensors
+            for outer in outer_paths(path)
+            for alias in walk.aliases.get(outer, ())
+        ]
     return walk.look
 
 
@@ -114,6 +125,7 @@ class _Walk:
         # what is printed is nobody's state
         self.seen: dict[int, str] = {id(getattr(sys, name)): f"sys.{name}" for name in ("stdout", "stderr", "stdin")}
         self.queue: deque[tuple[str, Any]] = deque()
+        self.aliases: dict[str, list[str]] = {}
         self.rules: dict[type, tuple[_Rule | None, list[tuple[str, Any]]]] = {}
         self.compared: set[tuple[int, str]] = set()  # names of namespaces, and of classes
         self.called: set[str] = set(_ALWAYS)  # names of attributes that reached code mentions
@@ -150,6 +162,7 @@ class _Walk:
             look.asks.append((functools.partial(getattr, value, "_version"), value._version))
             return (Same(value), value._version)
         if id(value) in self.seen:
+            self.aliases.setdefault(self.seen[id(value)], []).append(path)
             return ("as", self.seen[id(value)])
         self.seen[id(value)] = path
         look.kept.append(value)
@@ -180,18 +193,18 @@ class _Walk:
         if isinstance(value, nn.Module):
             inside = id(value) in self.inside
             otherwise = _OTHERWISE if inside and self.reads is not None else REGISTRIES
-            for registry in () if inside else [vars(value)[name] for name in REGISTRIES]:
-                for name in registry:
-                    self.reach(f"{path}.{name}", registry[name])
+            for registry in () if inside else REGISTRIES:
+                for name, held in vars(value)[registry].items():
+                    self.reach(f"{path}.{name}", held)
         if isinstance(fields, dict):
             self.look.classes.add(type(value))
             if wanted is None and (fields or self.reads is None or not isinstance(value, types.FunctionType)):
                 self.sized(path, fields)
-            for name in sorted((fields.keys() if wanted is None else wanted) - otherwise):
-                if name in fields and not compat.is_torchs(name):
-                    self.entry(_joined(path, name), fields, name)
-                elif name not in fields:
+            for name in [*fields] if wanted is None else sorted(wanted):
+                if name not in fields and name not in otherwise:
                     self._not_own(_joined(path, name), value, name)
+                elif name not in otherwise and not compat.is_torchs(str(name)):
+                    self.entry(_joined(path, name), fields, name)
         for name, slot in slots:
             self.look.classes.add(type(value))
             if wanted is None or name in wanted:
@@ -255,8 +268,7 @@ class _Walk:
 
     def class_of(self, cls: type) -> None:
         """Methods of a class and its bases, and data, as far as reached code names them."""
-        meta: type = type(cls)
-        for base in (*cls.__mro__, *meta.__mro__):
+        for base in [*cls.__mro__, *type.mro(type(cls))]:
             if id(base) in self.seen or is_library_module(base.__module__):
                 continue
             self.seen[id(base)] = base.__name__
@@ -450,7 +462,7 @@ def _pickled(walk: _Walk, path: str, value: Any) -> Any:
     """An object as pickle sees it."""
     kind, native = type(value), _native(type(value))
     walk.class_of(kind)
-    if walk.reads is None and not is_library_module(native.__module__):
+    if walk.reads is None and (not is_library_module(native.__module__) or getattr(value, "nbytes", 0) > BYTES_MOST):
         return Same(value)  # it may be large: it is looked into where it was read
     getattr(value, "__dict__", None)  # made where it is asked for, and then pickle sees it
     parts = _reduced(value)
@@ -565,7 +577,7 @@ _RULES: dict[str, _Rule] = {
         lambda value: value.get(ABSENT), lambda value, held: held is ABSENT or value.set(held), ".get()"
     ),
     # what gives something else each time
-    "random.SystemRandom": _pickled,  # it has none
+    "random.SystemRandom": _pickled,  # what it draws from has no state
     "random.Random": _seen(random.Random.getstate, random.Random.setstate, drawn=True),
     "numpy.random._generator.Generator": _seen(
         lambda value: value.bit_generator.state,
@@ -595,11 +607,13 @@ _OPAQUE = frozenset({
     "builtins.classmethod_descriptor", "_ctypes.CField", "types.GenericAlias", "types.UnionType",
     "re.Pattern", "re.Match", "pathlib.PurePath", "inspect.Signature",
     # what only synchronizes
-    "_thread.lock", "_thread.RLock", "_multiprocessing.SemLock",
+    "_thread.lock", "_thread.RLock", "_multiprocessing.SemLock", "torch.Stream", "torch.Event",
     # what only takes notes
     "logging.Logger", "logging.LoggerAdapter", "logging.Handler", "torch.utils.tensorboard.writer.SummaryWriter",
+    "torch.autograd.profiler.record_function",
     # of torch and numpy: what a tensor stands for, and what never changes
-    "torch.storage.UntypedStorage", "torch.finfo", "torch.iinfo", "numpy.dtype", "numpy.ufunc",
+    "torch.storage.UntypedStorage", "torch.jit.torch.jit.ScriptFunction", "torch.finfo", "torch.iinfo",
+    "numpy.dtype", "numpy.ufunc",
 })  # fmt: skip
 """Classes whose objects hold nothing that forward could read anew."""
 
