@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from models import assert_close, mean_square, whole
 from ranks import run
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
@@ -109,3 +112,127 @@ def partial() -> None:
 
 def test_a_gradient_that_is_a_partial_sum_is_added_up() -> None:
     run(2, partial)
+
+
+# -- checkpoints, whatever was stepped when they were written
+
+
+class Scored(nn.Module):
+    """`score` takes part in the loss where `scores` says so; without, it gets no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.score, self.up, self.down = nn.Linear(6, 1), nn.Linear(6, 5), nn.Linear(5, 1)
+        self.scores = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.down(self.up(x).tanh())
+        return (h + self.score(x) if self.scores else h).square().mean()
+
+
+class Lion(torch.optim.Optimizer):
+    """An optimizer that nobody knows."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                if not self.state[p]:
+                    self.state[p]["mean"], self.state[p]["count"] = torch.zeros_like(p), torch.zeros(())
+                self.state[p]["count"] += 1
+                mean = self.state[p]["mean"].lerp_(p.grad, 0.1)
+                p.sub_(mean.sign() * (group["lr"] / float(self.state[p]["count"])))
+
+
+Act = Callable[[Any], Any]
+
+
+def frozen(on: bool) -> Act:
+    return lambda module: module.up.requires_grad_(not on)
+
+
+def scoring(module: Any) -> None:
+    module.scores = True
+
+
+HISTORIES: dict[str, tuple[dict[int, Act], int, bool]] = {
+    "never reached": ({}, 2, False),
+    "reached later": ({3: scoring}, 2, False),
+    "saved before a step": ({}, 0, False),
+    "unfrozen before loading": ({0: frozen(True), 2: frozen(False)}, 2, True),
+    "unfrozen after loading": ({0: frozen(True), 2: frozen(False)}, 2, False),
+    "frozen after steps": ({1: frozen(True), 3: frozen(False)}, 2, False),
+    "frozen and unfrozen after steps": ({1: frozen(True), 2: frozen(False)}, 2, True),
+}
+"""What is done before which step, before which the checkpoint is written, and whether it is done before it is read."""
+
+
+def stock(kind: Any, params: Any, **options: Any) -> Any:
+    return kind(params, **options)
+
+
+RESUMED: dict[str, Callable[[Any, Any], torch.optim.Optimizer]] = {
+    "adamw": lambda m, p: torch.optim.AdamW(p, lr=0.01),
+    "adamw on shards": lambda m, p: getattr(m, "optimizer", stock)(torch.optim.AdamW, p, lr=0.01),
+    "sgd": lambda m, p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "lion": lambda m, p: Lion(p),
+}
+GROUPS: dict[str, Callable[[Any], Any]] = {
+    "one group": lambda m: [{"params": [*m.parameters()]}],
+    "empty groups": lambda m: [{"params": []}, {"params": [*m.up.parameters()], "lr": 0.02}, {"params": []},
+                               {"params": [*m.score.parameters(), *m.down.parameters()]}, {"params": []}],
+}  # fmt: skip
+
+
+def trained(module: Any, optimizer: Any, steps: range, acts: dict[int, Act]) -> list[float]:
+    losses = []
+    for step in steps:
+        acts.get(step, lambda module: None)(module)
+        loss = module(X * (step + 1))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(whole(loss)))
+    return losses
+
+
+def resumed(folder: str, kind: str, groups: str, plainly: bool) -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+
+    def made(solver: str | None) -> tuple[Any, torch.optim.Optimizer]:
+        model: Any = Scored()
+        module = model if solver is None else autopar.parallelize(model, mesh, (X,), solver=solver)
+        return module, RESUMED[kind](module, GROUPS[groups](module))
+
+    for history, (acts, saved, early) in HISTORIES.items():
+        if (kind == "lion" and not saved) or (plainly and "reached" not in history):
+            continue  # PyTorch steps what it does not know, and drops what frozen weights have
+        expected = trained(*made(None), range(5), acts)
+        module, optimizer = made("fsdp")
+        found = trained(module, optimizer, range(saved), acts)
+        weights, states = get_state_dict(module, optimizer)
+        dcp.save({"model": weights, "optim": states}, checkpoint_id=f"{folder}/{history}")
+        assert not (set(optimizer.state) - {p for p in module.parameters() if saved})
+        module, optimizer = made(None if plainly else "ddp")
+        for step in range(saved + early):
+            acts.get(step, lambda module: None)(module)
+        weights, states = get_state_dict(module, optimizer)
+        state = {"model": weights, "optim": states}
+        dcp.load(state, checkpoint_id=f"{folder}/{history}")
+        set_state_dict(module, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+        assert [group["lr"] for group in optimizer.param_groups] == [g["lr"] for g in made(None)[1].param_groups]
+        rest = {step: act for step, act in acts.items() if step >= saved + early}
+        assert found + trained(module, optimizer, range(saved, 5), rest) == pytest.approx(expected, rel=1e-5), history
+
+
+@pytest.mark.parametrize(
+    ("kind", "groups", "plainly"),
+    [(kind, "one group", False) for kind in RESUMED] + [("adamw", "empty groups", False), ("adamw", "one group", True)],
+)
+def test_a_checkpoint_is_read_whatever_was_stepped(tmp_path: Path, kind: str, groups: str, plainly: bool) -> None:
+    """On another plan, or in plain PyTorch."""
+    run(2, resumed, str(tmp_path), kind, groups, plainly)

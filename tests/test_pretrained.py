@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import logging
@@ -18,7 +19,9 @@ import torch.distributed.checkpoint as dcp
 from models import whole
 from ranks import run
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate as TorchReplicate
 
 import autopar
 from autopar.ir.layout import Layout, Replicate, Shape, Split
@@ -336,3 +339,76 @@ def test_published_files_have_each_expert_apart(tmp_path: Path) -> None:
     again = transformers.MixtralForCausalLM.from_pretrained(tmp_path / "out")
     for each in (model, again):
         assert found == pytest.approx([each(input_ids=ids, labels=ids).loss.item()] * 2, rel=1e-5)
+
+
+# -- what torch puts around modules, hooks, and what was added
+
+
+class Wrapped(Net):
+    """What `around` says is put around two modules; `kernel` has another name in files."""
+
+    def __init__(self, around: str = "nothing") -> None:
+        super().__init__()
+        compiled: Any = functools.partial(torch.compile, backend="eager")
+        wrap: Any = {
+            "checkpoints": checkpoint_wrapper, "compiled": compiled, "both": lambda m: checkpoint_wrapper(compiled(m)),
+        }.get(around, lambda module: module)  # fmt: skip
+        self.norm, self.head = wrap(self.norm), wrap(self.head)
+        self.register_state_dict_post_hook(self.rename)
+
+    @staticmethod
+    def rename(module: nn.Module, values: dict[str, Any], prefix: str, metadata: Any) -> None:
+        values[prefix + "filter"] = values.pop(prefix + "kernel")
+
+
+def within(folder: Path, around: str) -> None:
+    torch.manual_seed(1)
+    plain = Wrapped()
+    plain(IDS)
+    values = plain.state_dict()
+    with torch.device("meta"):
+        empty: Any = Wrapped(around)
+    made = parallel((2,), "fsdp", torch.compile(empty, backend="eager") if around == "compiled" else empty)
+    made.materialize({**values, "kernel": plain.kernel, "positions": plain.positions})
+    made.save_pretrained(folder / around)
+    saved = safetensors.load_file(folder / around / "model.safetensors")
+    assert saved.keys() == values.keys() - {"head.weight"}
+    assert all(torch.equal(value, values[name]) for name, value in saved.items())
+    with torch.device("meta"):
+        again = parallel((2,), "ddp", Wrapped(around))
+    again.load_pretrained(folder / around)
+    assert all(torch.equal(whole(value), values[name]) for name, value in again.state_dict().items())
+
+
+@pytest.mark.parametrize("around", ["nothing", "checkpoints", "compiled", "both"])
+def test_files_have_all_that_the_plain_model_has_under_its_names(tmp_path: Path, around: str) -> None:
+    run(2, within, tmp_path, around)
+
+
+def changed(folder: Path) -> None:
+    """What was added, removed or replaced after parallelize has no place in files."""
+
+    def replace(module: Any) -> None:
+        module.kernel = nn.Parameter(module.kernel.detach().redistribute(placements=[TorchReplicate()]))
+
+    changes: dict[str, Any] = {
+        "extra was added": lambda module: module.register_buffer("extra", torch.ones(2)),
+        "norm.scale was added": lambda module: setattr(module.norm, "scale", nn.Parameter(torch.ones(2))),
+        "scale was removed": lambda module: setattr(module, "scale", None),
+        "kernel was replaced": replace,
+    }
+    for said, change in changes.items():
+        module = parallel((2,), "fsdp", Net())
+        change(module)
+        with pytest.raises(ValueError, match=f"{said} after parallelize"):
+            module.save_pretrained(folder / "none")
+    module = parallel((2,), "fsdp", Net())
+    if torch.distributed.get_rank():
+        changes["extra was added"](module)
+    with pytest.raises(ValueError, match=r"extra was added .*\(on rank 1 of 2\)"):
+        module.save_pretrained(folder / "none")
+    assert not (folder / "none").exists()
+
+
+def test_a_save_that_would_leave_something_out_is_an_error_before_the_first_byte(tmp_path: Path) -> None:
+    run(2, changed, tmp_path)
