@@ -185,7 +185,7 @@ def _recorded(step: Step, witness: Witness) -> tuple[Recording, Functional]:
     """The step, recorded twice: the second time with the state that the first left. Raises CaptureError where the two
     differ."""
     first = step.record(witness.watching())
-    witness.valued |= first.recorder.valued
+    witness.valued |= first.recorder.valued | set(map(compat.memory_of, first.recorder.constants.values()))
     left = [name for tensor in witness.left if (name := first.recorder.name(tensor)) is not None]
     second = step.record(witness.again())
     functional = first.functional(left)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import logging
@@ -76,6 +77,8 @@ class OtherWays(TorchFunctionMode):
                 return func(*args, **kwargs)
         if func == _DATA.__set__:
             return _write_data(*args)
+        if func is torch.Tensor.__deepcopy__ and compat.is_fake(args[0]) and args[0].is_leaf:
+            return _deep_copy(*args)
         if func in (torch.Tensor.tolist, torch.Tensor.numpy):
             values = self.recorder.read(torch.ops.aten.clone.default, args[:1], {})
             if values is not NotImplemented:
@@ -105,6 +108,17 @@ def _write_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
         )
     with torch.no_grad():
         tensor.copy_(value)
+
+
+def _deep_copy(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+    """`copy.deepcopy(tensor)`, as an operator."""
+    if id(tensor) not in memo:
+        same = tensor.detach().clone()
+        same = nn.Parameter(same) if isinstance(tensor, nn.Parameter) else same
+        memo[id(tensor)] = same.requires_grad_(tensor.requires_grad)
+        vars(same).update(copy.deepcopy(compat.notes_of(tensor), memo))
+    made: torch.Tensor = memo[id(tensor)]
+    return made
 
 
 def _is_list_of_fakes(values: Any) -> bool:

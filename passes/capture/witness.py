@@ -85,8 +85,9 @@ class Witness:
 
     def settle(self, steps: Repeated) -> None:
         """Raises CaptureError where a step keeps something for the next: where it computes something else when it runs
-        again, or leaves something else in Python. Warns of what each call writes and nobody in the model reads: with a
-        program it keeps the value that it had."""
+        again, or leaves something else in Python; and where it reads what nothing sees into. Warns of what each call
+        writes and nobody in the model reads: with a program it keeps the value that it had."""
+        look(self.modules, self.roots, self.reads)
         before, after, later = self.looks
         moved = after.differs(later, lambda a, b: _is_same_tensor(a, b, steps))
         read = [path for path, tensor in after.tensors if steps.first.name(tensor) in steps.read]
@@ -167,7 +168,7 @@ class Witness:
                     tensor.requires_grad,
                     compat.notes_of(tensor),
                 )
-                for path, module in self.modules.items()
+                for path, module in self.modules[""].named_modules()
                 for kind in ("_parameters", "_buffers")
                 for key, tensor in vars(module)[kind].items()
                 if tensor is not None
@@ -218,8 +219,8 @@ def _check_tensors(before: Mapping[str, tuple[Any, ...]], after: Mapping[str, tu
     for name in {**before, **after}:
         if name not in before or name not in after:
             raise CaptureError(
-                f"forward {'removes' if name in before else 'registers'} {name}: register parameters and buffers in "
-                f"the constructor, and write them in forward"
+                f"forward {'removes' if name in before else 'registers'} {name}: register modules, parameters and "
+                f"buffers in the constructor, and write them in forward"
             )
         (kind, span, gradient, attributes), (_, now, gradient_now, attributes_now) = before[name], after[name]
         if kind == "_parameters" and span != now:
