@@ -153,11 +153,10 @@ class Process:
         return None
 
     def _lost(self, kind: str, reason: str) -> Result:
-        self.count = PROGRAMS_OF_A_PROCESS
-        program = of_seed(self.seed, self.options)
+        self.count = PROGRAMS_OF_A_PROCESS  # what ended one process is not drawn in this one, which it would end too
         return {
-            "seed": self.seed, "kinds": sorted(program.kinds), "plans": 0, "outcome": kind, "reason": reason,
-            "message": reason, "mesh": "-", "plan": "-", "seconds": 0.0, "source": program.source,
+            "seed": self.seed, "kinds": [], "plans": 0, "outcome": kind, "reason": reason, "message": reason,
+            "mesh": "-", "plan": "-", "seconds": 0.0,
         }  # fmt: skip
 
     @property

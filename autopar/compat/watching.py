@@ -2,7 +2,8 @@
 
 import contextlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -150,11 +151,11 @@ def without_modes() -> contextlib.AbstractContextManager[Any]:
     return stack
 
 
-class _Seeded:
-    """Torch's default generator, which reports when it is seeded."""
+class _Seeded(torch.Generator):
+    """Torch's default generator, which reports when it is given a seed or a state."""
 
-    def __init__(self, generator: torch.Generator, seeded: Callable[[], None]) -> None:
-        self._generator, self._seeded = generator, seeded
+    _generator: torch.Generator
+    _seeded: Callable[[], None]
 
     def manual_seed(self, seed: int) -> torch.Generator:
         self._seeded()
@@ -164,14 +165,32 @@ class _Seeded:
         self._seeded()
         return self._generator.seed()
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._generator, name)
+    def set_state(self, state: torch.Tensor) -> Any:
+        if not _is_of_checkpoint(sys._getframe(1)):
+            self._seeded()
+        return self._generator.set_state(state)
+
+    def get_state(self) -> torch.Tensor:
+        return self._generator.get_state()
+
+    def initial_seed(self) -> int:
+        return self._generator.initial_seed()
 
 
-def seeding(seeded: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
-    """Within it `seeded` is called where torch's own generator is given a seed."""
-    holder: Any = torch.random
-    return patched(holder, "default_generator", _Seeded(holder.default_generator, seeded))
+def _is_of_checkpoint(frame: FrameType | None) -> bool:
+    """Whether `torch.utils.checkpoint` sets a state of random numbers: that with which forward had run."""
+    while frame is not None and frame.f_globals.get("__name__") in ("torch.random", "contextlib"):
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__") == "torch.utils.checkpoint"
+
+
+@contextlib.contextmanager
+def seeding(seeded: Callable[[], None]) -> Iterator[None]:
+    """Within it `seeded` is called where torch's own generator is given a seed, or a state."""
+    watched = _Seeded()
+    watched._generator, watched._seeded = torch.default_generator, seeded
+    with patched(torch.random, "default_generator", watched), patched(torch, "default_generator", watched):
+        yield
 
 
 def asking_for_inference(asked: Callable[[], None]) -> contextlib.AbstractContextManager[None]:

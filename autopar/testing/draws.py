@@ -144,14 +144,19 @@ def _node(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Nod
     args = (*args, *(a.default_value for a in missing))
     op = str(func)
     name, overload = op.removeprefix("aten.").split(".")
+    overload = _OF_GENERATOR.get(overload, overload)
     count = len(func._schema.returns) + (0 if name.endswith("_") else len(_written(func)))
     node = Node(
         op=FUNCTIONAL.get(op, f"aten.{name.removesuffix('_')}.{overload}"),
         args=tuple(map(value, args)),
-        kwargs=tuple((key, value(given)) for key, given in kwargs.items()),
+        kwargs=tuple((key, value(given)) for key, given in kwargs.items() if key != "generator"),
         outputs=tuple(f"drawn{i}" for i in range(count)),
     )
     return node, tensors
+
+
+_OF_GENERATOR = {"generator": "default", "low_generator": "low"}
+"""Overloads of random operators that are given a generator, and those that are given none."""
 
 
 def _written(func: Any) -> list[int]:

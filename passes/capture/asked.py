@@ -52,7 +52,10 @@ def refusing(message: str) -> Callable[[], None]:
     return refuse
 
 
-SEEDING = "forward seeds torch's generator{line}: a program's random operators draw by the step's seed. Seed outside"
+SEEDING = (
+    "forward seeds torch's generator, or sets its state{line}: a program's random operators draw by the step's seed. "
+    "Seed outside"
+)
 ASKING = (
     "forward asks torch.is_inference_mode_enabled(){line}, and a program is the same within inference mode and "
     "outside: ask self.training or torch.is_grad_enabled(), for which the module has a program each"

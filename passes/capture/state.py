@@ -375,7 +375,9 @@ def _is_native(cls: type) -> bool:
 
 
 def _slots(kind: type) -> list[tuple[str, Any]]:
-    members = [member for base in kind.__mro__ for member in vars(base).items() if member[0] not in _ABOUT]
+    # those of `type` are the interpreter's own: what it has cached of a class, and where
+    bases = [base for base in kind.__mro__ if base is not type]
+    members = [member for base in bases for member in vars(base).items() if member[0] not in _ABOUT]
     return [member for member in members if isinstance(member[1], types.MemberDescriptorType)]
 
 

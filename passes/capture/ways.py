@@ -169,7 +169,7 @@ class Generators:
         mark = self.marks.get(id(generator))
         with compat.without_modes():
             seeded = mark is not None and not torch.equal(mark, generator.get_state())
-        if seeded or type(generator) is not self.base:
+        if seeded or (type(generator) is not self.base and generator is not torch.default_generator):
             what = "seeds a torch.Generator" if seeded else "makes a torch.Generator of its own"
             raise ValueError(
                 f"forward {what}, which then draws the same numbers in every step: draw them once, outside of forward, "
