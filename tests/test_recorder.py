@@ -138,6 +138,37 @@ def checkpointed(m: Net, x: torch.Tensor) -> torch.Tensor:
     return m.c(checkpoint(lambda z: checkpoint(m.b, z, use_reentrant=False).tanh(), h, use_reentrant=False)).mean()
 
 
+def counted_again(m: Net, x: torch.Tensor) -> torch.Tensor:
+    """What the second run of a checkpoint does besides: it counts once more, and norms once more."""
+    hooks: list[torch.Tensor] = []
+    h = m.a(x)
+
+    def inner(z: torch.Tensor) -> torch.Tensor:
+        m.kept += 1
+        y = m.norm(z).tanh()
+        y.register_hook(hooks.append)
+        h.register_hook(lambda g: g * (2 if hooks else 0.5))
+        return y * m.kept
+
+    outer = checkpoint(lambda z: checkpoint(inner, z.sin(), use_reentrant=False).tanh(), h, use_reentrant=False)
+    return m.c(checkpoint(inner, outer, use_reentrant=True)).square().mean()
+
+
+def in_backward(m: Net, x: torch.Tensor) -> torch.Tensor:
+    """Backward calls what forward may: attention, tensors of lists of tensors."""
+
+    class Attends(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, z: torch.Tensor) -> torch.Tensor:
+            return z.clone()
+
+        @staticmethod
+        def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+            return F.scaled_dot_product_attention(g[None, None], g[None, None], g[None, None])[0, 0] * torch.tensor([g.sum()])
+
+    return m.c(Attends.apply(m.a(x))).square().mean()
+
+
 def normed(m: Net, x: torch.Tensor) -> torch.Tensor:
     m.kept = m.kept * 0.9 + m.a(x).detach().mean(0)
     return m.c(F.relu(m.norm(m.a(x)), inplace=True) - m.kept).square().mean()
@@ -164,7 +195,7 @@ def through_data(m: Net, x: torch.Tensor) -> torch.Tensor:
 
 FORWARDS = (
     frozen_by_turns, first_order, second_order, penalty, greedy, made_again, watched, overwritten, hooked, transformed,
-    checkpointed, normed, recurrent, complex_numbers, packed, through_data,
+    checkpointed, counted_again, in_backward, normed, recurrent, complex_numbers, packed, through_data,
 )  # fmt: skip
 
 
@@ -226,6 +257,21 @@ def test_dropout_between_recurrent_layers_is_drawn(kind: type[nn.Module]) -> Non
     assert sum("bernoulli" in node.op for node in graph.nodes) == 2
     assert not any("bernoulli" in node.op for node in capture(model.eval(), (torch.randn(3, 4, 6),)).graph.nodes)
     result = check(model.train(), {"a": 2}, (torch.randn(3, 4, 6),), steps=2)
+    assert result.equal, result
+
+
+@pytest.mark.parametrize("alike", [True, False])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_draws_again_what_it_drew_or_what_comes_next(alike: bool, reentrant: bool) -> None:
+    def forward(m: Net, x: torch.Tensor) -> torch.Tensor:
+        def inner(z: torch.Tensor) -> torch.Tensor:
+            return F.dropout(z * torch.rand_like(z), 0.3).tanh()
+
+        return m.c(checkpoint(inner, m.a(x), use_reentrant=reentrant, preserve_rng_state=alike)).square().mean()
+
+    graph = capture(net(forward), (X,)).graph
+    assert sum(i.role == "seed" for i in graph.inputs) == (2 if alike else 4)
+    result = check(net(forward), {"a": 2}, (X,), steps=3, plans=2)
     assert result.equal, result
 
 

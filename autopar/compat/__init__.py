@@ -34,8 +34,10 @@ from .optimizing import first_states as first_states
 from .optimizing import fused_steps_on_shards as fused_steps_on_shards
 from .optimizing import muon_rate as muon_rate
 from .optimizing import orthogonalized as orthogonalized
+from .recording import Again as Again
 from .recording import Whereabouts as Whereabouts
 from .recording import followed as followed
+from .recording import function_modes as function_modes
 from .redistributing import full_tensor as full_tensor
 from .redistributing import redistributed as redistributed
 from .redistributing import strided_shard as strided_shard

@@ -4,12 +4,14 @@ the model's author marked with `torch.utils.checkpoint`."""
 import contextlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
 from torch import nn
-from torch.utils.checkpoint import CheckpointFunction
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils.checkpoint import CheckpointFunction, _checkpoint_hook
 
 from .patching import patched
 
@@ -17,18 +19,33 @@ NO_NUMBER = 1 << 63
 """From here on are the sequence numbers of nodes that have none, such as those that accumulate into a leaf."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Again:
+    """That the function of a checkpoint runs again in backward: the number of the run; whether it draws the random
+    numbers that it drew before; whether autograd differentiates this run, and not the first one."""
+
+    run: int
+    draws_alike: bool
+    is_differentiated: bool
+
+
 class Whereabouts:
     """What runs while a step is recorded. `modules` are the paths of the modules that are called, the innermost last;
     `node` is the sequence number of autograd's node that runs, None between two of them; `regions` are the numbers of
-    the checkpoints around, the outermost first, and `checkpoints` counts those that were entered."""
+    the checkpoints around, the outermost first; `again` says which of them runs its function again, and how. `modes` are
+    those that see the functions which Python calls, in backward too."""
 
     def __init__(self) -> None:
         self.modules: list[str] = [""]
         self.node: int | None = None
         self.engines = 0
         self.regions: tuple[int, ...] = ()
-        self.checkpoints = 0
+        self.again: Again | None = None
+        self.modes: Sequence[TorchFunctionMode] = ()
         self._followed: dict[int, Any] = {}
+        self._numbers: dict[tuple[tuple[int, ...], int], int] = {}
+        self._within = [0]  # how many checkpoints were entered within each of those around
+        self._runs = 0
 
     @property
     def accumulates(self) -> bool:
@@ -40,15 +57,40 @@ class Whereabouts:
         """The sequence number of the node that autograd made last."""
         return int(_SEQUENCE_NUMBER()) - 1
 
+    @property
+    def checkpoints(self) -> int:
+        """How many calls of checkpoints there were."""
+        return len(self._numbers)
+
     @contextlib.contextmanager
     def region(self) -> Iterator[None]:
-        """Within it lies one more region; each call of a checkpoint is one of its own."""
-        outside = self.regions
-        self.regions = (*outside, self.checkpoints)
-        self.checkpoints += 1
+        """Within it lies one more region: each call of a checkpoint is one of its own, and the same one once what is
+        around it runs again."""
+        key = self.regions, self._within[-1]
+        self._within[-1] += 1
+        with self._inside((*self.regions, self._numbers.setdefault(key, len(self._numbers)))):
+            yield
+
+    @contextlib.contextmanager
+    def rerun(self, regions: tuple[int, ...], *, draws_alike: bool, is_differentiated: bool) -> Iterator[None]:
+        """Within it the function of a checkpoint, in these regions, runs again."""
+        outside = self.again
+        self._runs += 1
+        self.again = Again(run=self._runs, draws_alike=draws_alike, is_differentiated=is_differentiated)
+        try:
+            with self._inside(regions):
+                yield
+        finally:
+            self.again = outside
+
+    @contextlib.contextmanager
+    def _inside(self, regions: tuple[int, ...]) -> Iterator[None]:
+        outside, self.regions = self.regions, regions
+        self._within.append(0)
         try:
             yield
         finally:
+            self._within.pop()
             self.regions = outside
 
     def run_engine(self, roots: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
@@ -57,7 +99,12 @@ class Whereabouts:
         outside, self.node = self.node, None
         self.engines += 1
         try:
-            with torch.autograd.set_detect_anomaly(torch.is_anomaly_enabled(), check_nan=False):
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(torch.autograd.set_detect_anomaly(torch.is_anomaly_enabled(), check_nan=False))
+                active = [*map(id, _get_current_function_mode_stack())]
+                for mode in self.modes:  # none of those is that saw the call of backward itself
+                    if id(mode) not in active:
+                        stack.enter_context(mode)
                 return _RUN_ENGINE(roots, *args, **kwargs)
         finally:
             self.engines -= 1
@@ -74,6 +121,11 @@ class Whereabouts:
             node.register_prehook(lambda _, number=number: setattr(self, "node", number))
             node.register_hook(lambda *_: setattr(self, "node", None))
             waiting += [following for following, _ in node.next_functions]
+
+
+def function_modes() -> list[TorchFunctionMode]:
+    """Our own modes that are active, the innermost last."""
+    return [mode for mode in _get_current_function_mode_stack() if type(mode).__module__.startswith("autopar.")]
 
 
 _SEQUENCE_NUMBER: Any = torch._C._autograd._get_sequence_nr
@@ -105,23 +157,55 @@ def followed(paths: Mapping[int, str]) -> Iterator[Whereabouts]:
     with (
         patched(nn.Module, "__call__", called),
         patched(torch.autograd, "_engine_run_backward", where.run_engine),
-        _plain_checkpoints(where),
+        _followed_checkpoints(where),
     ):
         yield where
 
 
 @contextlib.contextmanager
-def _plain_checkpoints(where: Whereabouts) -> Iterator[None]:
-    """A checkpoint runs its function twice for memory's sake: here it runs once, within a region. Where no argument of
-    a reentrant one requires a gradient, the results have none, as those of the original."""
+def _followed_checkpoints(where: Whereabouts) -> Iterator[None]:
+    """Checkpoints say when their functions run, and run again."""
+    forward: Any = CheckpointFunction.forward
 
-    def apply(function: Any, preserve_rng_state: bool, *args: Any) -> Any:
-        wanted = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
-        with torch.set_grad_enabled(wanted and torch.is_grad_enabled()), where.region():
-            return function(*args)
+    def reentrant(ctx: Any, function: Any, preserve_rng_state: bool, *args: Any) -> Any:
+        regions = where.regions
+
+        def first(*args: Any) -> Any:
+            nonlocal regions
+            with where.region():
+                regions = where.regions
+                return function(*args)
+
+        def again(*args: Any) -> Any:
+            with where.rerun(regions, draws_alike=preserve_rng_state, is_differentiated=True):
+                return function(*args)
+
+        result = forward(ctx, first, preserve_rng_state, *args)
+        ctx.run_function = again
+        return result
+
+    class Hook(_checkpoint_hook):  # type: ignore[misc]
+        def __init__(self, frame: Any) -> None:
+            function = frame.recompute_fn
+            cells = dict(zip(function.__code__.co_freevars, function.__closure__, strict=True))
+            alike = bool(cells["preserve_rng_state"].cell_contents)
+            entered = contextlib.ExitStack()
+
+            def again(*args: Any) -> Any:
+                with where.rerun(regions, draws_alike=alike, is_differentiated=False):
+                    return function(*args)
+
+            entered.enter_context(where.region())
+            regions, self.entered = where.regions, entered
+            frame.recompute_fn = again
+            super().__init__(frame)
+
+        def __exit__(self, *raised: Any) -> Any:
+            self.entered.close()
+            return super().__exit__(*raised)
 
     with (
-        patched(CheckpointFunction, "apply", staticmethod(apply)),
-        patched(torch.utils.checkpoint, "_checkpoint_hook", lambda frame: where.region()),
+        patched(CheckpointFunction, "forward", staticmethod(reentrant)),
+        patched(torch.utils.checkpoint, "_checkpoint_hook", Hook),
     ):
         yield

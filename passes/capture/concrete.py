@@ -129,6 +129,10 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
 
     # -- recording
 
+    @property
+    def is_again(self) -> bool:
+        return self.where.again is not None
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         kind = kind_of(func)
@@ -205,13 +209,14 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
         there for what follows it and is not differentiable. An operator of a derivative comes from where its operator
         does."""
         where = self.where
-        if where.engines:
+        if where.engines and where.again is None:
             first = Origin() if where.node is None else self._origins.get(where.node, Origin())
             if torch.is_grad_enabled():
                 self._origins.setdefault(where.number(), first)
-            return first._replace(backward=self.backward)
+            return first._replace(backward=self.backward, again=None)
         number = where.number()
-        here = Origin(where.modules[-1], self._sequences, where.regions, line_running(), self.backward)
+        line = line_running()
+        here = Origin(where.modules[-1], self._sequences, where.regions, line, self.backward, where.again)
         first = self._origins.setdefault(number, here)
         self._sequences += first is here
         return here._replace(sequence=first.sequence)

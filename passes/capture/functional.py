@@ -4,13 +4,16 @@ Nodes that touch memory which some node writes run again, on fakes, under `torch
 writes down what that makes of them. All others stay.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 
-from autopar.ir.graph import Node, called
+from autopar import compat
+from autopar.ir.graph import Node, called, overload
 from autopar.ir.rewrite import reading
 
 from .recorder import Geometry, Origin, Recorder
@@ -28,13 +31,21 @@ class Functional:
         self.values: Mapping[str, Geometry] = record.values
         self._names: Mapping[str, str] = {}
         self._then: dict[tuple[int, str], str] = {}
+        self._same: Mapping[str, str] = {}
+        again = [record.again.get(i) for i in range(len(record.nodes))] if record.again else []
         if record.writes:
-            self._rewrite(record, moments, mode)
+            again = self._rewrite(record, moments, mode, again)
+        if record.again:
+            self.nodes, self._same = once(self.nodes, again)
 
     def at(self, moment: int, name: str) -> str:
-        return self._then.get((moment, name), self._names.get(name, name))
+        name = self._then.get((moment, name), self._names.get(name, name))
+        return self._same.get(name, name)
 
-    def _rewrite(self, record: Recorder, moments: Moments, mode: Any) -> None:
+    def _rewrite(
+        self, record: Recorder, moments: Moments, mode: Any, again: Sequence[compat.Again | None]
+    ) -> Sequence[compat.Again | None]:
+        """`again` is of each recorded node, and what is returned of each node in functional form."""
         written = frozenset().union(*record.writes.values())
         is_written = {name for name, value in record.values.items() if value.memory in written}
         touching = [
@@ -76,11 +87,55 @@ class Functional:
         self._then = dict(zip(then, replay.looked, strict=True))
         self._names, self.values = names, replay.values
         nodes: list[Node] = []
+        following: list[compat.Again | None] = []
         for i, node in enumerate(record.nodes):
             nodes += replay.made.get(i, ()) if i in replay.made or i in replay.began else [reading(node, names)]
+            following += [again[i] if again else None] * (len(nodes) - len(following))
         self.nodes = nodes
         record.constants |= replay.constants
         record.lines |= replay.lines
+        return following
+
+
+def once(nodes: Sequence[Node], again: Sequence[compat.Again | None]) -> tuple[list[Node], dict[str, str]]:
+    """Nodes without those of a checkpoint's second run that compute what was computed before, and the names that stand
+    for theirs. What the second run does besides, such as counting in a buffer once more, stays.
+
+    Random operators compute the same where the run draws what the first one drew: one by one, in order. Where autograd
+    differentiates the second run, its numbers are those of the first.
+    """
+    same: dict[str, str] = {}
+    alike: dict[str, str] = {}  # values that are equal to an earlier one, for which that stands in keys
+    kept: list[Node] = []
+    made: dict[Any, list[int]] = {}
+    counts: Counter[Any] = Counter()
+    for given, run in zip(nodes, again, strict=True):
+        node = reading(given, same)
+        operands = tuple(alike.get(name, name) for name in node.inputs)
+        random = torch.Tag.nondeterministic_seeded in overload(node.op).tags  # type: ignore[attr-defined]
+        key = (node.form, operands)
+        before = made.setdefault(key, [])
+        here = [i for i in before if kept[i].region == node.region]
+        if run is not None and (run.draws_alike or not random):
+            place = counts[run.run, key]
+            counts[run.run, key] += 1
+            places = here[place : place + 1] or ([] if random else here or before)
+            if places:
+                first = kept[places[0]]
+                same.update((name, old) for name, old in zip(node.outputs, first.outputs, strict=True) if name)
+                if run.is_differentiated and places[0] in here:
+                    kept[places[0]] = replace(first, sequence=node.sequence)
+                continue
+        if node.op in _PASSES_ON:
+            alike[node.name] = operands[0]
+        elif before and not random:
+            alike.update(zip(node.outputs, kept[before[0]].outputs, strict=True))
+        before.append(len(kept))
+        kept.append(node)
+    return kept, same
+
+
+_PASSES_ON = frozenset({"aten.detach.default", "aten.alias.default"})
 
 
 class _Replay(Recorder):  # type: ignore[no-untyped-call]
@@ -94,8 +149,11 @@ class _Replay(Recorder):  # type: ignore[no-untyped-call]
         self.began: set[int] = set()
         self.made: dict[int, list[Node]] = {}
         self.looked: list[str] = []
-        self.ended = False
-        self._looking = False
+        self.ended, self._looking, self._number = False, False, -1
+
+    @property
+    def is_again(self) -> bool:
+        return self._number in self.record.again
 
     def stand_in(self, name: str, value: Geometry, mode: Any) -> torch.Tensor:
         """A tensor like a value that is there before, under its name."""
@@ -106,6 +164,7 @@ class _Replay(Recorder):  # type: ignore[no-untyped-call]
 
     def begin(self, number: int, node: Node) -> None:
         self.began.add(number)
+        self._number = number
         self.made[number] = self.nodes = []
         self.current = Origin(node.module, node.sequence, node.region, self.record.lines.get(node.name), node.backward)
 

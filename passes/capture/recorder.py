@@ -39,6 +39,8 @@ class Origin(NamedTuple):
     region: tuple[int, ...] = ()
     line: Line | None = None
     backward: bool = False
+    again: compat.Again | None = None
+    """Whether the function of a checkpoint runs again."""
 
 
 class Geometry(NamedTuple):
@@ -68,12 +70,16 @@ class Recorder(compat.Watching):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.nodes: list[Node] = []
         self.values: dict[str, Geometry] = {}
+        self.given: frozenset[str] = frozenset()
+        """What was there before the first operator."""
         self.constants: dict[str, torch.Tensor] = {}
         """Tensors that the model holds or makes of numbers, and that are neither entered nor recorded."""
         self.lines: dict[str, Line] = {}
         """Where in the model's code values were made."""
         self.writes: dict[int, frozenset[int]] = {}
         """The memory that a node writes in place, by the node's number."""
+        self.again: dict[int, compat.Again] = {}
+        """Which nodes run since the function of a checkpoint does so again."""
         self.of_data: dict[str, str] = {}
         """Values whose shape or whose operands depend on the data: what the node does, in words."""
         self.earlier: dict[str, str] = {}
@@ -88,9 +94,14 @@ class Recorder(compat.Watching):  # type: ignore[no-untyped-call]
 
     # -- names
 
+    @property
+    def is_again(self) -> bool:
+        """Whether the function of a checkpoint runs again: names beside it are those that they are without."""
+        return False
+
     def enter(self, name: str, tensor: torch.Tensor) -> str:
         """Gives a tensor a name, or one like it that is not taken."""
-        name = self._distinct(name)
+        name = self._distinct(f"again_{name}" if self.is_again else name)
         self.values[name] = geometry = geometry_of(tensor)
         self._by_memory.setdefault(geometry.memory, []).append(name)
         self._call(tensor, name)
@@ -110,6 +121,11 @@ class Recorder(compat.Watching):  # type: ignore[no-untyped-call]
             return self._real.get(id(tensor))
         names: dict[Recorder, str] = vars(tensor).get(compat.RECORDED, {})
         return names.get(self)
+
+    def is_given(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is none that an operator of the step made."""
+        name = self.name(tensor)
+        return name is None or name in self.given
 
     def known(self, tensor: torch.Tensor, *, lifted: bool = False) -> str:
         """The name of a tensor, which may be one that nobody recorded. Equal ones that forward makes of numbers
@@ -195,6 +211,8 @@ class Recorder(compat.Watching):  # type: ignore[no-untyped-call]
         node = Node(op=kind.op, args=node_args, kwargs=node_kwargs, outputs=tuple(outputs), **_of(origin))
         if kind.writes:
             self.writes[len(self.nodes)] = frozenset(map(compat.memory_of, compat.written_by(func, args, kwargs)))
+        if origin.again is not None:
+            self.again[len(self.nodes)] = origin.again
         self.nodes.append(node)
         if origin.line is not None:
             self.lines.update((name, origin.line) for name in outputs if name)
@@ -207,7 +225,7 @@ class Recorder(compat.Watching):  # type: ignore[no-untyped-call]
 
 
 def _of(origin: Origin) -> dict[str, Any]:
-    module, sequence, region, _, backward = origin
+    module, sequence, region, _, backward, _ = origin
     return {"module": module, "sequence": sequence, "region": region, "backward": backward}
 
 

@@ -136,9 +136,11 @@ class Step:
             held = self.held()
             trained = {name: tensor for name, tensor in {**held, **self.fakes}.items() if tensor.requires_grad}
             inputs = self._enter(recorder, held)
+            recorder.given = frozenset(recorder.values)
             ways = OtherWays(generators, recorder, self.here)
             with watched, generators.watched(), self.mode, without_checks(checks):
                 with ways, recorder:
+                    where.modes = compat.function_modes()
                     outcome, tensors = self._forward()
                     results = [
                         GraphOutput(name=recorder.known(tensor), role="output", target=path)

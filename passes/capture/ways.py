@@ -7,6 +7,7 @@ import copy
 import functools
 import inspect
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,9 +19,11 @@ from torch.overrides import TorchFunctionMode
 
 from autopar import compat
 
+from .asked import ASKING, PACKING, READING_GRADIENTS, refusing
 from .attention import attended
 from .concrete import StepRecorder
 from .here import Here
+from .looks import is_library
 from .selections import Selected, Selections
 
 logger = logging.getLogger(__name__)
@@ -49,6 +52,11 @@ class OtherWays(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         func, args, kwargs = self.here.call(func, args, kwargs or {})
+        name = getattr(func, "__name__", "")
+        if message := self._refusal(func, name, args, is_library(sys._getframe(1).f_code.co_filename)):
+            refusing(message)()
+        if name in _VALUES and compat.is_real(args[0]):
+            self.recorder.valued.add(compat.memory_of(args[0]))
         if kwargs.get("generator") is not None:
             self.generators.check(kwargs["generator"])
         kwargs = {key: value for key, value in kwargs.items() if key != "generator"}
@@ -92,6 +100,22 @@ class OtherWays(TorchFunctionMode):
                 return _stacked(*args[place:], **{**own, **named})
             return func(*args, **named)
         return func(*args, **kwargs)
+
+
+    def _refusal(self, func: Any, name: str, args: tuple[Any, ...], in_library: bool) -> str:
+        """Why forward cannot call a function; empty where it can. What torch asks for its own ends is its own."""
+        if name == "_pack_padded_sequence":
+            return PACKING
+        if in_library:
+            return ""
+        if name == "is_inference":
+            return ASKING
+        reads = func == _GRAD.__get__ and args[0].is_leaf and args[0].requires_grad
+        return READING_GRADIENTS if reads and self.recorder.is_given(args[0]) else ""
+
+
+_VALUES = frozenset({"item", "tolist", "numpy", "__int__", "__float__", "__bool__", "__index__", "__complex__"})
+_GRAD: Any = torch.Tensor.grad
 
 
 def _named(function: Callable[..., Any], values: Sequence[Any], first: int) -> dict[str, Any]:

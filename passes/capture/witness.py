@@ -22,7 +22,7 @@ from torch import nn
 from autopar import compat
 from autopar.ir.rewrite import distinct
 
-from .asked import ASKING, SEEDING, Functions, refusing
+from .asked import ASKING, SEEDING, refusing
 from .captured import CaptureError
 from .looks import Drawn, Look, Reads, Same, is_library, listed
 from .repeat import Repeated
@@ -63,7 +63,6 @@ class Witness:
             raise CaptureError(ASKING.format(line=f" as {kept[0]}"))
         with (
             self._observed(before.classes),
-            Functions(self.valued),
             compat.seeding(refusing(SEEDING)),
             compat.asking_for_inference(refusing(ASKING)),
         ):
