@@ -20,7 +20,7 @@ from autopar.ir.layout import Layout
 from autopar.ir.program import Program
 from autopar.ir.rewrite import living
 from autopar.passes.capture.captured import Captured, NothingTrainedError
-from autopar.passes.capture.fakes import skeleton
+from autopar.passes.capture.fakes import gradient_hooks, skeleton
 from autopar.planning.at_rest import Decided
 from autopar.planning.capturing import captured_for_planning
 from autopar.planning.meshes import mesh_of
@@ -121,6 +121,9 @@ class Modes:
         self.form, self.decided = Inputs.captured(captured).form, decided
         self.model, self.captured, self.mesh, self.at_rest = skeleton(unwrapped(model)), captured, mesh, at_rest
         self.loss_fn, self.cluster, self.training = loss_fn, cluster, training
+        self.hooks = gradient_hooks(unwrapped(model))
+        """Of the gradients of the model as it was given: they are part of its programs. Those that are registered on
+        the parallel module's parameters run where gradients are given to these."""
 
     def __call__(
         self, mode: Mode, model: nn.Module, earlier: Sequence[Captured], inputs: Inputs
@@ -140,6 +143,8 @@ class Modes:
             module.training = training
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(name in mode.trainable)
+            for hook in self.hooks.get(name, ()) if parameter.requires_grad else ():
+                parameter.register_hook(hook)  # type: ignore[no-untyped-call]
         # Python may read values of inputs: a DTensor is gathered, on all ranks alike
         given = {path: gathered(tensor) for path, tensor in inputs.tensors.items()}
         planner = serving = program = None

@@ -25,7 +25,7 @@ from autopar.ir.program import ProgramOutput
 from autopar.ir.tree import flatten
 from autopar.ops.lockstep import run
 from autopar.passes.capture.captured import Captured
-from autopar.passes.capture.fakes import skeleton
+from autopar.passes.capture.fakes import gradient_hooks, skeleton
 from autopar.passes.codegen.precision import at_rest
 
 from .agree import together
@@ -54,11 +54,20 @@ class Eager:
     """A step in one process: the model itself on global tensors. `outputs` by path, `buffers` after it by name."""
 
     def __init__(
-        self, model: nn.Module, loss_fn: Callable[[Any], torch.Tensor] | None, captured: Captured, given: Given
+        self,
+        model: nn.Module,
+        loss_fn: Callable[[Any], torch.Tensor] | None,
+        captured: Captured,
+        given: Given,
+        hooks: Mapping[str, Sequence[Callable[[torch.Tensor], Any]]],
     ) -> None:
+        """`hooks` are those of the gradients of the model's parameters, by name."""
         self.leaves = {
             name: nn.Parameter(p, requires_grad=name in given.trained) for name, p in given.parameters.items()
         }
+        for name, leaf in self.leaves.items():
+            for hook in hooks.get(name, ()) if leaf.requires_grad else ():
+                leaf.register_hook(hook)  # type: ignore[no-untyped-call]
         held = {**self.leaves, **given.buffers}
         for prefix, module in model.named_modules(remove_duplicate=False):
             for registry in (module._parameters, module._buffers):
@@ -138,6 +147,7 @@ class Verifier:
 
     def __init__(self, model: nn.Module, loss_fn: Callable[[Any], torch.Tensor] | None, steps: int) -> None:
         self.model, self.loss_fn, self.steps = skeleton(unwrapped(model)), loss_fn, steps
+        self.hooks = gradient_hooks(unwrapped(model))
         self.calls, self.done = 0, 0
         self.later = 0
         """The number of the later call, the same on all ranks. State that no first call shows may show in it."""
@@ -167,7 +177,7 @@ class Verifier:
         for module, other in zip(model.modules(), modules, strict=True):
             module.training = other.training
             vars(module).update(_plain(vars(other), vars(module)))
-        return Check(step=self.calls, state=state, model=model, loss_fn=self.loss_fn, given=given)
+        return Check(step=self.calls, state=state, model=model, loss_fn=self.loss_fn, given=given, hooks=self.hooks)
 
 
 @dataclass(kw_only=True)
@@ -179,6 +189,7 @@ class Check:
     model: nn.Module
     loss_fn: Callable[[Any], torch.Tensor] | None
     given: Given
+    hooks: Mapping[str, Sequence[Callable[[torch.Tensor], Any]]]
     reference: Eager | GraphReference = field(init=False)
 
     def forward(self, outputs: Mapping[str, torch.Tensor], keys: Sequence[torch.Tensor]) -> None:
@@ -221,7 +232,7 @@ class Check:
 
     def _eager(self) -> Eager:
         try:
-            return Eager(self.model, self.loss_fn, self.state.captured, self._copy())
+            return Eager(self.model, self.loss_fn, self.state.captured, self._copy(), self.hooks)
         except Exception as error:
             raise ValueError(
                 f"verify: the model does not run in one process on global tensors, {type(error).__name__}: {error}"

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from autopar.ir.graph import overload
 from autopar.ops.lockstep import run
 from autopar.passes.capture import CaptureError, capture
 from autopar.passes.capture.captured import Captured
@@ -146,8 +147,9 @@ def counted_again(m: Net, x: torch.Tensor) -> torch.Tensor:
     def inner(z: torch.Tensor) -> torch.Tensor:
         m.kept += 1
         y = m.norm(z).tanh()
-        y.register_hook(hooks.append)
-        h.register_hook(lambda g: g * (2 if hooks else 0.5))
+        if y.requires_grad:  # the first run of a reentrant one has no gradients
+            y.register_hook(hooks.append)
+            h.register_hook(lambda g: g * (2 if hooks else 0.5))
         return y * m.kept
 
     outer = checkpoint(lambda z: checkpoint(inner, z.sin(), use_reentrant=False).tanh(), h, use_reentrant=False)
@@ -164,7 +166,8 @@ def in_backward(m: Net, x: torch.Tensor) -> torch.Tensor:
 
         @staticmethod
         def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
-            return F.scaled_dot_product_attention(g[None, None], g[None, None], g[None, None])[0, 0] * torch.tensor([g.sum()])
+            rows = g[None, None]
+            return F.scaled_dot_product_attention(rows, rows, rows)[0, 0] * torch.tensor([g.sum()])
 
     return m.c(Attends.apply(m.a(x))).square().mean()
 
@@ -270,7 +273,8 @@ def test_a_checkpoint_draws_again_what_it_drew_or_what_comes_next(alike: bool, r
         return m.c(checkpoint(inner, m.a(x), use_reentrant=reentrant, preserve_rng_state=alike)).square().mean()
 
     graph = capture(net(forward), (X,)).graph
-    assert sum(i.role == "seed" for i in graph.inputs) == (2 if alike else 4)
+    draws = sum(torch.Tag.nondeterministic_seeded in overload(node.op).tags for node in graph.nodes)  # type: ignore[attr-defined]
+    assert draws == (2 if alike else 4)
     result = check(net(forward), {"a": 2}, (X,), steps=3, plans=2)
     assert result.equal, result
 

@@ -1017,7 +1017,7 @@ def test_gradients_of_earlier_steps_are_refused() -> None:
         def beside(self, h: torch.Tensor) -> torch.Tensor:
             return h if self.layer.weight.grad is None else 2 * h
 
-    assert "forward reads .grad of a leaf" in refusal(Reads())
+    assert "forward reads .grad of a parameter or an input" in refusal(Reads())
 
 
 asks_under_another_name = torch.is_anomaly_enabled

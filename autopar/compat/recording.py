@@ -32,8 +32,8 @@ class Again:
 class Whereabouts:
     """What runs while a step is recorded. `modules` are the paths of the modules that are called, the innermost last;
     `node` is the sequence number of autograd's node that runs, None between two of them; `regions` are the numbers of
-    the checkpoints around, the outermost first; `again` says which of them runs its function again, and how. `modes` are
-    those that see the functions which Python calls, in backward too."""
+    the checkpoints around, the outermost first; `again` says that one of them runs its function again, and how.
+    `modes` are those that see the functions which Python calls, in backward too."""
 
     def __init__(self) -> None:
         self.modules: list[str] = [""]
@@ -101,7 +101,7 @@ class Whereabouts:
         try:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(torch.autograd.set_detect_anomaly(torch.is_anomaly_enabled(), check_nan=False))
-                active = [*map(id, _get_current_function_mode_stack())]
+                active = [*map(id, function_modes())]
                 for mode in self.modes:  # none of those is that saw the call of backward itself
                     if id(mode) not in active:
                         stack.enter_context(mode)
@@ -125,7 +125,8 @@ class Whereabouts:
 
 def function_modes() -> list[TorchFunctionMode]:
     """Our own modes that are active, the innermost last."""
-    return [mode for mode in _get_current_function_mode_stack() if type(mode).__module__.startswith("autopar.")]
+    active: list[TorchFunctionMode] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return [mode for mode in active if type(mode).__module__.startswith("autopar.")]
 
 
 _SEQUENCE_NUMBER: Any = torch._C._autograd._get_sequence_nr
@@ -184,7 +185,7 @@ def _followed_checkpoints(where: Whereabouts) -> Iterator[None]:
         ctx.run_function = again
         return result
 
-    class Hook(_checkpoint_hook):  # type: ignore[misc]
+    class Hook(_checkpoint_hook):
         def __init__(self, frame: Any) -> None:
             function = frame.recompute_fn
             cells = dict(zip(function.__code__.co_freevars, function.__closure__, strict=True))

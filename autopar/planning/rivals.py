@@ -60,9 +60,7 @@ class Rivals:
         self.effort = searches.effort
         self.presets: list[Rival] | None = None
 
-    def searched(
-        self, own: Solved, ends: Sequence[Solved], request: Request, estimate: Estimate
-    ) -> list[Estimated]:
+    def searched(self, own: Solved, ends: Sequence[Solved], request: Request, estimate: Estimate) -> list[Estimated]:
         """The search's own result, which comes last, and before it what other descents of it ended with; first the best
         near the shortest of all, if that has a shorter step."""
         limit, others = request.bytes_limit, list[Estimated]()
@@ -133,9 +131,7 @@ class Rivals:
             except ValueError as error:
                 logger.info("no plan by %s: %s", name, error)
 
-    def preset_within(
-        self, name: str, free: Solved, request: Request, least: float, known: Known
-    ) -> Solved | None:
+    def preset_within(self, name: str, free: Solved, request: Request, least: float, known: Known) -> Solved | None:
         """The best of a preset under the limit, if there is one and its step may be shorter than `least` seconds, which
         its best without a limit says."""
         limit, allowed = request.bytes_limit, self.searches.preset(name)

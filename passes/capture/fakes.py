@@ -2,7 +2,7 @@
 
 import copy
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -109,6 +109,11 @@ def skeleton(model: nn.Module) -> nn.Module:
     for _, tensor in _other_tensors(model):
         memo.setdefault(id(tensor), tensor)
     return copied(model, memo)
+
+
+def gradient_hooks(model: nn.Module) -> dict[str, list[Callable[[torch.Tensor], Any]]]:
+    """The hooks that wait for gradients of parameters, by name."""
+    return {name: compat.gradient_hooks(parameter) for name, parameter in model.named_parameters()}
 
 
 def _other_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -32,7 +32,7 @@ class Functional:
         self._names: Mapping[str, str] = {}
         self._then: dict[tuple[int, str], str] = {}
         self._same: Mapping[str, str] = {}
-        again = [record.again.get(i) for i in range(len(record.nodes))] if record.again else []
+        again: Sequence[compat.Again | None] = [record.again.get(i) for i in range(len(record.nodes))]
         if record.writes:
             again = self._rewrite(record, moments, mode, again)
         if record.again:
@@ -90,7 +90,7 @@ class Functional:
         following: list[compat.Again | None] = []
         for i, node in enumerate(record.nodes):
             nodes += replay.made.get(i, ()) if i in replay.made or i in replay.began else [reading(node, names)]
-            following += [again[i] if again else None] * (len(nodes) - len(following))
+            following += [again[i]] * (len(nodes) - len(following))
         self.nodes = nodes
         record.constants |= replay.constants
         record.lines |= replay.lines

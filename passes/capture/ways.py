@@ -101,7 +101,6 @@ class OtherWays(TorchFunctionMode):
             return func(*args, **named)
         return func(*args, **kwargs)
 
-
     def _refusal(self, func: Any, name: str, args: tuple[Any, ...], in_library: bool) -> str:
         """Why forward cannot call a function; empty where it can. What torch asks for its own ends is its own."""
         if name == "_pack_padded_sequence":
