@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from autopar import compat
 from autopar.compat import is_real, local_tensor, storage_span
 from autopar.ir.program import ProgramInput
+from autopar.passes.capture.looks import listed
 
 from .agree import digest, first_different, together
 from .finite import finite
@@ -195,6 +196,7 @@ class ProgramStep(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         """`receivers` are the parameters whose gradients may wait."""
         state: State = ctx.state
+        _refuse_second(ctx)
         by_path = dict(zip(state.output_paths, gradients, strict=True))
         _refuse_lost(state, by_path, dict(zip(state.output_paths, ctx.returned, strict=True)))
         if compat.versions(ctx.given) != ctx.versions:
@@ -305,6 +307,17 @@ def storage_of(tensor: torch.Tensor) -> int:
     """The address of a tensor's memory."""
     local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
     return local.untyped_storage().data_ptr()
+
+
+def _refuse_second(ctx: Any) -> None:
+    """Each backward of a step would add once more what its forward does once, and start from the same buffers."""
+    state, ran, ctx.ran = ctx.state, getattr(ctx, "ran", False), True
+    once = [*state.captured.early, *(output.target for _, output in state.updates)]
+    if ran and once:
+        raise ValueError(
+            f"backward() runs a second time on one call, whose program gives {listed(once)} what forward's own "
+            f"backward() or a function's backward leaves there: call the module again"
+        )
 
 
 def _refuse_lost(

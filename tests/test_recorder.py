@@ -14,9 +14,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from generator_programs import one_rank
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
+import autopar
 from autopar.ir.graph import overload
 from autopar.ops.lockstep import run
 from autopar.passes.capture import CaptureError, capture
@@ -322,3 +325,13 @@ def test_an_error_of_the_model_is_that_error_with_its_line() -> None:
     raised = r"forward of Net raises TypeError \(.*test_recorder\.py:\d+ in <lambda>\): .*nonsense"
     with pytest.raises(CaptureError, match=raised):
         capture(net(lambda m, x: m.a(x, nonsense=1)), (X,))
+
+
+def test_a_second_backward_would_add_once_more_what_forward_does_once() -> None:
+    with one_rank():
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("a",))
+        for forward in (greedy, watched):
+            loss = autopar.parallelize(net(forward), mesh, (X,))(X)
+            loss.backward(retain_graph=True)
+            with pytest.raises(ValueError, match=r"backward\(\) runs a second time on one call"):
+                loss.backward()

@@ -51,8 +51,8 @@ class Captured:
     `without_gradient` names the trainable parameters on which nothing that is differentiated depends.
     `autocast` is the dtype of the `torch.autocast` context in which it was captured. `reads` are the attributes that
     Python read while the model was traced. `pinned` is what Python read of the values of inputs: the graph is the step
-    of calls in which that comes out the same. `checkpoints` counts the calls of `torch.utils.checkpoint`. `precision`
-    says what is cast.
+    of calls in which that comes out the same. `checkpoints` counts the calls of `torch.utils.checkpoint`. `early` names
+    what forward gives gradients by a `backward()` of its own. `precision` says what is cast.
     """
 
     graph: JointGraph
@@ -69,6 +69,7 @@ class Captured:
     reads: Reads = field(default_factory=Reads, repr=False)
     pinned: Pinned = field(default_factory=Pinned, repr=False)
     checkpoints: int = 0
+    early: tuple[str, ...] = ()
     precision: Precision = AS_IS
 
     def bind(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> dict[str, torch.Tensor]:

@@ -51,7 +51,8 @@ class Outcome:
 class Recording:
     """One step as it was recorded. `inputs` are those of its graph but for constants, `results` its outputs, each with
     the number of nodes that had run when it was what it is; `checks` are the lines of code that look at data and raise;
-    `checkpoints` counts the calls of `torch.utils.checkpoint`."""
+    `checkpoints` counts the calls of `torch.utils.checkpoint`; `early` are the parameters and inputs that forward gave
+    gradients by a `backward()` of its own."""
 
     recorder: StepRecorder
     inputs: Sequence[GraphInput]
@@ -59,6 +60,7 @@ class Recording:
     outcome: Outcome
     checks: Sequence[str]
     checkpoints: int
+    early: Sequence[str]
     mode: Any
 
     @property
@@ -148,6 +150,7 @@ class Step:
                     ]
                     results += self._written(recorder, held)
                 forward, late = len(recorder.nodes), list[GraphOutput]()
+                early = [name for name, tensor in trained.items() if tensor.grad is not None]
                 roots = {
                     path: tensor
                     for path, tensor in tensors.items()
@@ -175,6 +178,7 @@ class Step:
             outcome=outcome,
             checks=[*checks],
             checkpoints=where.checkpoints,
+            early=early,
             mode=self.mode,
         )
 

@@ -160,6 +160,12 @@ def _capture(
                 f"that is differentiated: a parallel module has gradients once backward() runs on what it returns. "
                 f"Return the loss, and leave backward() to the training loop"
             )
+    if first.early and grad:
+        logger.warning(
+            "forward computes gradients of %s by a backward() of its own: the parallel module gives them together with "
+            "those of what it returns, once backward() runs on that",
+            listed(first.early),
+        )
     missing = _without_gradient(model, graph, outcome.loss) if grad else ()
     differentiated = any(i.role == "tangent" for i in graph.inputs)
     return Captured(
@@ -177,6 +183,7 @@ def _capture(
         reads=witness.reads,
         pinned=first.recorder.pinned(),
         checkpoints=first.checkpoints,
+        early=tuple(first.early),
         precision=precision,
     )
 
