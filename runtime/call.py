@@ -46,7 +46,18 @@ def _agree_on_first(state: State, inputs: Inputs) -> None:
     state.called = True
 
 
+def _refuse_unanswered(state: State) -> None:
+    if state.lost:
+        state.lost = False
+        raise ValueError(
+            f"backward() never ran on what an earlier call returned, and forward has gradients of "
+            f"{listed(state.captured.early)} by a backward() of its own, which a program gives with those of what it "
+            f"returns: run backward() on each call, or leave the inner one to the training loop"
+        )
+
+
 def _prepared(state: State, inputs: Inputs) -> _Call:
+    _refuse_unanswered(state)
     bound = inputs.leaves
     values: list[torch.Tensor] = []
     given: list[torch.Tensor] = []
@@ -166,7 +177,7 @@ class ProgramStep(torch.autograd.Function):
         ctx.save_for_backward(*saved)
         forms = (t.placements if isinstance(t, DTensor) else None for t in differentiable)
         ctx.state, ctx.sources, ctx.returned = state, tuple(zip(call.sources, forms, strict=True)), call.returned
-        ctx.check, ctx.finite = call.check, call.finite
+        ctx.check, ctx.finite, ctx.answer = call.check, call.finite, _Answer(state)
         assert state.shared is not None
         ctx.read = [k for k in state.shared.kept if k < len(call.given) and isinstance(call.given[k], DTensor)]
         ctx.given = [call.given[k] for k in ctx.read]
@@ -197,6 +208,7 @@ class ProgramStep(torch.autograd.Function):
         """`receivers` are the parameters whose gradients may wait."""
         state: State = ctx.state
         _refuse_second(ctx)
+        _refuse_unanswered(state)
         by_path = dict(zip(state.output_paths, gradients, strict=True))
         _refuse_lost(state, by_path, dict(zip(state.output_paths, ctx.returned, strict=True)))
         if compat.versions(ctx.given) != ctx.versions:
@@ -309,9 +321,21 @@ def storage_of(tensor: torch.Tensor) -> int:
     return local.untyped_storage().data_ptr()
 
 
+class _Answer:
+    """Whether backward ran on what a call returned. A call that nobody differentiates loses what its forward computes
+    by a `backward()` of its own: the next one says so."""
+
+    def __init__(self, state: State) -> None:
+        self.state, self.came = state, False
+
+    def __del__(self) -> None:
+        if self.state.captured.early and not self.came:
+            self.state.lost = True
+
+
 def _refuse_second(ctx: Any) -> None:
     """Each backward of a step would add once more what its forward does once, and start from the same buffers."""
-    state, ran, ctx.ran = ctx.state, getattr(ctx, "ran", False), True
+    state, ran, ctx.answer.came = ctx.state, ctx.answer.came, True
     once = [*state.captured.early, *(output.target for _, output in state.updates)]
     if ran and once:
         raise ValueError(

@@ -28,6 +28,7 @@ from generator import STEPS, Program, as_result, plain, steps
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode
 
 import autopar
 from autopar.cli.common import mesh_shape
@@ -424,12 +425,17 @@ def outcome(mesh: str, plan: str, run: Callable[[], Row | str | None], budget: f
             found = run()
         if torch.is_grad_enabled() != grad:
             return of("crash", "grad mode is another one afterwards")
+        if left := _modes_left():
+            return of("crash", f"modes are active afterwards: {left}")
     except ValueError as error:
         return of("refused", str(error))
     except Hang as error:
         return of("hang", f"more than {error}")
     except Exception as error:
-        return of("crash", f"{type(error).__name__}: {error} ({_last_line(error)})")
+        left = _modes_left()
+        return of(
+            "crash", f"{type(error).__name__}: {error} ({_last_line(error)}){f', and leaves {left}' if left else ''}"
+        )
     finally:
         torch.set_grad_enabled(grad)
     if isinstance(found, str):
@@ -441,6 +447,14 @@ def outcome(mesh: str, plan: str, run: Callable[[], Row | str | None], budget: f
         return of("wrong" if "replicas at" in found.failure else "crash", found.failure)
     kinds = [kind for kind, error in found.errors.items() if not error <= found.tolerance]
     return of("wrong", f"step {1 + (found.step or 0)}: {'/'.join(kinds)}, {found.first}")
+
+
+def _modes_left() -> list[str]:
+    """Modes that are still active, by the names of their classes; they are no longer."""
+    left = [type(mode).__name__ for mode in _get_current_dispatch_mode_stack()]
+    for _ in left:
+        _pop_mode()
+    return left
 
 
 def _last_line(error: BaseException) -> str:

@@ -335,3 +335,12 @@ def test_a_second_backward_would_add_once_more_what_forward_does_once() -> None:
             loss.backward(retain_graph=True)
             with pytest.raises(ValueError, match=r"backward\(\) runs a second time on one call"):
                 loss.backward()
+
+
+def test_a_call_without_backward_loses_no_gradients_of_forwards_own() -> None:
+    with one_rank():
+        parallel = autopar.parallelize(net(greedy), init_device_mesh("cpu", (1,), mesh_dim_names=("a",)), (X,))
+        loss = parallel(X) + parallel(X).detach()
+        with pytest.raises(ValueError, match=r"backward\(\) never ran on what an earlier call returned"):
+            loss.backward()
+        parallel(X).backward()

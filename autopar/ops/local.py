@@ -77,10 +77,10 @@ def _window(call: Call, full: Shape, local: Shape, **sizes: Shape) -> Arguments:
 def piece_sizes(call: Call, local_inputs: tuple[Shape, ...], local_outputs: tuple[Shape | None, ...]) -> Arguments:
     """split: lengths shrink as the operand does."""
     dim = call.argument("dim") % len(local_inputs[0])
-    ranks = call.inputs[0].shape[dim] // local_inputs[0][dim]
-    if ranks == 1:
+    whole, here = call.inputs[0].shape[dim], local_inputs[0][dim]
+    if whole == here:
         return unchanged(call, local_inputs, local_outputs)
-    sizes = tuple(size // ranks for size in split_sizes(call))
+    sizes = tuple(size * here // whole for size in split_sizes(call))
     name = parameters(call.node.op)[1].name
     return replaced(call, **{name: sizes if isinstance(call.argument(name), tuple) else sizes[0]})
 
