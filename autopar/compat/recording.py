@@ -11,7 +11,7 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils.checkpoint import CheckpointFunction, _checkpoint_hook
+from torch.utils.checkpoint import CheckpointFunction, _checkpoint_hook, _checkpoint_without_reentrant_generator
 
 from .patching import patched
 
@@ -205,8 +205,20 @@ def _followed_checkpoints(where: Whereabouts) -> Iterator[None]:
             self.entered.close()
             return super().__exit__(*raised)
 
-    with (
-        patched(CheckpointFunction, "forward", staticmethod(reentrant)),
-        patched(torch.utils.checkpoint, "_checkpoint_hook", Hook),
-    ):
-        yield
+    begun: list[Any] = []
+    generator: Any = _checkpoint_without_reentrant_generator
+
+    def begin(*args: Any, **kwargs: Any) -> Any:
+        begun.append(generator(*args, **kwargs))
+        return begun[-1]
+
+    try:
+        with (
+            patched(CheckpointFunction, "forward", staticmethod(reentrant)),
+            patched(torch.utils.checkpoint, "_checkpoint_hook", Hook),
+            patched(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", begin),
+        ):
+            yield
+    finally:
+        for one in reversed(begun):  # torch leaves the modes of one active whose function raises
+            one.close()
