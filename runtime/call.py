@@ -182,6 +182,7 @@ class ProgramStep(torch.autograd.Function):
         ctx.read = [k for k in state.shared.kept if k < len(call.given) and isinstance(call.given[k], DTensor)]
         ctx.given = [call.given[k] for k in ctx.read]
         ctx.versions = compat.versions(ctx.given)
+        ctx.updated = compat.versions(state.value(output.target) for _, output in state.updates)
         return outputs
 
     @staticmethod
@@ -213,6 +214,11 @@ class ProgramStep(torch.autograd.Function):
         _refuse_lost(state, by_path, dict(zip(state.output_paths, ctx.returned, strict=True)))
         if compat.versions(ctx.given) != ctx.versions:
             _refuse_written([state.inputs[k] for k in ctx.read], ctx.given, ctx.versions)
+        if compat.versions(state.value(output.target) for _, output in state.updates) != ctx.updated:
+            raise ValueError(
+                f"{listed([output.target for _, output in state.updates])}, which backward() writes, changed since the "
+                f"call: a program reads it as it was then. Run backward() on each call before the next one"
+            )
         arguments = [*ctx.saved_tensors]
         ctx.maybe_clear_saved_tensors()
         arguments += [state.tangent(i, by_path.get(i.target)) for i in state.tangents]

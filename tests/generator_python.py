@@ -210,7 +210,7 @@ PYTHON("a write into a part", 4,
 PYTHON("rows filled in a loop", 3, """
 u{n} = {torch.zeros_like({x})|{x}.new_empty({x}.shape)|torch.empty_like({x})}
 for i in range({r}):
-    u{n}[i] = {x}[i] * (i + 1) {|+ u{n}[i - 1].detach()|+ u{n}[:i].sum()}
+    u{n}[i] = {x}[i] * (i + 1) {|+ (u{n}[i - 1].detach() if i else 0)|+ u{n}[:i].sum()}
 {y} = u{n}
 """, """
 u{n} = {x}.new_zeros({r}, {w}, 2)

@@ -27,6 +27,10 @@ READING_GRADIENTS = (
     "forward reads .grad of a parameter or an input{line}, which holds what earlier steps left there, and a program "
     "would keep what the first call saw: pass it in as an input, or leave it out of forward"
 )
+WRITING_GRADIENTS = (
+    "forward sets .grad of a parameter or an input{line}, where gradients of earlier calls add up: leave that to the "
+    "training loop, or compute with torch.autograd.grad, which leaves .grad alone"
+)
 PACKING = (
     "forward packs sequences by their lengths{line}, and the shapes of a program do not depend on data: run the layer "
     "on the padded sequences, and mask what it makes of the padding"

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar import compat
 
-from .asked import ASKING, PACKING, READING_GRADIENTS, refusing
+from .asked import ASKING, PACKING, READING_GRADIENTS, WRITING_GRADIENTS, refusing
 from .attention import attended
 from .concrete import StepRecorder
 from .here import Here
@@ -53,7 +53,7 @@ class OtherWays(TorchFunctionMode):
     ) -> Any:
         func, args, kwargs = self.here.call(func, args, kwargs or {})
         name = getattr(func, "__name__", "")
-        if message := self._refusal(func, name, args, is_library(sys._getframe(1).f_code.co_filename)):
+        if message := self._refusal(func, name, args, sys._getframe(1).f_code.co_filename):
             refusing(message)()
         if name in _VALUES and compat.is_real(args[0]):
             self.recorder.valued.add(compat.memory_of(args[0]))
@@ -101,16 +101,17 @@ class OtherWays(TorchFunctionMode):
             return func(*args, **named)
         return func(*args, **kwargs)
 
-    def _refusal(self, func: Any, name: str, args: tuple[Any, ...], in_library: bool) -> str:
-        """Why forward cannot call a function; empty where it can. What torch asks for its own ends is its own."""
+    def _refusal(self, func: Any, name: str, args: tuple[Any, ...], file: str) -> str:
+        """Why forward cannot call a function, from code of a file; empty where it can."""
         if name == "_pack_padded_sequence":
             return PACKING
-        if in_library:
-            return ""
         if name == "is_inference":
-            return ASKING
-        reads = func == _GRAD.__get__ and args[0].is_leaf and args[0].requires_grad
-        return READING_GRADIENTS if reads and self.recorder.is_given(args[0]) else ""
+            return "" if is_library(file) else ASKING
+        if func not in (_GRAD.__get__, _GRAD.__set__) or not args[0].is_leaf or not args[0].requires_grad:
+            return ""
+        if not self.recorder.is_given(args[0]) or file == torch._tensor.__file__:  # which copies it, and shows it
+            return ""
+        return READING_GRADIENTS if func == _GRAD.__get__ else WRITING_GRADIENTS
 
 
 _VALUES = frozenset({"item", "tolist", "numpy", "__int__", "__float__", "__bool__", "__index__", "__complex__"})
