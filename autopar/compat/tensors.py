@@ -178,11 +178,22 @@ def norm_dtype(x: torch.Tensor, weight: torch.Tensor | None) -> torch.dtype:
     return x.dtype if weight is None or weight.dtype.itemsize < x.dtype.itemsize else weight.dtype
 
 
+_ATEN = torch.library.Library("aten", "IMPL")
+"""Kernels last as long as what registers them."""
+
+
 def meta_kernels() -> None:
     """Shapes of gradients of random numbers, which torch has for real devices alone."""
     for op in ("_standard_gamma_grad", "_dirichlet_grad"):
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{op}", "Meta"):
             torch.library.impl(f"aten::{op}", "Meta")(lambda first, *_: torch.empty_like(first))
+    norm: Any = torch.ops.aten.linalg_vector_norm.default
+    if norm(torch.empty(2, 1, device="meta"), 2, (-1,)).dim() > 1:  # PyTorch 2.11 keeps such dims of size 1
+
+        def kept_or_not(x: Any, order: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+            return torch.amax(x.abs(), [*range(x.dim())] if dim is None else dim, keepdim).to(dtype or x.abs().dtype)
+
+        _ATEN.impl("linalg_vector_norm", kept_or_not, "Meta", allow_override=True)  # type: ignore[no-untyped-call]
 
 
 def number_of(tensor: torch.Tensor) -> Any:

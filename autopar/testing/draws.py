@@ -161,7 +161,8 @@ _OF_GENERATOR = {"generator": "default", "low_generator": "low"}
 
 def _written(func: Any) -> list[int]:
     """Positions of the arguments that an operator writes."""
-    aliases = [a.alias_info for a in func._schema.arguments]
+    schema = getattr(func, "_schema", None)  # control flow has none
+    aliases = [] if schema is None else [a.alias_info for a in schema.arguments]
     return [position for position, alias in enumerate(aliases) if alias is not None and alias.is_write]
 
 
