@@ -24,6 +24,7 @@ def neutral() -> Iterator[None]:
         _settled_modules(),
         _plain_layers(),
         _control_flow(),
+        _without_inference(),
         causal_biases(),
         torch.compiler.set_stance("force_eager"),
         _quiet_fakes(),
@@ -87,6 +88,17 @@ def _averaged_norms() -> contextlib.AbstractContextManager[None]:
         return result
 
     return patched(_BatchNorm, "forward", averaged)
+
+
+@contextlib.contextmanager
+def _without_inference() -> Iterator[None]:
+    """`torch.inference_mode()` computes as `torch.no_grad()`: fakes cannot be the tensors that it makes."""
+
+    def enter(self: Any) -> None:
+        self._inference_mode_context = torch.set_grad_enabled(not self.mode)
+
+    with patched(torch.inference_mode, "__enter__", enter):
+        yield
 
 
 @contextlib.contextmanager

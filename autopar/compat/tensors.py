@@ -178,7 +178,7 @@ def norm_dtype(x: torch.Tensor, weight: torch.Tensor | None) -> torch.dtype:
     return x.dtype if weight is None or weight.dtype.itemsize < x.dtype.itemsize else weight.dtype
 
 
-_ATEN = torch.library.Library("aten", "IMPL")
+_ATEN = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
 """Kernels last as long as what registers them."""
 
 
