@@ -340,7 +340,8 @@ class _Answer:
 
 
 def _refuse_second(ctx: Any) -> None:
-    """Each backward of a step would add once more what its forward does once, and start from the same buffers."""
+    """Each backward of a step would add once more what its forward does once, and start from the same buffers; and
+    `.grad` alone is where forward's own gradients go."""
     state, ran, ctx.answer.came = ctx.state, ctx.answer.came, True
     once = [*state.captured.early, *(output.target for _, output in state.updates)]
     if ran and once:
@@ -348,6 +349,12 @@ def _refuse_second(ctx: Any) -> None:
             f"backward() runs a second time on one call, whose program gives {listed(once)} what forward's own "
             f"backward() or a function's backward leaves there: call the module again"
         )
+    for (i, _), (node, _) in zip(ctx.sources, ctx.next_functions, strict=True):
+        if i.target in state.captured.early and compat.receiver(node) [1] is None:
+            raise ValueError(
+                f"something else than .grad takes the gradient of {i.target}, to which a program adds what forward "
+                f"computes by a backward() of its own: call backward() on what the module returned"
+            )
 
 
 def _refuse_lost(
