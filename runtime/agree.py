@@ -222,6 +222,17 @@ def explanation(what: str, axis: str, group: dist.ProcessGroup, error: Exception
     )
 
 
+def alone(what: str, error: RuntimeError) -> RuntimeError:
+    """The error for a call of PyTorch's that failed with a backend's `error`, if that is one of waiting in vain."""
+    if not _is_of_backend(error) or not is_timeout(error):
+        return error
+    rank = dist.get_rank()
+    return CollectiveError(
+        f"rank {rank}: {what} waited for the other ranks, which did not call it within the process group's timeout",
+        "Call it on all ranks at once, not under `if rank == 0`, and write or print on one of them what it gives",
+    )
+
+
 def is_timeout(error: Exception) -> bool:
     """Backends have no type for it. gloo says "Timed out waiting", NCCL's watchdog "timeout"."""
     return any(words in str(error).lower() for words in ("timed out", "timeout"))

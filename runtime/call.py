@@ -350,7 +350,7 @@ def _refuse_second(ctx: Any) -> None:
             f"backward() or a function's backward leaves there: call the module again"
         )
     for (i, _), (node, _) in zip(ctx.sources, ctx.next_functions, strict=True):
-        if i.target in state.captured.early and compat.receiver(node) [1] is None:
+        if i.target in state.captured.early and compat.receiver(node)[1] is None:
             raise ValueError(
                 f"something else than .grad takes the gradient of {i.target}, to which a program adds what forward "
                 f"computes by a backward() of its own: call backward() on what the module returned"

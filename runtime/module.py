@@ -19,7 +19,7 @@ from autopar.compat import is_real
 from autopar.ir.program import Program
 from autopar.passes.capture.captured import Captured
 
-from .agree import all_equal, digest, follow_world_timeout, raise_together
+from .agree import all_equal, alone, digest, follow_world_timeout, raise_together
 from .call import ProgramStep, prepared_call
 from .execute import Executable
 from .guard import OWNERS, Original
@@ -80,6 +80,7 @@ class ParallelModule(Filled, Standing):
     ) -> None:
         super().__init__()
         checkpoints_of(ParallelModule)
+        compat.name_waits(alone)
         follow_world_timeout(mesh)
         raise_together(mismatch(program, mesh), mesh)
         all_equal(

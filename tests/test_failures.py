@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import re
 import signal
+import tempfile
 import time
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from models import Case, mean_square, mlp
 from ranks import outcomes, run
 from torch import nn
@@ -98,6 +100,30 @@ def test_a_rank_that_does_nothing_ends_the_others_after_the_timeout(where: str) 
         assert isinstance(error, CollectiveError), found[rank].traceback
         assert f"with rank {DIES}, failed: it did not end within the timeout" in str(error)
     assert isinstance(found[0].error, CollectiveError), found[0].traceback
+
+
+def one_rank_asks(what: str) -> float:
+    """Rank 0 alone asks for what all must ask for."""
+    dist.distributed_c10d._set_pg_timeout(TIMEOUT)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fs",))
+    batch = torch.ones(8, 16)
+    module = autopar.parallelize(mlp(), mesh, (batch,), loss_fn=mean_square, solver="fsdp")
+    if dist.get_rank() == 0:
+        if what == "full_tensor":
+            next(p for p in module.parameters() if not p.placements[0].is_replicate()).full_tensor()  # type: ignore
+        else:
+            dcp.save({"model": module.state_dict()}, checkpoint_id=tempfile.mkdtemp())
+    else:
+        time.sleep(8.0)
+    return 0.0
+
+
+@pytest.mark.parametrize("what", ["full_tensor", "torch.distributed.checkpoint"])
+def test_a_rank_that_waits_alone_is_told_for_what(what: str) -> None:
+    found = outcomes(2, one_rank_asks, what)
+    assert isinstance(found[0].error, CollectiveError), found[0].traceback
+    assert re.match(rf"rank 0: {what}.* waited for the other ranks", str(found[0].error))
+    assert "not under `if rank == 0`" in str(found[0].error)
 
 
 def planning_takes_long() -> str:

@@ -71,6 +71,7 @@ from .tensors import unmodified as unmodified
 from .tensors import value_of as value_of
 from .tensors import version as version
 from .tensors import versions as versions
+from .waiting import name_waits as name_waits
 from .wrapping import HOOKS_OF_STATES as HOOKS_OF_STATES
 from .wrapping import plain_name as plain_name
 from .wrapping import rebind_state_hooks as rebind_state_hooks
