@@ -69,10 +69,9 @@ def attended(
         scale=query.shape[-1] ** -0.5 if scale is None else scale, is_causal=is_causal, dropout_p=dropout_p,
     )  # fmt: skip
     heads = out.shape[1:] if max(x.dim() for x in tensors) > 2 else out.shape[2:]
-    if compat.is_transformed():
-        return out.reshape(*batch, *heads)
     # a copy, which is none in the graph: what the operator keeps for its derivative is not what the model may write
-    result: torch.Tensor = torch.view_copy(out, (*batch, *heads))
+    viewed = torch.reshape if compat.is_transformed() else torch.view_copy
+    result: torch.Tensor = viewed(out, (*batch, *heads))
     return result
 
 
