@@ -16,23 +16,16 @@ from .network import Network, network
 from .problem import Choice, Problem, Repeat, TooWide
 from .rows import Bools, Floats, Ints
 
-_BLOCK_ENTRIES = 4_000_000
 
-
-def product(first: Floats, second: Floats) -> tuple[Floats, Ints]:
-    """c[k, l, r] = min over m of first[k, l, m] + second[k, m, r], and the lowest m that attains it."""
+def product(first: Floats, second: Floats) -> Floats:
+    """c[k, l, r] = min over m of first[k, l, m] + second[k, m, r]."""
     prices, rows, inner = first.shape
-    columns = second.shape[2]
-    result = np.empty((prices, rows, columns))
-    middle = np.empty((prices, rows, columns), dtype=np.int64)
-    block = max(1, _BLOCK_ENTRIES // max(1, prices * inner * columns))
-    turned = second.transpose(0, 2, 1)[:, None]
-    for start in range(0, rows, block):
-        total = first[:, start : start + block, None, :] + turned
-        best = total.argmin(axis=-1)
-        middle[:, start : start + block] = best
-        result[:, start : start + block] = np.take_along_axis(total, best[..., None], axis=-1)[..., 0]
-    return result, middle
+    result = np.full((prices, rows, second.shape[2]), np.inf)
+    total = np.empty_like(result)
+    for m in range(inner):
+        np.add(first[:, :, m, None], second[:, m, None, :], out=total)
+        np.minimum(result, total, out=result)
+    return result
 
 
 def head_of(count: int) -> int:
@@ -46,17 +39,16 @@ class Powers:
 
     def __init__(self, matrix: Floats) -> None:
         self._powers: dict[int, Floats] = {1: matrix}
-        self._middles: dict[int, Ints] = {}
 
     @property
     def products(self) -> int:
-        return len(self._middles)
+        return len(self._powers) - 1
 
     def matrix(self, count: int) -> Floats:
         """The matrix of `count` copies in a row; count >= 1."""
         if count not in self._powers:
             head = head_of(count)
-            self._powers[count], self._middles[count] = product(self.matrix(head), self.matrix(count - head))
+            self._powers[count] = product(self.matrix(head), self.matrix(count - head))
         return self._powers[count]
 
     def path(self, count: int, price: int, left: int, right: int) -> list[int]:
@@ -69,7 +61,9 @@ class Powers:
             if length == 1:
                 path.append(end)
                 continue
-            head, middle = head_of(length), int(self._middles[length][price, start, end])
+            head = head_of(length)
+            totals = self._powers[head][price, start] + self._powers[length - head][price, :, end]
+            middle = int(totals.argmin())
             pending += [(length - head, middle, end), (head, start, middle)]
         return path
 
