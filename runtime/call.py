@@ -349,6 +349,14 @@ def _refuse_second(ctx: Any) -> None:
             f"backward() runs a second time on one call, whose program gives {listed(once)} what forward's own "
             f"backward() or a function's backward leaves there: call the module again"
         )
+    task = compat.backward_running()
+    if state.captured.hooked and task == state.task:
+        raise ValueError(
+            f"one backward() runs through two calls, and hooks wait for the gradients of "
+            f"{listed(state.captured.hooked)}, of which a program gives them that of one call: call backward() on what "
+            f"each call returns, or register the hooks on the parallel module's parameters, after parallelize"
+        )
+    state.task = task
     for (i, _), (node, _) in zip(ctx.sources, ctx.next_functions, strict=True):
         if i.target in state.captured.early and compat.receiver(node)[1] is None:
             raise ValueError(

@@ -114,6 +114,8 @@ class State:
         self.registered = Registered()
         self.mirrors: dict[int, nn.Module] = {}
         self.called = False
+        self.task = -1
+        """Which backward ran last."""
         self.lost = False
         """Whether gradients that forward computes by a `backward()` of its own were never given."""
         self.whole_outputs = False

@@ -344,3 +344,29 @@ def test_a_call_without_backward_loses_no_gradients_of_forwards_own() -> None:
         with pytest.raises(ValueError, match=r"backward\(\) never ran on what an earlier call returned"):
             loss.backward()
         parallel(X).backward()
+
+
+def test_hooks_of_gradients_see_one_call_at_a_time() -> None:
+    """And stay when the module is captured again."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.scale = nn.Linear(6, 6), 1.0
+            self.layer.weight.register_hook(lambda g: g.clamp(-0.01, 0.01))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x).mul(self.scale).square().mean()
+
+    torch.manual_seed(0)
+    model = Scaled().double()
+    with one_rank():
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("a",))
+        parallel = autopar.parallelize(model, mesh, (X,), verify=1)
+        for scale in (1.0, 2.0):
+            for module in (model, parallel):
+                module.scale = scale
+                module(X).backward()
+        assert torch.equal(parallel.layer.weight.grad.full_tensor(), model.layer.weight.grad)  # type: ignore
+        with pytest.raises(ValueError, match=r"one backward\(\) runs through two calls, and hooks wait"):
+            (parallel(X) + parallel(2 * X)).backward()

@@ -45,6 +45,7 @@ from .autocast import autocast_dtype as autocast_dtype
 from .autocast import autocast_of as autocast_of
 from .autocast import cast_by_autocast as cast_by_autocast
 from .devices import devices_of as devices_of
+from .tensors import backward_running as backward_running
 from .tensors import RECORDED as RECORDED
 from .tensors import attention_kernel as attention_kernel
 from .tensors import by_tensor as by_tensor

@@ -294,6 +294,11 @@ def receiver(node: Any) -> tuple[bool, torch.Tensor | None]:
     return runs, getattr(node, "variable", None)
 
 
+def backward_running() -> int:
+    """The number of the backward that runs, each of which has its own; -1 outside."""
+    return int(torch._C._current_graph_task_id())
+
+
 def is_observed(tensor: torch.Tensor) -> bool:
     """Whether somebody wants to see its gradient: by a hook, or by `retain_grad()`."""
     return bool(tensor._backward_hooks) or bool(tensor.retains_grad and not tensor.is_leaf)

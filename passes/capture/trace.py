@@ -29,7 +29,7 @@ from autopar.ir.tree import flatten
 from .captured import Captured, CaptureError, NothingTrainedError, input_names, leaf_of
 from .concrete import TrainedConstant
 from .conversion import joint_graph
-from .fakes import Fakes, canonical_names
+from .fakes import Fakes, canonical_names, gradient_hooks
 from .functional import Functional
 from .here import HERE, Here
 from .looks import listed
@@ -184,6 +184,7 @@ def _capture(
         pinned=first.recorder.pinned(),
         checkpoints=first.checkpoints,
         early=tuple(first.early),
+        hooked=tuple(name for name, hooks in gradient_hooks(model).items() if hooks),
         precision=precision,
     )
 
