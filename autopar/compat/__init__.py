@@ -60,7 +60,6 @@ from .tensors import is_transformed as is_transformed
 from .tensors import memory_of as memory_of
 from .tensors import norm_dtype as norm_dtype
 from .tensors import notes_of as notes_of
-from .tensors import number_of as number_of
 from .tensors import receiver as receiver
 from .tensors import shell as shell
 from .tensors import stand_in as stand_in

@@ -196,12 +196,6 @@ def meta_kernels() -> None:
         _ATEN.impl("linalg_vector_norm", kept_or_not, "Meta", allow_override=True)  # type: ignore[no-untyped-call]
 
 
-def number_of(tensor: torch.Tensor) -> Any:
-    """The number that a real tensor of one element holds, whatever modes are active."""
-    with _disable_current_modes():
-        return tensor.item()
-
-
 VALUES_MOST = 1 << 16
 
 

@@ -239,10 +239,6 @@ def _is_none(x: Any) -> bool:
     return x is None
 
 
-def _same_place(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and a.stride() == b.stride() and a.storage_offset() == b.storage_offset()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
     """What an operator is: its name in graphs and the name of what it makes; whether it takes a constant in, takes
