@@ -70,8 +70,7 @@ def attended(
     )  # fmt: skip
     heads = out.shape[1:] if max(x.dim() for x in tensors) > 2 else out.shape[2:]
     # a copy, which is none in the graph: what the operator keeps for its derivative is not what the model may write
-    viewed = torch.reshape if compat.is_transformed() else torch.view_copy
-    result: torch.Tensor = viewed(out, (*batch, *heads))
+    result: torch.Tensor = out.clone().reshape(*batch, *heads)
     return result
 
 

@@ -161,8 +161,8 @@ class _Conversion:
 
     def _is_no_op(self, node: Node, meta: TensorMeta) -> bool:
         op, args = node.op, node.args
-        # what autograd clones on its way into a leaf is the gradient itself
-        if op in NO_OPS or (op in COPIES and node.sequence < 0):
+        # what autograd clones on its way into a leaf is the gradient itself, and values that lie alike are one
+        if op in NO_OPS or (op in COPIES and (node.sequence < 0 or not node.kwargs)):
             return True
         if not args or not isinstance(args[0], Ref) or self.metas.get(args[0].name) != meta:
             return False
