@@ -134,7 +134,10 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
         return self.where.again is not None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunction():  # what the model called was seen; what is asked here is nobody's call
+            return self._dispatch(func, args, kwargs or {})
+
+    def _dispatch(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         kind = kind_of(func)
         if kind.asks:
             return compat.property_of(func, args, kwargs)
@@ -195,7 +198,7 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
 
     def _constant(self, value: torch.Tensor) -> Any:
         """A real tensor as a constant of the step."""
-        return self.__torch_dispatch__(torch.ops.aten.lift_fresh_copy.default, (), (value,))
+        return self._dispatch(torch.ops.aten.lift_fresh_copy.default, (value,), {})
 
     def is_concrete(self, x: Any) -> bool:
         if not isinstance(x, torch.Tensor):

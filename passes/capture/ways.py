@@ -51,6 +51,9 @@ class OtherWays(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name == "__get__" and func.__self__ is not _GRAD and compat.is_fake(args[0]):
+            return func(*args)  # most calls are of attributes, which need nothing
         func, args, kwargs = self.here.call(func, args, kwargs or {})
         name = getattr(func, "__name__", "")
         if message := self._refusal(func, name, args, sys._getframe(1).f_code.co_filename):
