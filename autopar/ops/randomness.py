@@ -271,3 +271,13 @@ SEEDED: Mapping[str, Draw] = MappingProxyType({
         ("rrelu_with_noise_functional.default", _rrelu),
     ) for name in names.split()
 })  # fmt: skip
+
+FILLS = frozenset(
+    f"aten.{name}"
+    for name in (
+        "uniform.default", "normal_functional.default", "exponential.default", "geometric.default", "cauchy.default",
+        "log_normal.default", "random.from", "random.to", "random.default", "bernoulli.p", "rand_like.default",
+        "randn_like.default", "randint_like.default", "randint_like.low_dtype",
+    )
+)  # fmt: skip
+"""Those that read no element of the tensor that they are given: its shape and dtype alone."""

@@ -15,7 +15,9 @@ import torch.utils._pytree as pytree
 from autopar import compat
 from autopar.ir.graph import Node, called, overload
 from autopar.ir.rewrite import reading
+from autopar.ops.randomness import FILLS
 
+from .captured import CaptureError
 from .recorder import Geometry, Origin, Recorder
 
 Moments = Mapping[int, Iterable[str]]
@@ -36,7 +38,7 @@ class Functional:
         if record.writes:
             again = self._rewrite(record, moments, mode, again)
         if record.again:
-            self.nodes, self._same = once(self.nodes, again)
+            self.nodes, self._same = once(self.nodes, again, self.values)
 
     def at(self, moment: int, name: str) -> str:
         name = self._then.get((moment, name), self._names.get(name, name))
@@ -97,12 +99,15 @@ class Functional:
         return following
 
 
-def once(nodes: Sequence[Node], again: Sequence[compat.Again | None]) -> tuple[list[Node], dict[str, str]]:
+def once(
+    nodes: Sequence[Node], again: Sequence[compat.Again | None], values: Mapping[str, Geometry]
+) -> tuple[list[Node], dict[str, str]]:
     """Nodes without those of a checkpoint's second run that compute what was computed before, and the names that stand
     for theirs. What the second run does besides, such as counting in a buffer once more, stays.
 
     Random operators compute the same where the run draws what the first one drew: one by one, in order. Where autograd
-    differentiates the second run, its numbers are those of the first.
+    differentiates the second run, its numbers are those of the first. Raises CaptureError where a run draws for other
+    values what the first one drew for its own.
     """
     same: dict[str, str] = {}
     alike: dict[str, str] = {}  # values that are equal to an earlier one, for which that stands in keys
@@ -113,7 +118,9 @@ def once(nodes: Sequence[Node], again: Sequence[compat.Again | None]) -> tuple[l
         node = reading(given, same)
         operands = tuple(alike.get(name, name) for name in node.inputs)
         random = torch.Tag.nondeterministic_seeded in overload(node.op).tags  # type: ignore[attr-defined]
-        key = (node.form, operands)
+        key: Any = (node.form, operands)
+        if node.op in FILLS:
+            key = (node.form, values[operands[0]].meta)
         before = made.setdefault(key, [])
         here = [i for i in before if kept[i].region == node.region]
         if run is not None and (run.draws_alike or not random):
@@ -126,6 +133,12 @@ def once(nodes: Sequence[Node], again: Sequence[compat.Again | None]) -> tuple[l
                 if run.is_differentiated and places[0] in here:
                     kept[places[0]] = replace(first, sequence=node.sequence)
                 continue
+            if random:
+                raise CaptureError(
+                    f"a checkpoint runs its function again in backward, where {node.op} of {node.module or 'the model'} "
+                    f"draws for other values what it drew in forward: leave out of the checkpoint what changes these "
+                    f"values (a buffer that it counts up), or pass preserve_rng_state=False"
+                )
         if node.op in _PASSES_ON:
             alike[node.name] = operands[0]
         elif before and not random:
