@@ -135,9 +135,10 @@ def once(
                 continue
             if random:
                 raise CaptureError(
-                    f"a checkpoint runs its function again in backward, where {node.op} of {node.module or 'the model'} "
-                    f"draws for other values what it drew in forward: leave out of the checkpoint what changes these "
-                    f"values (a buffer that it counts up), or pass preserve_rng_state=False"
+                    f"a checkpoint runs its function again in backward, where {node.op} of "
+                    f"{node.module or 'the model'} draws for other values what it drew in forward: leave out of the "
+                    f"checkpoint what changes these values (a buffer that it counts up), or pass "
+                    f"preserve_rng_state=False"
                 )
         if node.op in _PASSES_ON:
             alike[node.name] = operands[0]
