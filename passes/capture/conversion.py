@@ -37,7 +37,7 @@ def joint_graph(
     CaptureError, with the line of the model, where an output needs one."""
     results = [output.name for output in outputs if output.name is not None]
     needed = living(nodes, results)
-    conversion = _Conversion(values, lines)
+    conversion = _Conversion(values, lines, frozenset(o.name for o in outputs if o.name is not None))
     for i in inputs:
         conversion.metas[i.name], conversion.names[i.name] = values[i.name].meta, i.name
     # an operator runs all the same where nobody reads the result that depends on the data
@@ -95,8 +95,8 @@ def _ordered(nodes: Sequence[Node], inputs: Sequence[GraphInput], outputs: Seque
 class _Conversion:
     """From ATen's views and factories to those of a graph, node by node."""
 
-    def __init__(self, values: Mapping[str, Geometry], lines: Mapping[str, Line]) -> None:
-        self.values, self.lines = values, lines
+    def __init__(self, values: Mapping[str, Geometry], lines: Mapping[str, Line], outputs: frozenset[str]) -> None:
+        self.values, self.lines, self.outputs = values, lines, outputs
         self.metas: dict[str, TensorMeta] = {}
         self.names: dict[str, str] = {}
         """What a recorded value is called in the graph."""
@@ -161,8 +161,11 @@ class _Conversion:
 
     def _is_no_op(self, node: Node, meta: TensorMeta) -> bool:
         op, args = node.op, node.args
-        # what autograd clones on its way into a leaf is the gradient itself, and values that lie alike are one
-        if op in NO_OPS or (op in COPIES and (node.sequence < 0 or not node.kwargs)):
+        if op in NO_OPS:
+            return True
+        # what autograd clones on its way into a leaf is the gradient itself; values that lie alike are one, but for
+        # those that the caller gets, and may write
+        if op in COPIES and (node.sequence < 0 or not (node.kwargs or node.name in self.outputs)):
             return True
         if not args or not isinstance(args[0], Ref) or self.metas.get(args[0].name) != meta:
             return False
