@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.cluster.machine import Cluster
-from autopar.compat import unwrapped
+from autopar.compat import hook_gradient, unwrapped
 from autopar.ir.graph import JointGraph, Ref, map_references
 from autopar.ir.layout import Layout
 from autopar.ir.program import Program
@@ -143,8 +143,7 @@ class Modes:
             module.training = training
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(name in mode.trainable)
-            for hook in self.hooks.get(name, ()) if parameter.requires_grad else ():
-                parameter.register_hook(hook)  # type: ignore[no-untyped-call]
+            hook_gradient(parameter, self.hooks.get(name, ()))
         # Python may read values of inputs: a DTensor is gathered, on all ranks alike
         given = {path: gathered(tensor) for path, tensor in inputs.tensors.items()}
         planner = serving = program = None

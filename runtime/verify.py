@@ -19,7 +19,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autopar.compat import full_tensor, unwrapped
+from autopar.compat import full_tensor, hook_gradient, unwrapped
 from autopar.ir.graph import JointGraph, Node
 from autopar.ir.program import ProgramOutput
 from autopar.ir.tree import flatten
@@ -66,8 +66,7 @@ class Eager:
             name: nn.Parameter(p, requires_grad=name in given.trained) for name, p in given.parameters.items()
         }
         for name, leaf in self.leaves.items():
-            for hook in hooks.get(name, ()) if leaf.requires_grad else ():
-                leaf.register_hook(hook)  # type: ignore[no-untyped-call]
+            hook_gradient(leaf, hooks.get(name, ()))
         held = {**self.leaves, **given.buffers}
         for prefix, module in model.named_modules(remove_duplicate=False):
             for registry in (module._parameters, module._buffers):

@@ -68,6 +68,7 @@ from .tensors import storage_span as storage_span
 from .tensors import take_notes as take_notes
 from .tensors import uncompiled as uncompiled
 from .tensors import unmodified as unmodified
+from .tensors import unseen as unseen
 from .tensors import value_of as value_of
 from .tensors import version as version
 from .tensors import versions as versions
@@ -83,6 +84,7 @@ from .watching import annotated as annotated
 from .watching import decides_by_data as decides_by_data
 from .watching import global_hooks as global_hooks
 from .watching import gradient_hooks as gradient_hooks
+from .watching import hook_gradient as hook_gradient
 from .watching import hook_registries as hook_registries
 from .watching import hooks_gradient as hooks_gradient
 from .watching import is_stepped_in_backward as is_stepped_in_backward

@@ -186,7 +186,7 @@ def meta_kernels() -> None:
     """Shapes of gradients of random numbers, which torch has for real devices alone."""
     for op in ("_standard_gamma_grad", "_dirichlet_grad"):
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{op}", "Meta"):
-            torch.library.impl(f"aten::{op}", "Meta")(lambda first, *_: torch.empty_like(first))
+            _ATEN.impl(op, lambda first, *_: torch.empty_like(first), "Meta")  # type: ignore[no-untyped-call]
     norm: Any = torch.ops.aten.linalg_vector_norm.default
     if norm(torch.empty(2, 1, device="meta"), 2, (-1,)).dim() > 1:  # PyTorch 2.11 keeps such dims of size 1
 
@@ -220,6 +220,11 @@ def unmodified() -> Iterator[None]:
     """Within it operators on real tensors run as they are, whatever modes are active."""
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
         yield
+
+
+def unseen() -> contextlib.AbstractContextManager[None]:
+    """Within it no mode of functions sees a call."""
+    return torch._C.DisableTorchFunction()
 
 
 def stand_in(kind: type[Any]) -> Any:

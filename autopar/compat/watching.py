@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -115,6 +115,12 @@ def unrecordable(error: Exception) -> str | None:
 def gradient_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], Any]]:
     """The hooks that wait for its gradient."""
     return [*(tensor._backward_hooks or {}).values()]
+
+
+def hook_gradient(tensor: torch.Tensor, hooks: Iterable[Callable[[torch.Tensor], Any]]) -> None:
+    """Have hooks wait for a tensor's gradient, if it requires one."""
+    for hook in hooks if tensor.requires_grad else ():
+        tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def hooks_gradient(tensor: torch.Tensor) -> bool:

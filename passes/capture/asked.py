@@ -3,14 +3,14 @@
 from collections.abc import Callable
 
 from .captured import CaptureError
-from .looks import line_of_model
+from .recorder import line_shown
 
 
 def refusing(message: str) -> Callable[[], None]:
     """What refuses a call, naming the line of the model that makes it."""
 
     def refuse() -> None:
-        raise CaptureError(message.format(line=line_of_model()))
+        raise CaptureError(message.format(line=line_shown()))
 
     return refuse
 

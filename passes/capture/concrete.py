@@ -18,7 +18,7 @@ import torch.utils._pytree as pytree
 from autopar import compat
 from autopar.ir.graph import Node, Ref, called, map_references
 
-from .recorder import Line, Origin, Recorder, kind_of, line_of, line_running
+from .recorder import Origin, Recorder, kind_of, line_running, line_shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +134,7 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
         return self.where.again is not None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunction():  # what the model called was seen; what is asked here is nobody's call
+        with compat.unseen():  # what the model called was seen; what is asked here is nobody's call
             return self._dispatch(func, args, kwargs or {})
 
     def _dispatch(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -231,7 +231,7 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         if not all(map(self.is_concrete, tensors)):
             if kind_of(func).reads or not kind_of(func).is_operator:
-                self.unread.append((_shown(line_running()), ()))
+                self.unread.append((line_shown(), ()))
             return NotImplemented
         filled = pytree.tree_map_only(torch.Tensor, lambda x: Ref(self.known(x)), (tuple(args), dict(kwargs)))
         reading = Reading(func=func, args=_tuples(filled[0]), kwargs=tuple(filled[1].items()))
@@ -239,14 +239,14 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
         names = {name for step in steps for name in step.inputs} | {*_read_by(reading)}
         inputs = [self.paths[name] for name in sorted(names) if name in self.paths]
         if bare := tuple(path for path in inputs if not compat.is_real(self.sources[path])):
-            self.unread.append((_shown(line_running()), bare))
+            self.unread.append((line_shown(), bare))
             return NotImplemented
         self.valued.update(compat.memory_of(self.constants[name]) for name in sorted(names & self.constants.keys()))
         with compat.unmodified():
             result = reading.run(self._evaluated(steps, names))
             leaves = tuple(x.clone() if isinstance(x, torch.Tensor) else x for x in pytree.tree_leaves(result))
         if inputs:
-            self._readings.append((len(self.nodes), replace(reading, read=leaves, line=_shown(line_running()))))
+            self._readings.append((len(self.nodes), replace(reading, read=leaves, line=line_shown())))
         return result
 
     def _steps(self, readings: Sequence[Reading]) -> list[Node]:
@@ -311,10 +311,6 @@ def _read_by(step: Node | Reading) -> Sequence[str]:
 
 def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, (list, tuple)) else value
-
-
-def _shown(line: Line | None) -> str:
-    return "" if line is None else line_of(*line)
 
 
 def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:

@@ -65,8 +65,7 @@ class Fakes:
                 )
             fake = nn.Parameter(fake, requires_grad=source.requires_grad and self.grad)
             compat.take_notes(fake, source)
-            for hook in compat.gradient_hooks(source) if fake.requires_grad else ():
-                fake.register_hook(hook)  # type: ignore[no-untyped-call]
+            compat.hook_gradient(fake, compat.gradient_hooks(source))
             return fake
         return fake.requires_grad_(source.requires_grad and self.grad)
 

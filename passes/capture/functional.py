@@ -122,8 +122,8 @@ def once(
         if node.op in FILLS:
             key = (node.form, values[operands[0]].meta)
         before = made.setdefault(key, [])
-        here = [i for i in before if kept[i].region == node.region]
         if run is not None and (run.draws_alike or not random):
+            here = [i for i in before if kept[i].region == node.region]
             place = counts[run.run, key]
             counts[run.run, key] += 1
             places = here[place : place + 1] or ([] if random else here or before)

@@ -64,19 +64,6 @@ def listed(names: Sequence[str], most: int = 5) -> str:
     return f"{shown} and {len(names) - most} more" if len(names) > most else shown
 
 
-def line_of_model() -> str:
-    """The line of the model's code that is running."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        if not name.startswith(("torch.", "autopar.")) and not is_library(frame.f_code.co_filename):
-            return f" ({frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name})"
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
-    return ""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Same:
     """The token of what is compared by identity, and of a tensor."""

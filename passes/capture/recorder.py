@@ -295,3 +295,9 @@ def line_running() -> Line | None:
     while frame is not None and not is_of_model(frame):
         frame = frame.f_back
     return None if frame is None else (frame.f_code, frame.f_lineno)
+
+
+def line_shown() -> str:
+    """The line of the model's code that is running, in words."""
+    line = line_running()
+    return "" if line is None else line_of(*line)
