@@ -8,39 +8,33 @@ right for calls in which everything that was read comes out the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
 
 from autopar import compat
-from autopar.ir.graph import Node, Ref, called, map_references
+from autopar.ir.graph import Node, Ref, called
 
 from .recorder import Origin, Recorder, kind_of, line_running, line_shown
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
-    """A function that Python asked for values, and what it gave: the leaves of its result."""
+class Answer(NamedTuple):
+    """What Python was given that asked for values, leaf by leaf, and the line that asked."""
 
-    func: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: tuple[tuple[str, Any], ...]
-    read: tuple[Any, ...] = ()
-    line: str = ""
-
-    def run(self, values: Mapping[str, torch.Tensor]) -> Any:
-        args, kwargs = map_references((self.args, self.kwargs), values.__getitem__)
-        return self.func(*args, **dict(kwargs))
+    leaves: tuple[Any, ...]
+    line: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pinned:
     """What Python read of inputs while a model was captured, and how it is computed of them."""
 
-    steps: tuple[Node | Reading, ...] = ()
+    steps: tuple[Node, ...] = ()
+    answers: Mapping[str, Answer] = field(default_factory=lambda: MappingProxyType({}))
+    """Of the steps at which Python asked, by their names."""
     inputs: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """Path of an input -> its name in the steps."""
     constants: Mapping[str, torch.Tensor] = field(default_factory=lambda: MappingProxyType({}))
@@ -49,28 +43,27 @@ class Pinned:
         return bool(self.inputs)
 
     def __str__(self) -> str:
-        lines = list(dict.fromkeys(step.line for step in self.steps if isinstance(step, Reading)))
+        lines = list(dict.fromkeys(answer.line for answer in self.answers.values()))
         more = f" and {len(lines) - 1} more" if len(lines) > 1 else ""
         return f"values of {', '.join(self.inputs)}{lines[0] if lines else ''}{more}"
 
-    def differs(self, inputs: Mapping[str, torch.Tensor]) -> Reading | None:
-        """The first that reads something else of these inputs, by path."""
+    def differs(self, inputs: Mapping[str, torch.Tensor]) -> str | None:
+        """The first line that reads something else of these inputs, by path."""
         with compat.unmodified():
             values = {**self.constants, **{name: inputs[path].detach().cpu() for path, name in self.inputs.items()}}
             for step in self.steps:
-                if isinstance(step, Node):
-                    _run(step, values)
-                    continue
-                leaves = pytree.tree_leaves(step.run(values))
-                if not (len(leaves) == len(step.read) and all(map(same_value, leaves, step.read))):
-                    return step
+                leaves = _run(step, values)
+                answer = self.answers.get(step.name)
+                if answer and not (len(leaves) == len(answer.leaves) and all(map(same_value, leaves, answer.leaves))):
+                    return answer.line
         return None
 
 
-def _run(node: Node, values: dict[str, torch.Tensor]) -> None:
-    """Adds the outputs of a node to the values that it reads."""
+def _run(node: Node, values: dict[str, torch.Tensor]) -> list[Any]:
+    """What a node makes, which is added to the values that it reads."""
     leaves = pytree.tree_leaves(called(node, values.__getitem__))
     values.update((name, leaf) for name, leaf in zip(node.outputs, leaves, strict=False) if name)
+    return leaves
 
 
 def same_value(a: Any, b: Any) -> bool:
@@ -117,7 +110,7 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
         self._sequences = 0
         self._concrete: set[str] = set()
         self._numbers: dict[str, torch.Tensor] = {}  # of what nobody writes
-        self._readings: list[tuple[int, Reading]] = []  # and how many nodes there were
+        self._asked: list[tuple[int, Node, Answer]] = []  # and how many nodes there were
 
     def enter_input(self, path: str, name: str, fake: torch.Tensor) -> str:
         """Names an input, whose source is at this path."""
@@ -134,13 +127,13 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
         return self.where.again is not None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if kind_of(func).asks:  # two thirds of all calls
+            return compat.property_of(func, args, kwargs or {})
         with compat.unseen():  # what the model called was seen; what is asked here is nobody's call
             return self._dispatch(func, args, kwargs or {})
 
     def _dispatch(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         kind = kind_of(func)
-        if kind.asks:
-            return compat.property_of(func, args, kwargs)
         if not kind.is_operator:
             raise ValueError(
                 f"the model has control flow that depends on data, torch's {kind.name}, which one graph cannot hold: "
@@ -163,9 +156,8 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
         node = self.note(func, args, kwargs, result)
         if node is None:
             return result
-        operands = {*_tensors(args), *_tensors(tuple(kwargs.values()))}
         names = [name for name in node.outputs if name]
-        if kind.is_determined and not any(n in self.of_data for n in names) and all(map(self.is_concrete, operands)):
+        if kind.is_determined and self.of_data.keys().isdisjoint(names) and all(map(self._is_known, node.inputs)):
             self._concrete.update(names)
         elif kind.writes:
             written = self.writes[len(self.nodes) - 1]
@@ -199,6 +191,10 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
     def _constant(self, value: torch.Tensor) -> Any:
         """A real tensor as a constant of the step."""
         return self._dispatch(torch.ops.aten.lift_fresh_copy.default, (value,), {})
+
+    def _is_known(self, name: str) -> bool:
+        """Whether a recorded value is concrete."""
+        return name in self._concrete or (name in self.constants and self.is_concrete(self.constants[name]))
 
     def is_concrete(self, x: Any) -> bool:
         if not isinstance(x, torch.Tensor):
@@ -234,24 +230,29 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
                 self.unread.append((line_shown(), ()))
             return NotImplemented
         filled = pytree.tree_map_only(torch.Tensor, lambda x: Ref(self.known(x)), (tuple(args), dict(kwargs)))
-        reading = Reading(func=func, args=_tuples(filled[0]), kwargs=tuple(filled[1].items()))
-        steps = self._steps([reading])
-        names = {name for step in steps for name in step.inputs} | {*_read_by(reading)}
+        asking = Node(
+            op=str(func),
+            args=_tuples(filled[0]),
+            kwargs=tuple(filled[1].items()),
+            outputs=(f"answer {len(self._asked)}",),
+        )
+        steps = self._steps([asking])
+        names = {name for step in (*steps, asking) for name in step.inputs}
         inputs = [self.paths[name] for name in sorted(names) if name in self.paths]
         if bare := tuple(path for path in inputs if not compat.is_real(self.sources[path])):
             self.unread.append((line_shown(), bare))
             return NotImplemented
         self.valued.update(compat.memory_of(self.constants[name]) for name in sorted(names & self.constants.keys()))
         with compat.unmodified():
-            result = reading.run(self._evaluated(steps, names))
+            result = called(asking, self._evaluated(steps, names).__getitem__)
             leaves = tuple(x.clone() if isinstance(x, torch.Tensor) else x for x in pytree.tree_leaves(result))
         if inputs:
-            self._readings.append((len(self.nodes), replace(reading, read=leaves, line=line_shown())))
+            self._asked.append((len(self.nodes), asking, Answer(leaves, line_shown())))
         return result
 
-    def _steps(self, readings: Sequence[Reading]) -> list[Node]:
+    def _steps(self, asking: Sequence[Node]) -> list[Node]:
         """The nodes on which these depend, in order."""
-        names = {name for reading in readings for name in _read_by(reading)}
+        names = {name for node in asking for name in node.inputs}
         memory = {self.values[name].memory for name in names}
         needed: list[Node] = []
         for i in range(len(self.nodes) - 1, -1, -1):
@@ -279,20 +280,18 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
 
     def pinned(self) -> Pinned:
         """What was read of inputs."""
-        if not self._readings:
+        if not self._asked:
             return Pinned()
-        steps: list[Node | Reading] = []
-        needed = {id(node) for node in self._steps([reading for _, reading in self._readings])}
-        waiting = list(self._readings)
-        for i, node in enumerate(self.nodes):
-            while waiting and waiting[0][0] <= i:
-                steps.append(waiting.pop(0)[1])
-            if id(node) in needed:
-                steps.append(node)
-        steps += [reading for _, reading in waiting]
-        names = {name for step in steps for name in _read_by(step)}
+        steps: list[Node] = []
+        needed = {id(node) for node in self._steps([node for _, node, _ in self._asked])}
+        begin = 0
+        for end, asking, _ in self._asked:
+            steps += [node for node in self.nodes[begin:end] if id(node) in needed] + [asking]
+            begin = end
+        names = {name for step in steps for name in step.inputs}
         return Pinned(
             steps=tuple(steps),
+            answers=MappingProxyType({asking.name: answer for _, asking, answer in self._asked}),
             inputs=MappingProxyType({path: name for name, path in self.paths.items() if name in names}),
             constants=MappingProxyType({name: x for name, x in self.constants.items() if name in names}),
         )
@@ -301,23 +300,5 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
 _MASKS = (torch.bool, torch.uint8)
 
 
-def _read_by(step: Node | Reading) -> Sequence[str]:
-    if isinstance(step, Node):
-        return step.inputs
-    names: list[str] = []
-    map_references((step.args, step.kwargs), names.append)
-    return names
-
-
 def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, (list, tuple)) else value
-
-
-def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += _tensors(value)
-    return found
