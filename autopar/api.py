@@ -14,6 +14,7 @@ from autopar.cluster.library import named_cluster
 from autopar.cluster.machine import Cluster
 from autopar.cost.optimizers import Optimizer
 from autopar.ir.precision import AS_IS, Precision
+from autopar.passes.capture.shown import presented
 from autopar.planning.at_rest import Decided
 from autopar.planning.constraints import Constraints
 from autopar.planning.explain.engine import Explainer
@@ -38,6 +39,7 @@ from autopar.runtime.verify import Verifier
 from autopar.solve import AUTO
 
 
+@presented()
 def plan(
     model: nn.Module,
     mesh_shape: Mapping[str, int] | int | Literal["auto"],
@@ -130,6 +132,7 @@ def plan(
     return chosen.answering(Explainer(lambda: first.on(chosen.mesh, machine)))
 
 
+@presented()
 def read_plan(
     plan: str | Path | Plan,
     model: nn.Module,
@@ -162,6 +165,7 @@ def read_plan(
     return refreshed(planner, saved).answering(Explainer(lambda: planner))
 
 
+@presented()
 def compare(
     model: nn.Module,
     mesh_shape: Mapping[str, int] | Sequence[Mapping[str, int]],
@@ -229,6 +233,7 @@ def compare(
     return Comparison(results)
 
 
+@presented()
 def parallelize(
     model: nn.Module,
     mesh: DeviceMesh,
@@ -282,7 +287,7 @@ def parallelize(
             f"autopar.plan plans without one"
         )
     follow_world_timeout(mesh)
-    error: ValueError | None = None
+    error: Exception | None = None
     planner = padder = None
     once = Once()
     try:
@@ -314,7 +319,7 @@ def parallelize(
                 planner.check(plan)
         if isinstance(verify, bool) or not isinstance(verify, int) or verify < 0:
             raise ValueError(f"verify is {verify!r}: give the number of first steps to check, or 0")
-    except ValueError as raised:
+    except Exception as raised:  # of any class: the model's own too
         error = raised
     raise_together(error, mesh)
     assert planner is not None
@@ -327,7 +332,7 @@ def parallelize(
     program = None
     try:
         program = planner.program(plan)
-    except ValueError as raised:
+    except Exception as raised:  # of any class: the model's own too
         error = raised
     raise_together(error, mesh)
     assert program is not None

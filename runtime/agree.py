@@ -3,8 +3,11 @@ message of a failure on a rank: in which instruction, of which module, with whic
 
 import itertools
 import pickle
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -90,7 +93,7 @@ def on_first_rank(function: Callable[[], T], mesh: DeviceMesh) -> T:
     if original is not None:
         raise original
     if failure is not None:
-        raise failure
+        raise agreed(failure, mesh)
     return result  # type: ignore[return-value]
 
 
@@ -103,14 +106,40 @@ def raise_together(error: Exception | None, mesh: DeviceMesh) -> None:
     first = failed[0][1]
     same = [rank for rank, raised in failed if type(raised) is type(first) and str(raised) == str(first)]
     if len(same) == len(errors):
-        raise error or first
+        raise agreed(error or first, mesh)
     ranks = f"rank {same[0]}" if len(same) == 1 else f"ranks {', '.join(map(str, same))}"
     text = f"{first} (on {ranks} of {len(errors)})"
     try:
         located = type(first)(text)
     except TypeError:  # an error with other arguments than a message keeps its own
         located = first
-    raise located from error
+    raise agreed(located, mesh) if error is None else located from error
+
+
+def agreed(error: Exception, mesh: DeviceMesh) -> Exception:
+    """An error that the mesh's first rank raises too: where nobody catches it, that one prints it, and the others a
+    line."""
+    if not any(coordinate_of(mesh)):
+        return error
+    vars(error)[_AGREED] = True
+    hook = sys.excepthook
+
+    def say(kind: type[BaseException], raised: BaseException, trace: TracebackType | None) -> None:
+        if _AGREED in vars(raised):
+            time.sleep(_FIRST_SECONDS)
+            print(f"rank {dist.get_rank()}: {kind.__name__}, as the first rank says", file=sys.stderr)
+        else:
+            hook(kind, raised, trace)
+
+    if not hasattr(hook, _AGREED):
+        setattr(say, _AGREED, True)
+        sys.excepthook = say
+    return error
+
+
+_AGREED = "_autopar_agreed"
+_FIRST_SECONDS = 2.0
+"""How long the others let the first rank speak: launchers end all once one has ended."""
 
 
 @contextmanager
@@ -135,7 +164,8 @@ def all_equal(value: Any, mesh: DeviceMesh, message: str) -> None:
     differs and what to do; the values of the ranks are added."""
     values = exchange(value, mesh)
     if any(other != values[0] for other in values):
-        raise ValueError(f"{message}: " + ", ".join(f"rank {rank} has {v}" for rank, v in enumerate(values)))
+        text = f"{message}: " + ", ".join(f"rank {rank} has {v}" for rank, v in enumerate(values))
+        raise agreed(ValueError(text), mesh)
 
 
 def _portable(error: Exception) -> Exception:

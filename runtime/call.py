@@ -15,7 +15,7 @@ from autopar.compat import is_real, local_tensor, storage_span
 from autopar.ir.program import ProgramInput
 from autopar.passes.capture.looks import listed
 
-from .agree import digest, first_different, together
+from .agree import agreed, digest, first_different, together
 from .finite import finite
 from .gathers import Gathers
 from .held import State
@@ -39,10 +39,11 @@ def _agree_on_first(state: State, inputs: Inputs) -> None:
         _prepared(state, inputs)
         digests = {path: digest(t) for path, t in inputs.tensors.items() if not isinstance(t, DTensor)}
     if (path := first_different(digests, state.mesh)) is not None:
-        raise ValueError(
+        text = (
             f"input {path} differs between ranks: a plain tensor is the global batch and must be the same on "
             f"every rank. Give a DTensor if each rank has its own slice (see input_placements)"
         )
+        raise agreed(ValueError(text), state.mesh)
     state.called = True
 
 

@@ -24,6 +24,7 @@ from autopar.passes.capture.captured import Captured
 from autopar.passes.lower.accumulate import Accumulation, accumulation
 
 from .agree import (
+    agreed,
     all_equal,
     coordinate_of,
     device_of,
@@ -224,10 +225,11 @@ class State:
                 if not isinstance(value, DTensor) and is_real(value):
                     digests[name] = digest(value)
         if (different := first_different(digests, self.mesh)) is not None:
-            raise ValueError(
+            text = (
                 f"the ranks have different values for {different!r}: seed every rank equally before building the "
                 f"model, or build it on meta and call materialize(state_dict)"
             )
+            raise agreed(ValueError(text), self.mesh)
         for name, tensor in parts.items():
             adopt(self, name, tensor)
 

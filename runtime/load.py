@@ -26,7 +26,7 @@ from autopar.compat import (
 from autopar.files import cut, json_of, text_of
 from autopar.ir.layout import Layout, Replicate, Shape, valid_shape
 
-from .agree import all_equal, digest, exchange, together
+from .agree import agreed, all_equal, digest, exchange, together
 from .anew import anew_of, unsaved_buffers
 from .boxes import Box, boxes
 from .held import State, adopt
@@ -234,7 +234,8 @@ def _check_replicas(state: State, parts: Mapping[str, torch.Tensor]) -> None:
     for digests in exchange(own, state.mesh):
         for key, value in digests.items():
             if seen.setdefault(key, value) != value:
-                raise ValueError(f"the ranks read different values for {key[0]!r}: give all of them the same files")
+                text = f"the ranks read different values for {key[0]!r}: give all of them the same files"
+                raise agreed(ValueError(text), state.mesh)
 
 
 def _warn(state: State, root: nn.Module, stored: Iterable[str], found: Found, directory: str | Path) -> None:

@@ -18,6 +18,7 @@ from autopar import compat
 from autopar.compat import is_real
 from autopar.ir.program import Program
 from autopar.passes.capture.captured import Captured
+from autopar.passes.capture.shown import presented
 
 from .agree import all_equal, alone, digest, follow_world_timeout, raise_together
 from .call import ProgramStep, prepared_call
@@ -213,6 +214,7 @@ class ParallelModule(Filled, Standing):
         vars(self)["_finite"] = bool(on)
 
     @compat.uncompiled
+    @presented()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         vars(self)["_original"].warn()
         modes: Versions = vars(self)["_modes"]

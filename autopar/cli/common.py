@@ -44,7 +44,7 @@ def print_table(
 
 
 def reports_bad_input(command: Callable[P, T]) -> Callable[P, T]:
-    """The command, with each ValueError as one line on standard error and exit status 2."""
+    """The command, with each ValueError, and what a model raises, as one line on standard error and exit status 2."""
 
     @functools.wraps(command)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -52,8 +52,14 @@ def reports_bad_input(command: Callable[P, T]) -> Callable[P, T]:
             importlib.import_module("autopar.api")
         try:
             return command(*args, **kwargs)
-        except ValueError as error:
-            fail(error)
+        except Exception as error:
+            from autopar.passes.capture.shown import raised_by_model
+
+            if where := raised_by_model(error):
+                fail(f"{type(error).__name__}{where}: {error}")
+            if isinstance(error, ValueError):
+                fail(error)
+            raise
 
     return checked
 

@@ -97,4 +97,7 @@ from .watching import property_of as property_of
 from .watching import sizes_by_values as sizes_by_values
 from .watching import unrecordable as unrecordable
 from .watching import without_modes as without_modes
+from .watching import is_product as is_product
+from .watching import raised_by as raised_by
+from .watching import raised_by_product as raised_by_product
 from .watching import written_by as written_by

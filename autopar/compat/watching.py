@@ -18,8 +18,10 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.modules import module as every_module
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.flop_counter import flop_registry
 
 from .patching import patched
+from .tensors import unmodified
 
 
 class WritesReal(Exception):
@@ -80,6 +82,47 @@ def sizes_by_values(func: Any, args: Sequence[Any]) -> bool:
     if func is not torch.ops.aten.index.Tensor:
         return True
     return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
+
+
+def raised_by(
+    func: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    longest: int = sys.maxsize,
+    dtype: torch.dtype | None = None,
+) -> Exception | None:
+    """What an operator raises of real tensors like these, in the words of eager; None if nothing. With dims of
+    `longest` at most, and one floating dtype, if that is given."""
+
+    def real(x: torch.Tensor) -> torch.Tensor:
+        zero = torch.zeros((), dtype=dtype if dtype and x.is_floating_point() else x.dtype)
+        like = zero.expand([min(size, longest) for size in x.shape])
+        return like if like.numel() > _REAL_MOST else like.contiguous()
+
+    with unmodified():
+        try:
+            func(*pytree.tree_map_only(torch.Tensor, real, args), **pytree.tree_map_only(torch.Tensor, real, kwargs))
+        except Exception as error:  # of any class: it is the caller's
+            return error.with_traceback(None)
+    return None
+
+
+_REAL_MOST = 1 << 24
+"""Larger ones are one element, seen everywhere."""
+
+
+def raised_by_product(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Exception | None:
+    """What eager raises of a product of several dtypes, which fakes let pass."""
+    dtypes = {x.dtype for x in args if isinstance(x, torch.Tensor) and x.is_floating_point()}
+    if len(dtypes) < 2 or raised_by(func, args, kwargs, longest=4, dtype=torch.float32) is not None:
+        return None
+    return raised_by(func, args, kwargs, longest=4)
+
+
+def is_product(func: Any) -> bool:
+    """Whether an operator multiplies matrices, in torch's own count of work."""
+    return getattr(func, "_overloadpacket", None) in flop_registry
 
 
 def annotated(func: Any, args: Sequence[Any]) -> tuple[Any, Sequence[Any]]:

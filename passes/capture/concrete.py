@@ -19,6 +19,7 @@ from autopar import compat
 from autopar.ir.graph import Node, Ref, called
 
 from .recorder import Origin, Recorder, kind_of, line_running, line_shown
+from .shown import of_eager
 
 
 class Answer(NamedTuple):
@@ -152,7 +153,14 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
                 raise compat.WritesReal(str(func), x)
             if (path := self._inputs.get(compat.memory_of(x))) is not None:
                 raise compat.WritesInput(path)
-        result = func(*args, **kwargs)
+        if kind.is_product and (raised := compat.raised_by_product(func, args, kwargs)) is not None:
+            raise of_eager(raised)
+        try:
+            result = func(*args, **kwargs)
+        except Exception:
+            if (raised := compat.raised_by(func, args, kwargs)) is None:
+                raise
+            raise of_eager(raised) from None
         node = self.note(func, args, kwargs, result)
         if node is None:
             return result

@@ -1,7 +1,6 @@
 """Errors for traces that fail: the cause, the line of the model, and what to do."""
 
 import linecache
-import traceback
 from collections.abc import Sequence
 
 from torch import nn
@@ -9,23 +8,26 @@ from torch import nn
 from autopar import compat
 
 from .captured import CaptureError
-from .recorder import Line, is_of_model, line_of
+from .shown import is_users, line_in, line_raised
 
 
 class OfData(CaptureError):
     """A number or a shape of the graph depends on data."""
 
 
-def refusal(error: Exception, model: nn.Module, unread: Sequence[tuple[str, tuple[str, ...]]]) -> CaptureError:
-    """The error for a trace that failed. `unread` are the values that Python asked for and that are not concrete."""
+def refusal(error: Exception, model: nn.Module, unread: Sequence[tuple[str, tuple[str, ...]]]) -> Exception:
+    """The error for a trace that failed: the same one where eager raises it too. `unread` are the values that Python
+    asked for and that are not concrete."""
     decides, sizes = compat.decides_by_data(error), compat.leaves_numbers(error)
     if decides or sizes:
         cause = unread_refusal(model, unread[-1:] if decides else unread)
         if cause is not None:
             return cause
+    elif is_users(error):
+        return error
     subject = f"{type(model).__name__} cannot be captured as a graph of static shapes"
     if decides:
-        line = _line(error)
+        line = line_in(error)
         code = "" if line is None else linecache.getline(line[0].co_filename, line[1]).strip().rstrip(":")
         return CaptureError(
             f"{subject}: its code decides by a value of a tensor{f', {code!r}' if code else ''}{line_raised(error)}. A "
@@ -42,11 +44,7 @@ def refusal(error: Exception, model: nn.Module, unread: Sequence[tuple[str, tupl
             f"them. Compute them outside of the model, or by other operators"
         )
     reason, _, _ = str(error).partition("\n\n")  # what follows is torch's own state
-    if _is_ours(error):
-        return CaptureError(f"{type(model).__name__} cannot be captured{line_raised(error)}: {reason}")
-    return CaptureError(
-        f"forward of {type(model).__name__} raises {type(error).__name__}{line_raised(error)}: {reason}"
-    )
+    return CaptureError(f"{type(model).__name__} cannot be captured{line_raised(error)}: {reason}")
 
 
 def unread_refusal(model: nn.Module, unread: Sequence[tuple[str, tuple[str, ...]]]) -> CaptureError | None:
@@ -67,20 +65,3 @@ def unread_refusal(model: nn.Module, unread: Sequence[tuple[str, tuple[str, ...]
             f"tensor, or pass it as a Python constant"
         )
     return None
-
-
-def line_raised(error: BaseException) -> str:
-    """The line of the model at which an error was raised."""
-    line = _line(error)
-    return "" if line is None else line_of(*line)
-
-
-def _line(error: BaseException) -> Line | None:
-    lines = [(frame.f_code, number) for frame, number in traceback.walk_tb(error.__traceback__) if is_of_model(frame)]
-    return lines[-1] if lines else None
-
-
-def _is_ours(error: BaseException) -> bool:
-    """Whether our own code raised it."""
-    names = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return bool(names) and names[-1].startswith("autopar.")

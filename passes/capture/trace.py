@@ -33,9 +33,10 @@ from .fakes import Fakes, canonical_names, gradient_hooks
 from .functional import Functional
 from .here import HERE, Here
 from .looks import listed
-from .refusals import OfData, line_raised, refusal, unread_refusal
+from .refusals import OfData, refusal, unread_refusal
 from .repeat import Repeated
 from .rest import with_rest
+from .shown import line_raised
 from .step import Recording, Step
 from .witness import Witness, check_memory
 
@@ -143,7 +144,10 @@ def _capture(
             f"copy (clone()), or make it a buffer"
         ) from None
     except Exception as error:
-        raise refusal(error, model, step.unread) from error
+        refused = refusal(error, model, step.unread)
+        if refused is error:
+            raise
+        raise refused from error
     finally:
         witness.restore()
     if first.checks:
