@@ -20,7 +20,7 @@ from autopar.ir.program import Program
 from autopar.passes.capture.captured import Captured
 from autopar.passes.capture.shown import presented
 
-from .agree import all_equal, alone, digest, follow_world_timeout, raise_together
+from .agree import agreed, all_equal, alone, digest, follow_world_timeout, raise_together
 from .call import ProgramStep, prepared_call
 from .execute import Executable
 from .guard import OWNERS, Original
@@ -237,6 +237,12 @@ class ParallelModule(Filled, Standing):
             if call.check is not None:
                 call.check.forward(dict(zip(state.output_paths, results, strict=True)), call.keys)
         return state.captured.unflatten(dict(zip(state.output_paths, results, strict=True)))
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> None:
+        """What DistributedDataParallel asks of a module first."""
+        text = "a parallel module reduces its gradients itself: call it as it is, without DistributedDataParallel"
+        raise agreed(ValueError(text), _state(self).mesh)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
         """A module with values of its own, on the same mesh with the same programs."""

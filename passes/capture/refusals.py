@@ -15,9 +15,9 @@ class OfData(CaptureError):
     """A number or a shape of the graph depends on data."""
 
 
-def refusal(error: Exception, model: nn.Module, unread: Sequence[tuple[str, tuple[str, ...]]]) -> Exception:
+def refusal(error: Exception, model: nn.Module, unread: Sequence[tuple[str, tuple[str, ...]]], sized: str) -> Exception:
     """The error for a trace that failed: the same one where eager raises it too. `unread` are the values that Python
-    asked for and that are not concrete."""
+    asked for and that are not concrete, `sized` is the first line whose result is as large as data say."""
     decides, sizes = compat.decides_by_data(error), compat.leaves_numbers(error)
     if decides or sizes:
         cause = unread_refusal(model, unread[-1:] if decides else unread)
@@ -26,17 +26,17 @@ def refusal(error: Exception, model: nn.Module, unread: Sequence[tuple[str, tupl
     elif is_users(error):
         return error
     subject = f"{type(model).__name__} cannot be captured as a graph of static shapes"
-    if decides:
+    if decides and not (sized and line_in(error) is None):
         line = line_in(error)
         code = "" if line is None else linecache.getline(line[0].co_filename, line[1]).strip().rstrip(":")
         return CaptureError(
             f"{subject}: its code decides by a value of a tensor{f', {code!r}' if code else ''}{line_raised(error)}. A "
             f"graph takes one way for all data: choose with torch.where, or pass the value as a Python constant"
         )
-    if sizes:
+    if decides or sizes:
         return CaptureError(
-            f"{subject}: a size in it depends on data{line_raised(error)}, such as how many elements a mask picks. "
-            f"Compute with all elements and a mask, or pass the size as a Python constant"
+            f"{subject}: a size in it depends on data{sized or line_raised(error)}, such as how many elements a mask "
+            f"picks. Compute with all elements and a mask, or pass the size as a Python constant"
         )
     if (op := compat.unrecordable(error)) is not None:
         return CaptureError(

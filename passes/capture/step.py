@@ -23,6 +23,7 @@ from .concrete import StepRecorder, same_value
 from .conversion import identifier
 from .functional import Functional
 from .here import Here
+from .recorder import line_of
 from .ways import Generators, OtherWays
 
 logger = logging.getLogger(__name__)
@@ -118,8 +119,22 @@ class Step:
         self.paths: dict[int, str] = {}
         for path, module in model.named_modules():
             self.paths.setdefault(id(module), path)
-        self.unread: list[tuple[str, tuple[str, ...]]] = []
-        """Those of the last recorder."""
+        self.recorder: StepRecorder | None = None
+        """The last one."""
+
+    @property
+    def unread(self) -> Sequence[tuple[str, tuple[str, ...]]]:
+        """Lines that asked for a value that is not concrete: see `StepRecorder`."""
+        return () if self.recorder is None else self.recorder.unread
+
+    @property
+    def sized(self) -> str:
+        """The first line whose result is as large as data say, in words."""
+        recorder = self.recorder
+        lines = (
+            [] if recorder is None else [recorder.lines[name] for name in recorder.of_data if name in recorder.lines]
+        )
+        return line_of(*lines[0]) if lines else ""
 
     def held(self) -> dict[str, torch.Tensor]:
         """The parameters and buffers that the model has now, by their first names."""
@@ -134,7 +149,7 @@ class Step:
         torch.clear_autocast_cache()  # within a context around all steps, it holds what the last one cast
         with compat.followed(self.paths) as where, compat.neutral():
             recorder = StepRecorder(where, sources)
-            self.unread = recorder.unread
+            self.recorder = recorder
             held = self.held()
             trained = {name: tensor for name, tensor in {**held, **self.fakes}.items() if tensor.requires_grad}
             inputs = self._enter(recorder, held)

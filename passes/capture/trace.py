@@ -144,7 +144,7 @@ def _capture(
             f"copy (clone()), or make it a buffer"
         ) from None
     except Exception as error:
-        refused = refusal(error, model, step.unread)
+        refused = refusal(error, model, step.unread, step.sized)
         if refused is error:
             raise
         raise refused from error
