@@ -2,8 +2,11 @@
 message of a failure on a rank: in which instruction, of which module, with which peers."""
 
 import itertools
+import os
 import pickle
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -236,6 +239,7 @@ def watched(what: str, axis: str, group: dist.ProcessGroup) -> Iterator[None]:
 
 def explanation(what: str, axis: str, group: dist.ProcessGroup, error: Exception) -> CollectiveError:
     """The error for a collective that failed with a backend's `error`."""
+    _outlast_launcher()
     rank = dist.get_rank()
     others = [other for other in dist.get_process_group_ranks(group) if other != rank]
     named = f"rank {others[0]}" if len(others) == 1 else f"ranks {', '.join(map(str, others))}"
@@ -250,6 +254,23 @@ def explanation(what: str, axis: str, group: dist.ProcessGroup, error: Exception
         fact,
         f"A peer has probably died, or ended with an error of its own: look at the log of {named} for what came first",
     )
+
+
+def _outlast_launcher() -> None:
+    """Launchers end all ranks by SIGTERM once one has ended. From now on that ends this process some seconds later, so
+    that it can say what it waited for."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+
+        def later(number: int, frame: object) -> None:
+            timer = threading.Timer(_LAST_SECONDS, os._exit, (128 + number,))
+            timer.daemon = True
+            timer.start()
+
+        signal.signal(signal.SIGTERM, later)
+
+
+_LAST_SECONDS = 5.0
 
 
 def alone(what: str, error: RuntimeError) -> RuntimeError:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 import signal
+import sys
 import tempfile
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -73,6 +78,44 @@ def test_a_rank_that_is_killed(where: str) -> None:
 
 
 TIMEOUT = timedelta(seconds=4)
+
+
+def printed(call: Callable[[], Any]) -> str:
+    """What a process prints of an error that nobody catches."""
+    text = io.StringIO()
+    try:
+        call()
+    except Exception:
+        with contextlib.redirect_stderr(text):
+            sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+    return text.getvalue()
+
+
+def calls_go_wrong() -> list[str]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    batch = torch.ones(8, 16)
+    module = autopar.parallelize(mlp(), mesh, (batch,), loss_fn=mean_square, solver="fsdp")
+    return [
+        printed(lambda: module(torch.ones(8, 15))),
+        printed(lambda: module(batch, scale=2.0)),
+        printed(lambda: autopar.parallelize(mlp(), mesh, (batch,), solver="fspd")),
+        printed(lambda: nn.parallel.DistributedDataParallel(module)),
+    ]
+
+
+def test_the_first_rank_says_what_all_ranks_meet() -> None:
+    """In few lines, of which the last is the error; the others say a line."""
+    first, second = run(2, calls_go_wrong)
+    wanted = {
+        "RuntimeError: mat1 and mat2 shapes cannot be multiplied (8x15": "RuntimeError",
+        "got an unexpected keyword argument 'scale'": "TypeError",
+        "ValueError: unknown solver 'fspd' (did you mean 'fsdp'?)": "ValueError",
+        "ValueError: a parallel module reduces its gradients itself": "ValueError",
+    }
+    for (words, kind), said, quiet in zip(wanted.items(), first, second, strict=True):
+        lines = said.strip().splitlines()
+        assert words in lines[-1] and len(lines) <= 20, said
+        assert quiet.strip() == f"rank 1: {kind}, as the first rank says"
 
 
 def a_rank_sleeps(where: str) -> float:
