@@ -1,7 +1,6 @@
 """What commands share: their options and their output."""
 
 import functools
-import importlib
 import importlib.util
 import json
 import math
@@ -11,7 +10,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, ParamSpec, TypeVar
 
 import typer
 from rich.console import Console
@@ -20,7 +19,14 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from autopar.planning.rendering import page_width, rendered, tables
 from autopar.report.telling import Ticker, following, notes
 
+from .later import Later
 from .names import COSTS, OPTIMIZERS, PRESETS, SOLVERS
+
+if TYPE_CHECKING:
+    from autopar.passes.capture import shown
+else:
+    shown = Later("autopar.passes.capture.shown")
+
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -48,14 +54,10 @@ def reports_bad_input(command: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(command)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-        with Ticker("loading PyTorch", enabled="torch" not in sys.modules):
-            importlib.import_module("autopar.api")
         try:
             return command(*args, **kwargs)
         except Exception as error:
-            from autopar.passes.capture.shown import raised_by_model
-
-            if where := raised_by_model(error):
+            if "torch" in sys.modules and (where := shown.raised_by_model(error)):
                 fail(f"{type(error).__name__}{where}: {error}")
             if isinstance(error, ValueError):
                 fail(error)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import Any
+
+from autopar.report.telling import Ticker
 
 
 class Later:
@@ -13,4 +16,6 @@ class Later:
         self.__name = name
 
     def __getattr__(self, attribute: str) -> Any:
-        return getattr(import_module(self.__name), attribute)
+        with Ticker("loading PyTorch", enabled="torch" not in sys.modules):
+            module = import_module(self.__name)
+        return getattr(module, attribute)

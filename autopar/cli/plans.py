@@ -13,7 +13,7 @@ from autopar.planning.rendering import page_width
 from . import common
 from .later import Later
 from .names import AUTO
-from .questions import current
+from .questions import current, opened
 from .working import DRAWING, working
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ def simulate_command(
 
     Example: autopar simulate hf:LlamaConfig --mesh dp=8,tp=8 --cluster dgx-h100 --dtype bfloat16 --trace step.json
     """
-    given = None if plan is None else planning.Plan.load(plan)
+    given = None if plan is None else opened(plan)
     if given is None and mesh is None:
         raise ValueError("--mesh is missing: give axes and sizes, such as dp=2,tp=4, or --plan FILE")
     if real is not None and trace is None:

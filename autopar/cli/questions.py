@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autopar.planning.rendering import page_width
+from autopar.planning.saved import saved
 
 from . import common
 from .later import Later
@@ -66,7 +67,7 @@ def explain_command(
 
     Example: autopar explain plan.json lm_head.weight --replan 3
     """
-    plan = planning.Plan.load(path)
+    plan = opened(path)
     source = source_given(plan, model, settings, batch, sequence, dtype)
     with working():
         explanation = reopened(plan, source).explain(name, replan=replan)
@@ -106,7 +107,7 @@ def what_if_command(
     """
     common.writable(save, "--out")
     planning.Plan.check_path(save)
-    before = planning.Plan.load(path)
+    before = opened(path)
     source = changed(source_given(before, model, None, None, None, None), before, settings, batch, sequence, dtype)
     asked = engine.request_of(before)
     limit = common.byte_count(memory_limit)
@@ -177,9 +178,15 @@ def source_given(
     )
 
 
+def opened(path: Path) -> planning.Plan:
+    """A saved plan. What is none is refused before PyTorch is there."""
+    data = saved(path)
+    return planning.Plan.from_json(data, str(path))
+
+
 def current(path: Path) -> planning.Plan:
     """A saved plan; one that was edited with its own figures, if it says how its model is built."""
-    plan = planning.Plan.load(path)
+    plan = opened(path)
     if not plan.is_edited or plan.provenance is None or plan.provenance.source is None:
         return plan
     with working():
@@ -188,5 +195,5 @@ def current(path: Path) -> planning.Plan:
 
 def reopened(plan: planning.Plan, source: provenance.Source | None = None) -> planning.Plan:
     """A saved plan with its model. Raises ValueError if nothing says how to build it."""
-    loaded = loading.built(plan, source)
-    return api.read_plan(plan, loaded.model, loaded.args, loaded.kwargs, loss_fn=loaded.loss_fn)
+    built = loading.built(plan, source)
+    return api.read_plan(plan, built.model, built.args, built.kwargs, loss_fn=built.loss_fn)

@@ -11,7 +11,17 @@ from autopar.report.telling import notes
 
 from . import common
 from .later import Later
-from .questions import PLAN, BatchAgain, DtypeAgain, LengthAgain, ModelAgain, SettingsAgain, reopened, source_given
+from .questions import (
+    PLAN,
+    BatchAgain,
+    DtypeAgain,
+    LengthAgain,
+    ModelAgain,
+    SettingsAgain,
+    opened,
+    reopened,
+    source_given,
+)
 from .working import working
 
 if TYPE_CHECKING:
@@ -43,7 +53,7 @@ def report_command(
     common.writable(save, "--out")
     if save.suffix.lower() not in (".html", ".htm"):
         raise ValueError(f"--out is {save}: give the path of a page, which ends in .html")
-    plan = planning.Plan.load(path)
+    plan = opened(path)
     source = source_given(plan, model, settings, batch, sequence, dtype)
     with working():
         html.save_report(reopened(plan, source), save)

@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
 
-from autopar.files import json_of, record, text_of
+from autopar.files import record
 from autopar.files.schema import schema
 from autopar.ir.graph import JointGraph
 from autopar.passes.lower.bucket import LIMIT_BYTES
@@ -25,9 +25,8 @@ from .explain.answer import Answers, Explanation
 from .page import full_text, page, page_text, page_width
 from .page.html import notebook_html
 from .record import LimitFrom, ParameterPlan, Record, Run, Segment
+from .saved import FORMAT, of_format, saved
 from .texts import bytes_text, seconds_text, table
-
-FORMAT = 2
 
 LEAST_BUCKET_BYTES = LIMIT_BYTES // 512
 """Smaller buckets save no memory that counts, and each travels alone."""
@@ -107,18 +106,13 @@ class Plan(Record):
     def load(path: str | Path) -> Plan:
         """Read what `save` wrote, maybe edited since. Figures are those of the file; `autopar.read_plan` computes them
         again. Raises ValueError if the file is no plan, naming the field that is missing, unknown or invalid."""
-        if not isinstance(path, (str, Path)):
-            raise ValueError(f"{path!r} is no path of a plan: give that of a file that Plan.save wrote")
-        what, give = f"{path} is no plan", "give the path of a file that Plan.save wrote"
-        return Plan.from_json(json_of(text_of(path, what, give), what, give), str(path))
+        return Plan.from_json(saved(path), str(path))
 
     @staticmethod
     def from_json(data: Any, source: str = "the plan") -> Plan:
         """Read what `to_json` returned; `source` names it in errors. Raises ValueError if a field is missing, unknown
         or invalid."""
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            given = data.get("format") if isinstance(data, dict) else type(data).__name__
-            raise ValueError(f"{source} is no plan of format {FORMAT} (found {given!r}): make it with Plan.save")
+        data = of_format(data, source)
         try:
             given = {name: value for name, value in data.items() if name not in ("format", "headroom_bytes")}
             # files from before it was written have given limits, or none

@@ -1,0 +1,24 @@
+"""A plan's file before it is a plan, which is read without PyTorch: whatever is wrong with it is said at once."""
+
+from pathlib import Path
+from typing import Any
+
+from autopar.files import json_of, text_of
+
+FORMAT = 2
+
+
+def saved(path: str | Path) -> dict[str, Any]:
+    """The JSON that `Plan.save` wrote. Raises ValueError if the file is none of its kind."""
+    if not isinstance(path, (str, Path)):
+        raise ValueError(f"{path!r} is no path of a plan: give that of a file that Plan.save wrote")
+    what, give = f"{path} is no plan", "give the path of a file that Plan.save wrote"
+    return of_format(json_of(text_of(path, what, give), what, give), str(path))
+
+
+def of_format(data: Any, source: str) -> dict[str, Any]:
+    """What JSON holds, if it is a plan's; `source` names it in errors."""
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        given = data.get("format") if isinstance(data, dict) else type(data).__name__
+        raise ValueError(f"{source} is no plan of format {FORMAT} (found {given!r}): make it with Plan.save")
+    return data
