@@ -200,7 +200,45 @@ def through_data(m: Net, x: torch.Tensor) -> torch.Tensor:
     return m.b(m.a(x).tanh()).square().mean()
 
 
+def an_old_alias(m: Net, x: torch.Tensor) -> torch.Tensor:
+    old = m.a.weight.detach()
+    m.a.weight.data = m.a.weight.data * 0.5
+    return (m.a(x) * old.sum()).square().mean()
+
+
+def rounded_for_one_product(m: Net, x: torch.Tensor) -> torch.Tensor:
+    kept = m.a.weight.data
+    m.a.weight.data = torch.round(kept * 8) / 8
+    y = m.a(x)
+    m.a.weight.data = kept
+    return m.a(y).square().mean()
+
+
+def swapped(m: Net, x: torch.Tensor) -> torch.Tensor:
+    m.a.weight.data, m.b.weight.data = m.b.weight.data, m.a.weight.data
+    return m.b(m.a(x).tanh()).square().mean()
+
+
+def clipped(m: Net, x: torch.Tensor) -> torch.Tensor:
+    for parameter in m.parameters():
+        parameter.data = parameter.data.clamp(-0.2, 0.2)
+    return m.b(m.a(x)).square().mean()
+
+
+def written_since(m: Net, x: torch.Tensor) -> torch.Tensor:
+    new = m.a.weight.detach() * 0.9
+    m.a.weight.data = new
+    new.add_(0.01)
+    return m.a(x).square().mean()
+
+
+def a_buffer_set(m: Net, x: torch.Tensor) -> torch.Tensor:
+    m.kept.set_(m.kept * 0.5 + x.detach().mean(0))
+    return (m.a(x) * m.kept).square().mean()
+
+
 FORWARDS = (
+    an_old_alias, rounded_for_one_product, swapped, clipped, written_since, a_buffer_set,
     frozen_by_turns, first_order, second_order, penalty, greedy, made_again, watched, overwritten, hooked, transformed,
     checkpointed, counted_again, in_backward, normed, recurrent, complex_numbers, packed, through_data,
 )  # fmt: skip
@@ -355,6 +393,15 @@ def test_an_error_of_the_model_is_that_of_eager(forward: Callable[[Net, torch.Te
     frames = traceback.extract_tb(raised.tb)
     assert {frame.filename for frame in frames} == {__file__}, "the person's own frames alone"
     assert frames[-1].lineno == forward.__code__.co_firstlineno
+
+
+def test_two_parameters_in_one_memory_are_refused() -> None:
+    def shared(m: Net, x: torch.Tensor) -> torch.Tensor:
+        m.a.weight.data = m.b.weight.data
+        return m.b(m.a(x)).mean()
+
+    with pytest.raises(CaptureError, match=r"leaves b\.weight in the memory of a\.weight"):
+        capture(net(shared), (X,))
 
 
 def test_an_error_that_the_model_catches_is_none() -> None:

@@ -18,7 +18,7 @@ import torch.utils._pytree as pytree
 from autopar import compat
 from autopar.ir.graph import Node, Ref, called
 
-from .recorder import Origin, Recorder, kind_of, line_running, line_shown
+from .recorder import Origin, Recorder, aten, kind_of, line_running, line_shown
 from .shown import of_eager
 
 
@@ -144,6 +144,9 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
             result = self.read(func, args, kwargs)
             if result is not NotImplemented:
                 return result if kind.reads else pytree.tree_map_only(torch.Tensor, self._constant, result)
+        if kind.replaces:
+            self.replace(*args[:2])
+            return args[0]
         if kind.indexes:
             args = self._placed(args)
         func, args = compat.annotated(func, args)
@@ -199,6 +202,35 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
     def _constant(self, value: torch.Tensor) -> Any:
         """A real tensor as a constant of the step."""
         return self._dispatch(torch.ops.aten.lift_fresh_copy.default, (value,), {})
+
+    def replace(self, tensor: torch.Tensor, value: Any) -> None:
+        """`tensor.data = value`: from now on the tensor has the memory of the other one. Those that lie in the memory
+        which it had stay as they are."""
+        if not isinstance(value, torch.Tensor) or value.shape != tensor.shape or value.dtype != tensor.dtype:
+            shown = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise ValueError(
+                f"forward sets a tensor of {tensor.dtype} {list(tensor.shape)} to {shown} (.data or set_()): give it a "
+                f"tensor of its shape and dtype"
+            )
+        if not compat.is_fake(tensor):
+            raise compat.WritesReal(".data", tensor)
+        if self.name(tensor) in self.paths:
+            raise compat.WritesInput(self.paths[self.known(tensor)])
+        if not compat.is_fake(value):
+            raise ValueError(
+                "forward sets a tensor to one that Python holds (.data or set_()), and they would change together "
+                "from then on: write its values with copy_()"
+            )
+        like, is_given = self.known(value), self.is_given(tensor)
+        with compat.unseen():
+            tensor.data = value
+        vars(tensor).get(compat.RECORDED, {}).pop(self, None)
+        name = self.enter("data", tensor)
+        self.nodes.append(Node(op=str(aten.detach.default), args=(Ref(like),), outputs=(name,)))
+        if like in self._concrete:
+            self._concrete.add(name)
+        if is_given:
+            self.given |= {name}
 
     def _is_known(self, name: str) -> bool:
         """Whether a recorded value is concrete."""

@@ -242,8 +242,9 @@ def _is_none(x: Any) -> bool:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
     """What an operator is: its name in graphs and the name of what it makes; whether it takes a constant in, takes
-    indices, asks for a property of a tensor, reads values, writes in place, or multiplies matrices; whether it gives
-    the same whenever it is given the same; and whether it is an operator, and no control flow."""
+    indices, asks for a property of a tensor, reads values, writes in place, gives a tensor the memory of another one,
+    or multiplies matrices; whether it gives the same whenever it is given the same; and whether it is an operator, and
+    no control flow."""
 
     op: str
     name: str
@@ -252,6 +253,7 @@ class Kind:
     asks: bool
     reads: bool
     writes: bool
+    replaces: bool
     is_product: bool
     is_determined: bool
     is_operator: bool
@@ -271,6 +273,7 @@ def kind_of(func: Any) -> Kind:
         asks=getattr(func, "namespace", "") == "prim",
         reads=torch.Tag.data_dependent_output in tags,
         writes=is_operator and func._schema.is_mutable,
+        replaces=is_operator and func._overloadpacket is aten.set_,
         is_product=compat.is_product(func),
         is_determined=is_operator
         and func.namespace == "aten"

@@ -246,9 +246,16 @@ class Step:
     def _written(self, recorder: StepRecorder, held: Mapping[str, torch.Tensor]) -> list[GraphOutput]:
         """What parameters and buffers hold now."""
         outputs: list[GraphOutput] = []
+        lying: dict[int, str] = {}
         for name, old in held.items():
             registry, key = self.places[name]
             new = registry.get(key)
+            other = name if new is None else lying.setdefault(compat.memory_of(new), name)
+            if other != name:
+                raise CaptureError(
+                    f"forward leaves {name} in the memory of {other}, with which it would change: give it a copy "
+                    f"(clone())"
+                )
             if new is not old and isinstance(old, nn.Parameter):
                 continue  # refused by `Witness`
             if new is None or meta_of(old) != meta_of(new):

@@ -87,7 +87,7 @@ class OtherWays(TorchFunctionMode):
             with compat.patched(F, "scaled_dot_product_attention", attended):
                 return func(*args, **kwargs)
         if func == _DATA.__set__:
-            return _write_data(*args)
+            return self.recorder.replace(*args)
         if func is torch.Tensor.__deepcopy__ and compat.is_fake(args[0]) and args[0].is_leaf:
             return _deep_copy(*args)
         if func in (torch.Tensor.tolist, torch.Tensor.numpy):
@@ -124,17 +124,6 @@ _GRAD: Any = torch.Tensor.grad
 def _named(function: Callable[..., Any], values: Sequence[Any], first: int) -> dict[str, Any]:
     """Positional arguments from the place `first` on, by name."""
     return dict(zip([*inspect.signature(function).parameters][first:], values, strict=False))
-
-
-def _write_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """`tensor.data = value`."""
-    if value.shape != tensor.shape or value.dtype != tensor.dtype:
-        raise ValueError(
-            f"forward sets .data of a tensor of {tensor.dtype} {list(tensor.shape)} to one of {value.dtype} "
-            f"{list(value.shape)}: keep its shape and dtype"
-        )
-    with torch.no_grad():
-        tensor.copy_(value)
 
 
 def _deep_copy(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:

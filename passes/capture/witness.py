@@ -163,7 +163,6 @@ class Witness:
             return {
                 f"{path}.{key}" if path else key: (
                     kind,
-                    compat.storage_span(tensor),
                     tensor.requires_grad,
                     compat.notes_of(tensor),
                 )
@@ -221,9 +220,7 @@ def _check_tensors(before: Mapping[str, tuple[Any, ...]], after: Mapping[str, tu
                 f"forward {'removes' if name in before else 'registers'} {name}: register modules, parameters and "
                 f"buffers in the constructor, and write them in forward"
             )
-        (kind, span, gradient, attributes), (_, now, gradient_now, attributes_now) = before[name], after[name]
-        if kind == "_parameters" and span != now:
-            raise CaptureError(f"forward gives parameter {name} other memory (.data = ...): do so outside of forward")
+        (kind, gradient, attributes), (_, gradient_now, attributes_now) = before[name], after[name]
         if gradient != gradient_now and kind == "_parameters":
             raise CaptureError(f"forward calls requires_grad_() on parameter {name}: do so outside of forward")
         changed = [
