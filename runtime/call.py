@@ -192,6 +192,8 @@ class ProgramStep(torch.autograd.Function):
         handshake.backwards += 1
         handshake.reductions += ctx.state.pending.reduces
         creates_graph = torch.is_grad_enabled()
+        given = [path for path, g in zip(ctx.state.output_paths, gradients, strict=True) if g is not None]
+        ctx.unasked = ctx.state.unasked(given)
         with torch.no_grad(), handshake.running("backward pass"):
             results = ProgramStep.gradients(ctx, gradients, None if creates_graph else _receivers(ctx))
             handshake.settle()
@@ -261,7 +263,8 @@ class ProgramStep(torch.autograd.Function):
             pending.settle(state.registered.tensors())
         results: list[torch.Tensor | None] = [None]
         for (i, placements), needed in zip(ctx.sources, ctx.needs_input_grad[1:], strict=True):
-            local = computed[state.gradients[i.target]] if needed and i.target not in waiting else None
+            is_given = needed and i.target not in waiting and i.target not in ctx.unasked
+            local = computed[state.gradients[i.target]] if is_given else None
             results.append(None if local is None else state.gradient(i.target, placements, local))
         if ctx.check is not None:
             by_target = {i.target: g for (i, _), g in zip(ctx.sources, results[1:], strict=True) if g is not None}
@@ -282,7 +285,7 @@ def _receivers(ctx: Any) -> Receivers | None:
         return None
     found: dict[str, DTensor] = {}
     for (i, _), needed, (node, _) in zip(ctx.sources, ctx.needs_input_grad[1:], ctx.next_functions, strict=True):
-        if needed and i.role == "parameter":
+        if needed and i.role == "parameter" and i.target not in ctx.unasked:
             runs, parameter = compat.receiver(node)
             if not runs:
                 continue

@@ -3,7 +3,7 @@ of a step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -311,6 +311,24 @@ class State:
         local = unpadded(local, shape, layout, mesh, coordinate)
         form = (self.placements(output), torch.Size(shape), contiguous_stride(shape))
         return split_output(local.detach(), self.mesh, *form, part)
+
+    @cached_property
+    def asked_by(self) -> Mapping[str, frozenset[str]]:
+        """The outputs of whose gradients each gradient is computed."""
+        graph = self.captured.graph
+        of = {i.name: frozenset({i.target}) for i in graph.inputs if i.role == "tangent"}
+        for node in graph.nodes:
+            found = frozenset().union(*(of[name] for name in node.inputs if name in of))
+            if found:
+                of.update(dict.fromkeys(node.outputs, found))
+        gradients = [o for o in graph.outputs if o.role == "gradient"]
+        return {o.target: of.get(o.name or "", frozenset()) for o in gradients}
+
+    def unasked(self, given: Collection[str]) -> Collection[str]:
+        """What gets no gradient, as in eager, where the outputs that are given one do not depend on it."""
+        if self.carriers <= set(given):
+            return ()
+        return [name for name, paths in self.asked_by.items() if paths and paths.isdisjoint(given)]
 
     def tangent(self, i: ProgramInput, gradient: torch.Tensor | None) -> torch.Tensor:
         """What the backward half reads, from what autograd brings."""

@@ -418,3 +418,49 @@ def inputs_and_checks() -> None:
 
 def test_gradients_of_inputs_come_at_once_and_checked_steps_reduce() -> None:
     run(2, inputs_and_checks)
+
+
+class Two(nn.Module):
+    """A trunk and two heads, each with a loss of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.one, self.other = nn.Linear(6, 6), nn.Linear(6, 2), nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = self.trunk(x).tanh()
+        return self.one(h).square().mean(), self.other(h).square().mean()
+
+
+ASKED = ([(0,)], [(1,)], [(0, 1)], [(0,), (1,)], [(1,), (1,)], [(0,), (0,), (1,)])
+"""For each step which of the two losses each of its micro-batches trains."""
+
+
+def losses_by_turns(solver: str, verify: int) -> list[str]:
+    """Gradients that are another, or None where eager's are not, or the reverse."""
+    torch.manual_seed(0)
+    eager = Two().double()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("a",))
+    x = torch.randn(4, 6, dtype=torch.float64)
+    ours = autopar.parallelize(copy.deepcopy(eager), mesh, (x,), solver=solver, verify=verify)
+    found: list[str] = []
+    for asked in ASKED:
+        for model in (eager, ours):
+            model.zero_grad()
+            for number, losses in enumerate(asked):
+                waits = model is ours and number < len(asked) - 1
+                with ours.no_sync() if waits else nullcontext():
+                    sum(model(x + number)[k] for k in losses).backward()
+        for (name, p), q in zip(eager.named_parameters(), ours.parameters(), strict=True):
+            gradient = None if q.grad is None else q.grad.full_tensor()
+            if (gradient is None) != (p.grad is None):
+                found.append(f"{asked}: {name} is {gradient}, and {p.grad} in eager")
+            elif p.grad is not None and gradient is not None and not torch.allclose(gradient, p.grad, 1e-9, 1e-9):
+                found.append(f"{asked}: {name}")
+    return found
+
+
+@pytest.mark.parametrize(("solver", "verify"), [("ddp", 0), ("fsdp", 9)])
+def test_what_no_loss_asks_for_has_no_gradient(solver: str, verify: int) -> None:
+    """An optimizer leaves a head alone that the step does not train; zeros would decay it."""
+    assert run(2, losses_by_turns, solver, verify) == [[], []]
