@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Mapping
 from functools import cache
 from itertools import chain
@@ -14,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.compat import full_tensor
+from autopar.passes.capture.fakes import STANDS_FOR
 
 from .agree import raise_together
 from .state_dicts import rename_versions, taking_parts, to_load
@@ -95,6 +97,7 @@ def mirrored(mirrors: dict[int, nn.Module], module: nn.Module) -> nn.Module:
             _non_persistent_buffers_set=set(module._non_persistent_buffers_set),
             _compiled_call_impl=None,  # of the original's parameters
         )
+        vars(mirror)[STANDS_FOR] = weakref.ref(module)
         mirrors[id(module)] = mirror
         mirror._modules.update({n: None if m is None else mirrored(mirrors, m) for n, m in module._modules.items()})
     return mirrors[id(module)]

@@ -119,7 +119,8 @@ class Modes:
         knows what has been warned of."""
         self.once = Once() if once is None else once
         self.form, self.decided = Inputs.captured(captured).form, decided
-        self.model, self.captured, self.mesh, self.at_rest = skeleton(unwrapped(model)), captured, mesh, at_rest
+        self.model, _ = skeleton(unwrapped(model))
+        self.captured, self.mesh, self.at_rest = captured, mesh, at_rest
         self.loss_fn, self.cluster, self.training = loss_fn, cluster, training
         self.hooks = gradient_hooks(unwrapped(model))
         """Of the gradients of the model as it was given: they are part of its programs. Those that are registered on
@@ -138,12 +139,13 @@ class Modes:
             self.mesh,
             "the ranks call the module in different modes: call train(), eval(), requires_grad_() and autocast() alike",
         )
-        self.model = skeleton(model)
+        self.model, rebound = skeleton(model)
+        loss_fn = rebound.of(self.loss_fn)
         for module, training in zip(self.model.modules(), mode.training, strict=True):
             module.training = training
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(name in mode.trainable)
-            hook_gradient(parameter, self.hooks.get(name, ()))
+            hook_gradient(parameter, map(rebound.of, self.hooks.get(name, ())))
         # Python may read values of inputs: a DTensor is gathered, on all ranks alike
         given = {path: gathered(tensor) for path, tensor in inputs.tensors.items()}
         planner = serving = program = None
@@ -152,12 +154,12 @@ class Modes:
             cast = torch.autocast(kind, dtype=mode.autocast, enabled=mode.autocast is not None)
             with torch.inference_mode(False), torch.set_grad_enabled(mode.gradients), cast:
                 args, kwargs = self._example(inputs, given)
-                captured = self._captured(args, kwargs)
+                captured = self._captured(args, kwargs, loss_fn)
                 serving = next((i for i, other in enumerate(earlier) if serves(other, captured)), None)
                 if serving is None:
                     planner = Planner(
                         self.model, mesh_of(self.mesh), args, kwargs,
-                        loss_fn=self.loss_fn, cluster=self.cluster, device_type=kind, captured=captured,
+                        loss_fn=loss_fn, cluster=self.cluster, device_type=kind, captured=captured,
                         training=self.training,
                     )  # fmt: skip
         all_equal(
@@ -174,11 +176,11 @@ class Modes:
         assert program is not None
         return planner.captured, program
 
-    def _captured(self, args: Any, kwargs: Any) -> Captured:
+    def _captured(self, args: Any, kwargs: Any, loss_fn: Callable[[Any], torch.Tensor] | None) -> Captured:
         def again() -> Captured:
             kind = self.mesh.device_type
             return captured_for_planning(
-                self.model, args, kwargs, loss_fn=self.loss_fn, device_type=kind, training=self.training
+                self.model, args, kwargs, loss_fn=loss_fn, device_type=kind, training=self.training
             )
 
         try:

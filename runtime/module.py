@@ -227,7 +227,7 @@ class ParallelModule(Filled, Standing):
             call.finite = vars(self)["_finite"]
             verifier: Verifier | None = vars(self)["_verifier"]
             if verifier is not None:
-                call.check = verifier.begin(state, modes.modules, request.inputs.tensors)
+                call.check = verifier.begin(state, (modes.root, *modes.modules[1:]), request.inputs.tensors)
             if call.differentiable and torch.is_grad_enabled():
                 results = ProgramStep.apply(call, *call.differentiable)  # type: ignore[no-untyped-call]
                 call.returned += map(weakref.ref, results)

@@ -25,7 +25,7 @@ from autopar.ir.program import ProgramOutput
 from autopar.ir.tree import flatten
 from autopar.ops.lockstep import run
 from autopar.passes.capture.captured import Captured
-from autopar.passes.capture.fakes import gradient_hooks, skeleton
+from autopar.passes.capture.fakes import copied, gradient_hooks, skeleton
 from autopar.passes.codegen.precision import at_rest
 
 from .agree import together
@@ -145,8 +145,9 @@ class Verifier:
     """Checks the first `steps` calls of a module and one of the next hundred, and the backward of each."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable[[Any], torch.Tensor] | None, steps: int) -> None:
-        self.model, self.loss_fn, self.steps = skeleton(unwrapped(model)), loss_fn, steps
-        self.hooks = gradient_hooks(unwrapped(model))
+        self.model, rebound = skeleton(unwrapped(model))
+        self.loss_fn, self.steps = rebound.of(loss_fn), steps
+        self.hooks = {name: [*map(rebound.of, hooks)] for name, hooks in gradient_hooks(unwrapped(model)).items()}
         self.calls, self.done = 0, 0
         self.later = 0
         """The number of the later call, the same on all ranks. State that no first call shows may show in it."""
@@ -172,11 +173,14 @@ class Verifier:
             constants={name: x.clone() for name, x in state.constants.items()},
             trained=frozenset(trained),
         )
-        model = copy.deepcopy(self.model)
+        model, rebound = copied(self.model, {})
+        hooks = {name: [*map(rebound.of, each)] for name, each in self.hooks.items()}
         for module, other in zip(model.modules(), modules, strict=True):
             module.training = other.training
             vars(module).update(_plain(vars(other), vars(module)))
-        return Check(step=self.calls, state=state, model=model, loss_fn=self.loss_fn, given=given, hooks=self.hooks)
+        return Check(
+            step=self.calls, state=state, model=model, loss_fn=rebound.of(self.loss_fn), given=given, hooks=hooks
+        )
 
 
 @dataclass(kw_only=True)

@@ -21,7 +21,7 @@ def whole_model(state: State, root: nn.Module) -> nn.Module:
         on_meta = next((name for name in state.aliases if state.value(name).device.type == "meta"), None)
         if on_meta is not None:
             raise ValueError(f"{on_meta} is on meta, and has no value: call materialize or load_pretrained first")
-    model = skeleton(root)
+    model, _ = skeleton(root)
     for module in model.modules():
         if is_mirror(type(module)):
             module.__class__ = type(module).__mro__[1]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import traceback
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -406,6 +407,55 @@ def test_two_parameters_in_one_memory_are_refused() -> None:
 
 def test_an_error_that_the_model_catches_is_none() -> None:
     assert check(net(caught), {"a": 2}, (X,)).equal
+
+
+class Holding(nn.Module):
+    """Functions that hold on to the model: hooks, a forward that was replaced, a weak reference, a gradient's hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.scale, self.seen, self.mask = 1.0, dict[str, torch.Tensor](), None
+        self.a.register_forward_hook(lambda module, args, out: out * self.scale if self.training else out)
+        self.a.register_forward_hook(self.keep)
+        plain = self.b.forward
+        self.b.forward = lambda x: plain(x).tanh() + x * self.mask
+        self.b.parent = weakref.ref(self)
+        self.a.weight.register_hook(lambda gradient, model=self: gradient * model.scale)
+
+    def keep(self, module: nn.Module, args: Any, out: torch.Tensor) -> None:
+        self.seen["a"] = out
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mask = x[:, :1]
+        y = self.b(self.a(x))
+        assert self.b.parent() is self
+        return y.square().mean() + self.seen["a"].abs().mean()
+
+
+def test_what_holds_on_to_the_model_holds_on_to_what_runs() -> None:
+    torch.manual_seed(0)
+    eager, given = (Holding().double() for _ in range(2))
+    given.load_state_dict(eager.state_dict())
+
+    def decayed(model: Holding) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda loss: loss + 0.1 * model.b.weight.square().sum()
+
+    with one_rank():
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("a",))
+        parallel = autopar.parallelize(given, mesh, (X,), loss_fn=decayed(given), verify=9)
+        vars(parallel)["applies_loss_fn"] = True
+        for step in range(4):
+            for model in (eager, parallel):
+                model.train(step != 2)
+                model.scale = 1.0 + step
+                model.zero_grad()
+            expected, found = decayed(eager)(eager(X)), parallel(X)
+            expected.backward()
+            found.backward()
+            assert torch.allclose(expected, found), step
+            for (name, p), q in zip(eager.named_parameters(), parallel.parameters(), strict=True):
+                assert torch.allclose(p.grad, q.grad.full_tensor(), 1e-10, 1e-12), (step, name)  # type: ignore
 
 
 def test_a_second_backward_would_add_once_more_what_forward_does_once() -> None:

@@ -44,7 +44,7 @@ class _Kernels(FakeTensorMode):  # type: ignore[no-untyped-call]
         """A fake of a tensor on `meta`, as torch makes it, in a quarter of the time."""
         if not self._fresh:
             self._fresh = dict(vars(FakeTensor(self, bare, _CPU)))
-        made: FakeTensor = torch.Tensor._make_subclass(  # type: ignore[attr-defined]
+        made: FakeTensor = torch.Tensor._make_subclass(
             FakeTensor, bare, False, dispatch_device=True, device_for_backend_keys=_CPU
         )
         torch._C._set_throw_on_mutable_data_ptr(made)

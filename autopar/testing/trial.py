@@ -263,7 +263,8 @@ def _copy(
     (None: as they are), on the CPU."""
     holder: Any = nn.Module()
     holder.model, holder.loss_fn = model, loss_fn  # as submodules, of which what cannot be copied is shared one by one
-    copies: Any = copied(holder, {})
+    copies: Any
+    copies, _ = copied(holder, {})
     model, loss_fn = copies.model, copies.loss_fn
     modules = [*model.modules(), *(loss_fn.modules() if isinstance(loss_fn, nn.Module) else ())]
     seen: set[int] = set()

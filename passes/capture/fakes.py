@@ -1,8 +1,11 @@
 """A copy of the model whose tensors are fakes, which share no memory with it."""
 
 import copy
+import functools
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -65,7 +68,6 @@ class Fakes:
                 )
             fake = nn.Parameter(fake, requires_grad=source.requires_grad and self.grad)
             compat.take_notes(fake, source)
-            compat.hook_gradient(fake, compat.gradient_hooks(source))
             return fake
         return fake.requires_grad_(source.requires_grad and self.grad)
 
@@ -75,8 +77,8 @@ class Fakes:
         compat.take_notes(same, source)
         return same
 
-    def module(self, model: nn.Module) -> nn.Module:
-        """A copy of the model that shares no tensor with it, and copies no data."""
+    def module(self, model: nn.Module) -> tuple[nn.Module, "Rebound"]:
+        """`copied`, and shares no tensor with the model, and copies no data."""
         modules = model.named_modules()
         scripted = [path for path, module in modules if isinstance(module, torch.jit.ScriptModule)]
         if scripted:
@@ -93,11 +95,14 @@ class Fakes:
             if id(tensor) not in memo:
                 bare = tensor.device.type == "meta" or compat.is_fake(tensor)
                 memo[id(tensor)] = self.tensor(name, tensor) if bare else self.alias(tensor)
-        return copied(model, memo)
+        made, rebound = copied(model, memo)
+        for name, hooks in gradient_hooks(model).items():
+            compat.hook_gradient(made.get_parameter(name), map(rebound.of, hooks))
+        return made, rebound
 
 
-def skeleton(model: nn.Module) -> nn.Module:
-    """A copy of the model with its parameters and buffers on `meta`."""
+def skeleton(model: nn.Module) -> tuple[nn.Module, "Rebound"]:
+    """`copied`, with parameters and buffers on `meta`."""
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         bare = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
@@ -126,11 +131,94 @@ def _other_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 
 
-def copied(model: nn.Module, memo: Mapping[int, Any]) -> nn.Module:
-    """A deep copy of the model with what `memo` says in the place of parts of it. Attributes that cannot be copied
-    (operators of `torch.library.custom_op`, process groups, locks) are shared with it."""
+def copied(model: nn.Module, memo: Mapping[int, Any]) -> tuple[nn.Module, "Rebound"]:
+    """A deep copy of the model, and what makes functions that hold on to the model hold on to the copy. It has what
+    `memo` says in the place of parts of the model. Attributes that cannot be copied (operators of
+    `torch.library.custom_op`, process groups, locks) are shared with it. The copy of a mirror is also that of the model
+    that it stands for.
+    """
+    made, whole = _deep_copy(model, memo)
+    for module in model.modules():
+        if (stands_for := vars(module).get(STANDS_FOR, _nothing)()) is not None:
+            whole[id(stands_for)] = whole[id(module)]
+    rebound = Rebound(whole)
+    for module in made.modules():
+        vars(module).pop(STANDS_FOR, None)
+        for name, value in [*vars(module).items()]:
+            if name not in _REGISTRIES and (other := rebound.of(value)) is not value:
+                vars(module)[name] = other
+    return made, rebound
+
+
+STANDS_FOR = "_autopar_stands_for"
+"""The attribute of a module that stands for another one, to which it has a weak reference."""
+
+
+def _nothing() -> None:
+    return None
+
+
+class Rebound:
+    """Functions of a copy, for those of what was copied: `memo` has the copy of each object."""
+
+    def __init__(self, memo: dict[int, Any]) -> None:
+        self.memo, self.made = memo, dict[int, Any]()
+
+    def of(self, value: Any) -> Any:
+        """The same for the copy; the value itself where it holds on to nothing that was copied. Dictionaries and lists
+        stay, with other values."""
+        if isinstance(value, FunctionType):
+            return self._function(value)
+        if isinstance(value, MethodType) and id(value.__self__) in self.memo:
+            return MethodType(value.__func__, self.memo[id(value.__self__)])
+        if isinstance(value, functools.partial):
+            function = self.of(value.func)
+            return value if function is value.func else functools.partial(function, *value.args, **value.keywords)
+        if isinstance(value, weakref.ref) and id(value()) in self.memo:
+            return weakref.ref(self.memo[id(value())])
+        if isinstance(value, (dict, list)):
+            for key, item in [*(value.items() if isinstance(value, dict) else enumerate(value))]:
+                if (other := self.of(item)) is not item:
+                    value[key] = other
+        return value
+
+    def _function(self, function: FunctionType) -> Any:
+        if id(function) in self.made:
+            return self.made[id(function)]
+        self.made[id(function)] = function  # within itself, until it is known to be another
+        cells, given = function.__closure__ or (), function.__defaults__ or ()
+        named = function.__kwdefaults__ or {}
+        new_cells, new_given = tuple(map(self._cell, cells)), tuple(map(self._held, given))
+        new_named = {name: self._held(value) for name, value in named.items()}
+        pairs = zip((*cells, *given, *named.values()), (*new_cells, *new_given, *new_named.values()), strict=True)
+        if all(old is new for old, new in pairs):
+            return function
+        other = FunctionType(function.__code__, function.__globals__, function.__name__, new_given or None, new_cells)
+        self.made[id(function)] = other
+        other.__kwdefaults__ = new_named or None
+        other.__qualname__, other.__module__ = function.__qualname__, function.__module__
+        vars(other).update(vars(function))
+        return other
+
+    def _cell(self, cell: CellType) -> CellType:
+        try:
+            held = cell.cell_contents
+        except ValueError:  # there is nothing in it yet
+            return cell
+        return cell if (other := self._held(held)) is held else CellType(other)
+
+    def _held(self, held: Any) -> Any:
+        parts = held.values() if isinstance(held, dict) else held if isinstance(held, (list, tuple)) else ()
+        if id(held) in self.memo:
+            return self.memo[id(held)]
+        return copy.deepcopy(held, self.memo) if any(id(part) in self.memo for part in parts) else self.of(held)
+
+
+def _deep_copy(model: nn.Module, memo: Mapping[int, Any]) -> tuple[nn.Module, dict[int, Any]]:
+    """And what is in the place of each object."""
+    whole = dict(memo)
     try:
-        return copy.deepcopy(model, dict(memo))
+        return copy.deepcopy(model, whole), whole
     except Exception as error:
         shared = dict(memo)
         names = []
@@ -142,7 +230,7 @@ def copied(model: nn.Module, memo: Mapping[int, Any]) -> nn.Module:
         if not names:
             raise CaptureError(f"{type(model).__name__} cannot be copied, as capture must: {error}") from error
         logger.info("shared with the captured copy, since they cannot be copied: %s", ", ".join(names))
-        return copy.deepcopy(model, shared)
+        return copy.deepcopy(model, shared), shared
 
 
 def _is_copyable(value: Any, memo: Mapping[int, Any]) -> bool:

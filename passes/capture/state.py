@@ -34,6 +34,7 @@ from torch import nn
 from autopar import compat
 
 from .captured import CaptureError
+from .fakes import STANDS_FOR
 from .looks import (
     ABSENT,
     Drawn,
@@ -59,6 +60,7 @@ _OTHERWISE = REGISTRIES | {
     "__dict__", "__class__", "training",
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
     "_flat_weights", "_flat_weight_refs",  # the parameters of torch's recurrent layers, once more
+    STANDS_FOR,
 }  # fmt: skip
 """Attributes of modules that are compared in other ways."""
 

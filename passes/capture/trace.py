@@ -100,8 +100,10 @@ def _capture(
     pairs, input_spec = flatten("", (tuple(args), kwargs))
     input_leaves = tuple(leaf_of(path, value) for path, value in pairs)
     inputs = {path: fakes.tensor(path, value) for path, value in pairs if isinstance(value, torch.Tensor)}
+    copy, rebound = fakes.module(model)
+    loss_fn = rebound.of(loss_fn)
     step = Step(
-        fakes.module(model),
+        copy,
         pairs,
         input_spec,
         inputs,
