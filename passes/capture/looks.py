@@ -29,9 +29,7 @@ _PLACES = tuple(sorted({sysconfig.get_path("stdlib"), sysconfig.get_path("platst
 @functools.cache
 def is_library(code_file: str) -> bool:
     """Whether code is torch's or Python's own."""
-    if not code_file or code_file.startswith("<frozen"):
-        return True
-    if code_file.startswith(str(Path(torch.__file__).parent)):
+    if not code_file or code_file.startswith(("<frozen", str(Path(torch.__file__).parent))):
         return True
     return code_file.startswith(_PLACES) and "site-packages" not in code_file
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from autopar import compat
-from autopar.ir.graph import Node, overload, producers
+from autopar.ir.graph import Node, producers
+from autopar.ops.randomness import may_draw
 
 from .concrete import same_value
 from .functional import Functional
@@ -102,7 +103,7 @@ class _Expressions:
         draws = 0
         for node in functional.nodes:
             operands = tuple(self.of[name] for name in node.inputs)
-            random = torch.Tag.nondeterministic_seeded in overload(node.op).tags  # type: ignore[attr-defined]
+            random = may_draw(node.op)
             draws += random
             made = {name: number(node.form, operands, draws * random, i) for i, name in enumerate(node.outputs) if name}
             self.of |= made
