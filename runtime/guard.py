@@ -83,11 +83,12 @@ class Original:
     """The model that was given to parallelize. No program sees what is set on it afterwards: a warning says so once."""
 
     def __init__(self, model: nn.Module, mirror: nn.Module, reads: Reads) -> None:
-        modules, mirrors = dict(model.named_modules()), dict(mirror.named_modules())
+        mirrors = dict(mirror.named_modules())
         self.watched = [
-            (weakref.ref(modules[path]), mirrors[path], path, name, vars(modules[path])[name])
-            for path, name in sorted(reads.modules)
-            if name not in UNWATCHED and isinstance(vars(modules[path]).get(name, modules), CONSTANTS)
+            (weakref.ref(module), mirrors[path], path, name, vars(module)[name])
+            for path, module in model.named_modules()
+            for name in sorted(reads.names.get(path, ()))
+            if name not in UNWATCHED and isinstance(vars(module).get(name, module), CONSTANTS)
         ]
 
     def warn(self) -> None:

@@ -86,19 +86,17 @@ ABSENT = Same("absent")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reads:
-    """What was read while a model was traced: attributes of modules as (path, name), and of other objects by class.
-    `__dict__` stands for all of them. `values` are the tensors whose numbers became Python's."""
+    """What was read while a model was traced: attributes of modules by path, and of other objects by class. `__dict__`
+    stands for all of them. `values` are the tensors whose numbers became Python's."""
 
-    modules: frozenset[tuple[str, str]] = frozenset()
-    fields: Mapping[type, frozenset[str]] = field(default_factory=dict)
+    names: Mapping[str | type, frozenset[str]] = field(default_factory=dict)
     values: frozenset[str] = frozenset()
 
-    def of(self, value: Any) -> frozenset[str] | None:
-        """The attributes of an object that count; None for all."""
-        if isinstance(value, nn.Module):
-            return None
-        names = self.fields.get(type(value), frozenset())
-        return None if "__dict__" in names else names
+    def of(self, owner: str | type) -> frozenset[str] | None:
+        """The attributes that count, of the module at a path or of the objects of a class; None for all."""
+        names = self.names.get(owner, frozenset())
+        is_module = isinstance(owner, type) and issubclass(owner, nn.Module)  # one that is not the model's
+        return None if is_module or "__dict__" in names else names
 
 
 class Observation(NamedTuple):

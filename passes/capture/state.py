@@ -134,9 +134,6 @@ class _Walk:
         self.compared: set[tuple[int, str, bool]] = set()  # names of namespaces, and of classes
         self.called: set[str] = set(_ALWAYS)  # names of attributes that reached code mentions
         self.waiting: dict[str, list[Callable[[], None]]] = {}
-        self.names: dict[str, set[str]] = {}
-        for path, name in reads.modules if reads is not None else ():
-            self.names.setdefault(path, set()).add(name)
 
     def run(self) -> None:
         """Look at all that is reached, the nearest first."""
@@ -198,7 +195,7 @@ class _Walk:
         if rule is None:
             return Same(value)
         token = rule(self, path, value)
-        self.fields(path, value, None if self.reads is None else self.reads.of(value), slots)
+        self.fields(path, value, None if self.reads is None else self.reads.of(kind), slots)
         return token
 
     # ---- fields
@@ -206,8 +203,7 @@ class _Walk:
     def module(self, path: str, module: nn.Module) -> None:
         """A module of the model."""
         self.look.kept.append(module)
-        names = self.names.get(path, set())
-        self.fields(path, module, None if self.reads is None or "__dict__" in names else names)
+        self.fields(path, module, None if self.reads is None else self.reads.of(path))
         for name in () if self.reads is None else compat.HOOKS:
             _mapping(self, _joined(path, name), vars(module)[name])
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):

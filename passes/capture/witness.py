@@ -41,15 +41,13 @@ class Witness:
         self.paths = {id(module): path for path, module in self.modules.items()}
         self.looks: list[Look] = []
         """What Python could reach before the first step, after it, and after the second."""
-        self.read: set[tuple[str, str]] = set()
-        self.fields: dict[type, set[str]] = {}
+        self.read: dict[str | type, set[str]] = {}
         self.valued: set[int] = set()  # storages of tensors whose numbers became Python's
 
     @property
     def reads(self) -> Reads:
         return Reads(
-            modules=frozenset(self.read),
-            fields={cls: frozenset(names) for cls, names in self.fields.items()},
+            names={owner: frozenset(names) for owner, names in self.read.items()},
             values=frozenset(p for p, tensor in self.seen.tensors if compat.memory_of(tensor) in self.valued),
         )
 
@@ -176,20 +174,19 @@ class Witness:
     @contextlib.contextmanager
     def _observed(self, classes: set[type]) -> Iterator[None]:
         """Take note of the attributes that are read, of modules and of the objects of these classes."""
-        paths, read, fields = self.paths, self.read, self.fields
+        paths, read = self.paths, self.read
 
         def of_module(module: nn.Module, name: str) -> Any:
-            if name != "__dict__" or not is_library(sys._getframe(1).f_code.co_filename):
-                path = paths.get(id(module))
-                if path is not None:
-                    read.add((path, name))
+            path = paths.get(id(module))
+            if path is not None and (name != "__dict__" or not is_library(sys._getframe(1).f_code.co_filename)):
+                read.setdefault(path, set()).add(name)
             return object.__getattribute__(module, name)
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(compat.patched(nn.Module, "__getattribute__", of_module))
             for cls in classes:
                 if not issubclass(cls, (nn.Module, type)):
-                    noted = fields.setdefault(cls, set())
+                    noted = read.setdefault(cls, set())
                     try:
                         stack.enter_context(compat.patched(cls, "__getattribute__", _noting(cls, noted)))
                     except TypeError:
