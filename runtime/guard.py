@@ -8,15 +8,14 @@ values, as capture did, and says by name which differ: the module then needs ano
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from itertools import repeat
-from operator import is_
+from operator import call, is_
 from typing import Any
 
 from torch import nn
 
 from autopar import compat
 from autopar.passes.capture.looks import ABSENT, Drawn, Look, Reads, listed
-from autopar.passes.capture.state import look
+from autopar.passes.capture.state import REGISTERED, look
 
 logger = logging.getLogger("autopar")
 
@@ -25,11 +24,10 @@ class Guard:
     """Holds while what `reads` says was read of `model` and of `loss_fn` is as it was when the guard was built."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None, reads: Reads) -> None:
-        self.model, self.reads = model, reads
+        self.reads = reads
         self.modules = dict(model.named_modules())
         self.roots: dict[str, Any] = {} if loss_fn is None else {"loss_fn": loss_fn}
         self.roots |= compat.global_hooks()
-        self.hooks = tuple(hooks for module in self.modules.values() for hooks in compat.hook_registries(module))
         self.changed: list[str] = []
         """What differed when it was last seen not to hold."""
         seen = self._look()
@@ -40,13 +38,13 @@ class Guard:
         """Whether all is as it was. Raises ValueError for what no program could serve."""
         if self._is_untouched():
             return True
-        for registry, name, path in self.unregistered:
-            if name in registry:
+        now = self._look()
+        for path, fact in now.facts.items():
+            if fact is REGISTERED and self.facts.get(path, ABSENT) is ABSENT:
                 raise ValueError(
                     f"{path} was registered after parallelize, and forward looks for it: register it first, and "
                     f"parallelize the model then"
                 )
-        now = self._look()
         # generators go on outside of the model: capture saw that forward does not use them
         self.changed = Look(facts=self.facts).differs(now, lambda a, b: isinstance(a, Drawn) and isinstance(b, Drawn))
         if not self.changed:
@@ -54,45 +52,17 @@ class Guard:
         return not self.changed
 
     def _is_untouched(self) -> bool:
-        """Whether all that was looked at is the same objects."""
-        return (
-            all(map(is_, map(dict.get, self.dicts, self.keys, repeat(ABSENT)), self.values))
-            and not any(name in registry for registry, name, _ in self.unregistered)
-            and list(map(len, self.sized)) == self.sizes
-            and all(len(now) == len(then) and all(map(is_, now, then)) for now, then in self.sequences)
-            and all(map(is_, [ask() for ask in self.asks], self.answers))
-            and all(ask() == answer for ask, answer in self.equals)
-        )
+        """Whether all that was looked at is the same objects, or equal where it is not kept as an object."""
+        return all(map(is_, map(call, self.same), self.same_answers)) and [*map(call, self.equal)] == self.equal_answers
 
     def _look(self) -> Look:
-        return look(self.modules, {**self.roots, **self._hooked()}, self.reads)
-
-    def _hooked(self) -> dict[str, Any]:
-        """The hooks of modules that have some."""
-        return {
-            f"the hooks of {path or type(self.model).__name__}": list(map(dict, registries))
-            for path, module in self.modules.items()
-            if any(registries := compat.hook_registries(module))
-        }
+        return look(self.modules, self.roots, self.reads)
 
     def _arm(self, seen: Look) -> None:
-        entries = [*seen.entries]
-        entries += [(hooks, key, value) for hooks in self.hooks for key, value in hooks.items()]
-        self.dicts = tuple(mapping for mapping, _, _ in entries)
-        self.keys = tuple(key for _, key, _ in entries)
-        self.values = tuple(value for _, _, value in entries)
-        paths = {id(vars(module)): (path, module) for path, module in self.modules.items()}
-        absent = [(*paths[id(held)], name) for held, name, value in entries if value is ABSENT and id(held) in paths]
-        self.unregistered = [
-            (registry, name, f"{path}.{name}" if path else name)
-            for path, module, name in absent
-            for registry in (module._parameters, module._buffers, module._modules)
-        ]
-        self.sized = (*seen.sized, *self.hooks)
-        self.sizes = list(map(len, self.sized))
-        self.sequences = tuple(seen.sequences)
-        self.asks, self.answers = [ask for ask, _ in seen.asks], [answer for _, answer in seen.asks]
-        self.equals = tuple(seen.equals)
+        self.same, self.equal = [o.ask for o in seen.same], [o.ask for o in seen.equal]
+        self.same_answers, self.equal_answers = [o.answer for o in seen.same], [o.answer for o in seen.equal]
+        self.kept = [o.put for o in seen.equal]
+        """What knows the objects of which answers have identities: these do not come up again."""
 
 
 def report_changed(paths: Sequence[str], *, possible: bool) -> None:
@@ -113,11 +83,12 @@ class Original:
     """The model that was given to parallelize. No program sees what is set on it afterwards: a warning says so once."""
 
     def __init__(self, model: nn.Module, mirror: nn.Module, reads: Reads) -> None:
-        modules, mirrors = dict(model.named_modules()), dict(mirror.named_modules())
+        mirrors = dict(mirror.named_modules())
         self.watched = [
-            (weakref.ref(modules[path]), mirrors[path], path, name, vars(modules[path])[name])
-            for path, name in sorted(reads.modules)
-            if name not in UNWATCHED and isinstance(vars(modules[path]).get(name, modules), CONSTANTS)
+            (weakref.ref(module), mirrors[path], path, name, vars(module)[name])
+            for path, module in model.named_modules()
+            for name in sorted(reads.names.get(path, ()))
+            if name not in UNWATCHED and isinstance(vars(module).get(name, module), CONSTANTS)
         ]
 
     def warn(self) -> None:

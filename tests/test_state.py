@@ -1379,6 +1379,43 @@ def test_hooks_on_the_parallel_module_and_its_parameters_run(mesh: DeviceMesh) -
     assert sorted(seen) == ["backward", "forward", "gradient"]
 
 
+def _scaling(*scales: str) -> Any:
+    class Scaling(nn.Linear):
+        kinds = frozenset(scales)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * len(max(self.kinds))
+
+    return Scaling
+
+
+def _scaled_by(scale: float) -> tuple[Callable[..., torch.Tensor], Callable[[float], None]]:
+    def change(value: float) -> None:
+        nonlocal scale
+        scale = value
+
+    return lambda module, args, out: out * scale, change
+
+
+def test_things_of_one_name_are_compared_one_by_one() -> None:
+    """Two classes of one name, of which several modules are, and two closures of one function."""
+    classes, hooks = (_scaling("a"), _scaling("bb")), (_scaled_by(2.0), _scaled_by(3.0))
+    model = nn.Sequential(*(cls(WIDTH, WIDTH, dtype=torch.float64) for cls in classes for _ in range(2)))
+    model[0].register_forward_hook(hooks[0][0])
+    model[1].register_forward_hook(hooks[1][0])
+    guard = Guard(model, None, capture(model, (batch(),)).reads)
+    for cls, scales in zip(classes, ("a", "bb"), strict=True):
+        cls.kinds = frozenset({"changed"})
+        assert not guard.holds() and len(guard.changed) == 1
+        cls.kinds = frozenset({scales})
+        assert guard.holds()
+    for (_, change), scale in zip(hooks, (2.0, 3.0), strict=True):
+        change(9.0)
+        assert not guard.holds() and len(guard.changed) == 1
+        change(scale)
+        assert guard.holds()
+
+
 def test_a_guard_takes_microseconds() -> None:
     class Deep(Base):
         def __init__(self) -> None:
@@ -1392,7 +1429,7 @@ def test_a_guard_takes_microseconds() -> None:
 
     model = Deep()
     guard = Guard(model, None, capture(model, (batch(),)).reads)
-    assert guard.holds() and len(guard.dicts) < 40 * len(guard.modules)
+    assert guard.holds() and len(guard.same) < 40 * len(guard.modules)
     model.layers[5].config.state[0] = 2.0
     assert not guard.holds() and guard.changed == ["layers.5.config.state[0]"]
     model.layers[5].config.state[0] = 1.0

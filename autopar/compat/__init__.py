@@ -85,10 +85,10 @@ from .watching import decides_by_data as decides_by_data
 from .watching import global_hooks as global_hooks
 from .watching import gradient_hooks as gradient_hooks
 from .watching import hook_gradient as hook_gradient
-from .watching import hook_registries as hook_registries
 from .watching import hooks_gradient as hooks_gradient
 from .watching import is_stepped_in_backward as is_stepped_in_backward
 from .watching import leaves_numbers as leaves_numbers
+from .watching import HOOKS as HOOKS
 from .watching import SETTINGS as SETTINGS
 from .watching import SETTINGS_AT_WORK as SETTINGS_AT_WORK
 from .watching import asking_for_inference as asking_for_inference

@@ -7,7 +7,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
 from torch._subclasses import FakeTensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -176,9 +175,8 @@ def is_stepped_in_backward(tensor: torch.Tensor) -> bool:
     return bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
-def hook_registries(module: nn.Module) -> tuple[dict[int, Any], ...]:
-    """Where a module keeps its hooks: those of forward, and then those of backward."""
-    return module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+"""Attributes in which a module keeps its hooks."""
 
 
 def global_hooks() -> dict[str, dict[int, Any]]:

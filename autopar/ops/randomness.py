@@ -63,10 +63,15 @@ Draw = Callable[[Emitter, Call, Ref], Results | None]
 _DROPOUTS = "aten.native_dropout.default", "aten.dropout.default"
 
 
+def may_draw(op: str) -> bool:
+    """Whether an operator may draw random numbers."""
+    return torch.Tag.nondeterministic_seeded in overload(op).tags  # type: ignore[attr-defined]
+
+
 def draws(node: Node) -> bool:
     """Whether a node draws random numbers: its operator may, no probability is 0, and it is no dropout of everything,
     for which torch draws none (see `dropped`)."""
-    if torch.Tag.nondeterministic_seeded not in overload(node.op).tags:  # type: ignore[attr-defined]
+    if not may_draw(node.op):
         return False
     given = dict(node.kwargs)
     for position, parameter in enumerate(parameters(node.op)):

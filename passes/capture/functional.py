@@ -13,9 +13,9 @@ import torch
 import torch.utils._pytree as pytree
 
 from autopar import compat
-from autopar.ir.graph import Node, called, overload
+from autopar.ir.graph import Node, called
 from autopar.ir.rewrite import reading
-from autopar.ops.randomness import FILLS
+from autopar.ops.randomness import FILLS, may_draw
 
 from .captured import CaptureError
 from .recorder import Geometry, Origin, Recorder
@@ -117,7 +117,7 @@ def once(
     for given, run in zip(nodes, again, strict=True):
         node = reading(given, same)
         operands = tuple(alike.get(name, name) for name in node.inputs)
-        random = torch.Tag.nondeterministic_seeded in overload(node.op).tags  # type: ignore[attr-defined]
+        random = may_draw(node.op)
         key: Any = (node.form, operands)
         if node.op in FILLS:
             key = (node.form, values[operands[0]].meta)

@@ -1,18 +1,20 @@
-"""What a look at state holds: tokens by path, what to compare at each call, and how to put all of it back. And code:
-whose it is, which line of the model runs, and what a function names and holds."""
+"""What a look at state holds: tokens by path, and what stood where, to be compared and put back. And code: whose it is,
+and what a function names and holds."""
 
 from __future__ import annotations
 
 import collections
 import functools
+import itertools
 import logging
+import operator
 import sys
 import sysconfig
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -27,9 +29,7 @@ _PLACES = tuple(sorted({sysconfig.get_path("stdlib"), sysconfig.get_path("platst
 @functools.cache
 def is_library(code_file: str) -> bool:
     """Whether code is torch's or Python's own."""
-    if not code_file or code_file.startswith("<frozen"):
-        return True
-    if code_file.startswith(str(Path(torch.__file__).parent)):
+    if not code_file or code_file.startswith(("<frozen", str(Path(torch.__file__).parent))):
         return True
     return code_file.startswith(_PLACES) and "site-packages" not in code_file
 
@@ -86,35 +86,36 @@ ABSENT = Same("absent")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reads:
-    """What was read while a model was traced: attributes of modules as (path, name), and of other objects by class.
-    `__dict__` stands for all of them. `values` are the tensors whose numbers became Python's."""
+    """What was read while a model was traced: attributes of modules by path, and of other objects by class. `__dict__`
+    stands for all of them. `values` are the tensors whose numbers became Python's."""
 
-    modules: frozenset[tuple[str, str]] = frozenset()
-    fields: Mapping[type, frozenset[str]] = field(default_factory=dict)
+    names: Mapping[str | type, frozenset[str]] = field(default_factory=dict)
     values: frozenset[str] = frozenset()
 
-    def of(self, value: Any) -> frozenset[str] | None:
-        """The attributes of an object that count; None for all."""
-        if isinstance(value, nn.Module):
-            return None
-        names = self.fields.get(type(value), frozenset())
-        return None if "__dict__" in names else names
+    def of(self, owner: str | type) -> frozenset[str] | None:
+        """The attributes that count, of the module at a path or of the objects of a class; None for all."""
+        names = self.names.get(owner, frozenset())
+        is_module = isinstance(owner, type) and issubclass(owner, nn.Module)  # one that is not the model's
+        return None if is_module or "__dict__" in names else names
+
+
+class Observation(NamedTuple):
+    """What stood at a path: how to ask for it again, what the answer was, and how to put that back."""
+
+    path: str
+    ask: Callable[[], Any]
+    answer: Any
+    put: Callable[[Any], object] | None
 
 
 @dataclass(slots=True)
 class Look:
-    """All that was reached. `entries` are (dictionary, key, value) as they stood, ABSENT where there was none, `sized`
-    and `sequences` containers with what they held, `asks` and `equals` (how to look again, answer), which is the same
-    object or an equal one; `undo` puts all back, by path."""
+    """All that was reached: tokens by path, and what is to be an equal answer later on, or the same object."""
 
     facts: dict[str, Any] = field(default_factory=dict)
     tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list)
-    entries: list[tuple[dict[Any, Any], Any, Any]] = field(default_factory=list)
-    sized: list[dict[Any, Any]] = field(default_factory=list)
-    sequences: list[tuple[Any, tuple[Any, ...]]] = field(default_factory=list)
-    asks: list[tuple[Callable[[], Any], Any]] = field(default_factory=list)
-    equals: list[tuple[Callable[[], Any], Any]] = field(default_factory=list)
-    undo: list[tuple[str, Callable[[], object]]] = field(default_factory=list)
+    equal: list[Observation] = field(default_factory=list)
+    same: list[Observation] = field(default_factory=list)
     classes: set[type] = field(default_factory=set)
     names: set[str] = field(default_factory=set)
     """Names that the code mentions which was reached."""
@@ -132,14 +133,15 @@ class Look:
         return [path for path in differing if not any(outer in differing for outer in outer_paths(path))]
 
     def restore(self) -> None:
-        """Put everything back as it was when this look was taken, in the order in which it was reached. Warns of what
-        lets nobody put it back."""
+        """Put everything back as it was when this look was taken. Warns of what lets nobody put it back."""
         with compat.without_modes():
-            for path, put_back in self.undo:
-                try:
-                    put_back()
-                except (AttributeError, TypeError, ValueError, OSError) as error:
-                    logger.warning("capture changed %s and cannot put it back: %s", path, error)
+            for observations, alike in ((self.equal, operator.eq), (self.same, operator.is_)):
+                for path, ask, answer, put in observations:
+                    try:
+                        if put is not None and not alike(ask(), answer):
+                            put(answer)
+                    except (AttributeError, TypeError, ValueError, OSError) as error:
+                        logger.warning("capture changed %s and cannot put it back: %s", path, error)
 
 
 def outer_paths(path: str) -> Iterator[str]:
@@ -149,24 +151,30 @@ def outer_paths(path: str) -> Iterator[str]:
             yield path[:i]
 
 
-def put_back_mapping(value: dict[Any, Any], kept: dict[Any, Any]) -> None:
-    if len(value) != len(kept) or any(dict.get(value, key, ABSENT) is not item for key, item in kept.items()):
+def contents(value: Any) -> Any:
+    """What a container or a class holds, whatever its own class makes of it when it is asked."""
+    if isinstance(value, (type, dict)):
+        return dict(vars(value) if isinstance(value, type) else dict.items(value))
+    return tuple(value)
+
+
+def identities(value: Any) -> list[int]:
+    """What a container or a class holds, by identity."""
+    held = contents(value)
+    return [*map(id, itertools.chain.from_iterable(held.items()) if isinstance(held, dict) else held)]
+
+
+def put_back(value: Any, kept: Any) -> None:
+    """A container or a class holds again what it did."""
+    if isinstance(value, type):
+        for name in {**vars(value), **kept}:
+            if not name.startswith("__") and vars(value).get(name, ABSENT) is not kept.get(name, ABSENT):
+                setattr(value, name, kept[name]) if name in kept else delattr(value, name)
+    elif isinstance(value, dict):
         kind: type[dict[Any, Any]] = collections.OrderedDict if isinstance(value, collections.OrderedDict) else dict
         kind.clear(value)
         for key, item in kept.items():
             kind.__setitem__(value, key, item)
-
-
-def put_back_sequence(value: Any, kept: tuple[Any, ...]) -> None:
-    if len(value) != len(kept) or any(a is not b for a, b in zip(value, kept, strict=True)):
+    else:
         value.clear()
         (value.update if isinstance(value, set) else value.extend)(kept)
-
-
-def put_back_class(cls: type, kept: dict[str, Any]) -> None:
-    for name in [*vars(cls)]:
-        if name not in kept and not name.startswith("__"):
-            delattr(cls, name)
-    for name, item in kept.items():
-        if vars(cls).get(name, ABSENT) is not item and not name.startswith("__"):
-            setattr(cls, name, item)

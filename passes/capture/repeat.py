@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from autopar import compat
-from autopar.ir.graph import Node, overload, producers
+from autopar.ir.graph import Node, producers
+from autopar.ops.randomness import may_draw
 
 from .concrete import same_value
 from .functional import Functional
@@ -37,10 +38,9 @@ class Repeated:
         self.expressions: tuple[_Expressions, _Expressions] | None = None
         if _identical(first, second):
             return
-        numbers: dict[Any, int] = {}
-        before = _Expressions(first, functional, numbers)
+        before = _Expressions(first, functional)
         names = (self.second.name(tensor) for tensor in left)
-        after = _Expressions(second, second.functional(name for name in names if name), numbers, before)
+        after = _Expressions(second, second.functional(name for name in names if name), before)
         self.expressions = before, after
         self.parting, self.read = _difference(before, after), after.read
 
@@ -58,80 +58,57 @@ class Repeated:
 def _identical(first: Recording, second: Recording) -> bool:
     """Whether two steps ran the same operators one by one on the same values, by name."""
     one, other = first.recorder, second.recorder
+    ran, again = ([(node.form, node.inputs, node.outputs) for node in recorder.nodes] for recorder in (one, other))
     return (
         not other.earlier
-        and (first.inputs, first.results) == (second.inputs, second.results)
+        and (first.inputs, first.results, ran) == (second.inputs, second.results, again)
         and first.outcome.same(second.outcome)
-        and len(one.nodes) == len(other.nodes)
         and one.constants.keys() == other.constants.keys()
-        and all(
-            x is y or same_value(x, y) for x, y in zip(one.constants.values(), other.constants.values(), strict=True)
-        )
-        and all(map(_same_node, one.nodes, other.nodes))
+        and all(x is other.constants[name] or same_value(x, other.constants[name]) for name, x in one.constants.items())
     )
 
 
-def _same_node(a: Node, b: Node) -> bool:
-    return a.op == b.op and a.outputs == b.outputs and _same(a.args, b.args) and _same(a.kwargs, b.kwargs)
-
-
-def _same(a: Any, b: Any) -> bool:
-    """Whether two arguments are one to an operator: 1, 1.0 and True are not."""
-    if type(a) is tuple and type(b) is tuple:
-        return len(a) == len(b) and all(map(_same, a, b))
-    return type(a) is type(b) and (same_value(a, b) if isinstance(a, (float, complex)) else bool(a == b))
-
-
 class _Expressions:
-    """The numbers of a step's values. `numbers` is one table for both steps; `earlier` is the step before."""
+    """The numbers of a step's values. `earlier` is the step before, with which it has one table of them."""
 
-    def __init__(
-        self,
-        recording: Recording,
-        functional: Functional,
-        numbers: dict[Any, int],
-        earlier: "_Expressions | None" = None,
-    ) -> None:
-        self.recording, self.functional, self.earlier = recording, functional, earlier
+    def __init__(self, recording: Recording, functional: Functional, earlier: "_Expressions | None" = None) -> None:
+        self.recording, self.functional = recording, functional
         self.producer: Mapping[str, Node] = {
             name: functional.nodes[i] for name, i in producers(functional.nodes).items()
         }
         self.of: dict[str, int] = {}
-        self.constant: set[int] = set()
+        self.numbers: dict[Any, int] = {} if earlier is None else earlier.numbers
+        self.constant: set[int] = set() if earlier is None else earlier.constant
+        """Numbers of what is made of constants alone."""
         self.read: set[str] = set()
         """Values of the step before that this one reads and that are not made of constants."""
-        recorder = recording.recorder
 
         def number(*key: Any) -> int:
-            return numbers.setdefault(key, len(numbers))
+            return self.numbers.setdefault(key, len(self.numbers))
 
         for given in recording.inputs:
             self.of[given.name] = number("input", given.role, given.target)
-        for name, tensor in recorder.constants.items():
+        for name, tensor in recording.recorder.constants.items():
             value = compat.value_of(tensor)
             content = id(tensor) if value is None else value
             self.of[name] = number("constant", content, tensor.dtype, tuple(tensor.shape))
             self.constant.add(self.of[name])
-        for name, before in recorder.earlier.items():
+        for name, before in recording.recorder.earlier.items():
             assert earlier is not None
             then = earlier.now(before)
-            self.of[name] = then if then in earlier.constant else number("earlier", then)
-            if then in earlier.constant:
-                self.constant.add(then)
-            else:
+            if then not in self.constant:
                 self.read.add(before)
+                then = number("earlier", then)
+            self.of[name] = then
         draws = 0
         for node in functional.nodes:
             operands = tuple(self.of[name] for name in node.inputs)
-            random = torch.Tag.nondeterministic_seeded in overload(node.op).tags  # type: ignore[attr-defined]
+            random = may_draw(node.op)
             draws += random
-            made = number(node.form, operands, draws if random else None)
-            is_constant = not random and self.constant.issuperset(operands)
-            for i, name in enumerate(node.outputs):
-                if name:
-                    self.of[name] = number("result", made, i)
-                    if is_constant:
-                        self.constant.add(self.of[name])
+            made = {name: number(node.form, operands, draws * random, i) for i, name in enumerate(node.outputs) if name}
+            self.of |= made
+            if not random and self.constant.issuperset(operands):
+                self.constant.update(made.values())
 
     def now(self, name: str) -> int:
         """The number of a recorded value, as it is at the end of the step."""

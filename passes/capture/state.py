@@ -32,6 +32,7 @@ import torch
 from torch import nn
 
 from autopar import compat
+from autopar.ir.rewrite import distinct
 
 from .captured import CaptureError
 from .fakes import STANDS_FOR
@@ -39,16 +40,17 @@ from .looks import (
     ABSENT,
     Drawn,
     Look,
+    Observation,
     Reads,
     Same,
+    contents,
     defaults_of,
+    identities,
     is_library,
     is_library_module,
     names_of,
     outer_paths,
-    put_back_class,
-    put_back_mapping,
-    put_back_sequence,
+    put_back,
 )
 
 logger = logging.getLogger(__name__)
@@ -57,8 +59,7 @@ REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
 """Attributes in which a module keeps what a graph has inputs for."""
 
 _OTHERWISE = REGISTRIES | {
-    "__dict__", "__class__", "training",
-    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
+    *compat.HOOKS, "__dict__", "__class__", "training",
     "_flat_weights", "_flat_weight_refs",  # the parameters of torch's recurrent layers, once more
     STANDS_FOR,
 }  # fmt: skip
@@ -66,6 +67,9 @@ _OTHERWISE = REGISTRIES | {
 
 FACTS_MOST = 300_000
 """Where a walk ends, with a warning."""
+
+REGISTERED = "registered"
+"""The token of what a module was asked for and has among its parameters, buffers or modules."""
 
 BYTES_MOST = 1 << 26
 """Up to which size an array is copied that forward may not read."""
@@ -129,12 +133,9 @@ class _Walk:
         self.queue: deque[tuple[str, Any]] = deque()
         self.aliases: dict[str, list[str]] = {}
         self.rules: dict[type, tuple[_Rule | None, list[tuple[str, Any]]]] = {}
-        self.compared: set[tuple[int, str]] = set()  # names of namespaces, and of classes
+        self.compared: set[tuple[int, str, bool]] = set()  # names of namespaces, and of classes
         self.called: set[str] = set(_ALWAYS)  # names of attributes that reached code mentions
         self.waiting: dict[str, list[Callable[[], None]]] = {}
-        self.names: dict[str, set[str]] = {}
-        for path, name in reads.modules if reads is not None else ():
-            self.names.setdefault(path, set()).add(name)
 
     def run(self) -> None:
         """Look at all that is reached, the nearest first."""
@@ -144,16 +145,39 @@ class _Walk:
                 logger.warning("the model holds too much in Python to compare all of it: not from %s on", path)
                 self.queue.clear()
             else:
-                self.look.facts[path] = self.token(path, value)
+                # two lambdas of one function have one name
+                self.look.facts[distinct(path, self.look.facts)] = self.token(path, value)
 
     def reach(self, path: str, value: Any) -> None:
         self.queue.append((path, value))
+
+    def held(
+        self, path: str, ask: Callable[[], Any], put: Callable[[Any], object] | None = None, *, is_fixed: bool = False
+    ) -> None:
+        """Reach what stands at a path. Unless it is fixed, it is to be the same object later on."""
+        answer = ask()
+        if not is_fixed:
+            self.look.same.append(Observation(path, ask, answer, put))
+        self.reach(path, answer)
+
+    def equal(self, path: str, ask: Callable[[], Any], put: Callable[[Any], object] | None = None) -> Any:
+        """What is asked for at a path is to be equal later on."""
+        answer = ask()
+        self.look.equal.append(Observation(path, ask, answer, put))
+        return answer
+
+    def contents(self, path: str, value: Any) -> None:
+        """A container or a class is to hold the same objects later on."""
+        kept = contents(value)
+        self.equal(path, functools.partial(identities, value), lambda _: put_back(value, kept))
 
     def token(self, path: str, value: Any) -> Any:
         """What stands at a path. What is inside of it is reached."""
         kind, look = type(value), self.look
         if kind in _ATOMS:
             return _frozen(value)
+        if value is ABSENT:
+            return value
         if id(value) in self.inside:
             return ("module", self.inside[id(value)])
         if issubclass(kind, torch.Tensor):
@@ -161,8 +185,7 @@ class _Walk:
             self.notes(path, value)
             if self.reads is None or path not in self.reads.values:
                 return Same(value)
-            look.asks.append((functools.partial(getattr, value, "_version"), value._version))
-            return (Same(value), value._version)
+            return (Same(value), self.equal(path, functools.partial(getattr, value, "_version")))
         if id(value) in self.seen:
             self.aliases.setdefault(self.seen[id(value)], []).append(path)
             return ("as", self.seen[id(value)])
@@ -174,7 +197,7 @@ class _Walk:
         if rule is None:
             return Same(value)
         token = rule(self, path, value)
-        self.fields(path, value, None if self.reads is None else self.reads.of(value), slots)
+        self.fields(path, value, None if self.reads is None else self.reads.of(kind), slots)
         return token
 
     # ---- fields
@@ -182,8 +205,9 @@ class _Walk:
     def module(self, path: str, module: nn.Module) -> None:
         """A module of the model."""
         self.look.kept.append(module)
-        names = self.names.get(path, set())
-        self.fields(path, module, None if self.reads is None or "__dict__" in names else names)
+        self.fields(path, module, None if self.reads is None else self.reads.of(path))
+        for name in () if self.reads is None else compat.HOOKS:
+            _mapping(self, _joined(path, name), vars(module)[name])
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
                 self.notes(_joined(path, name), tensor)
@@ -203,31 +227,30 @@ class _Walk:
             if wanted is None and (fields or self.reads is None or not isinstance(value, types.FunctionType)):
                 self.sized(path, fields)
             for name in [*fields] if wanted is None else sorted(wanted):
-                if name not in fields and name not in otherwise:
-                    self._not_own(_joined(path, name), value, name)
-                elif name not in otherwise and not compat.is_torchs(str(name)):
+                if name in otherwise or compat.is_torchs(str(name)):
+                    continue
+                if name in fields:
                     self.entry(_joined(path, name), fields, name)
+                else:
+                    self._not_own(_joined(path, name), value, name)
         for name, slot in slots:
             self.look.classes.add(type(value))
             if wanted is None or name in wanted:
-                held = _in_slot(slot, value)
-                self.reach(f"{path}.{name}", held)
-                if not _is_native(slot.__objclass__):
-                    self.look.asks.append((functools.partial(_in_slot, slot, value), held))
-                    self.undo(f"{path}.{name}", functools.partial(_put_in_slot, slot, value, held))
+                self.slot(f"{path}.{name}", slot, value, is_fixed=_is_native(slot.__objclass__))
 
     def _not_own(self, path: str, value: Any, name: str) -> None:
         """An attribute that was read and is not in the `__dict__`: the class's, one of a module's tensors or modules,
         or one that was not there."""
-        if isinstance(value, nn.Module) and any(name in vars(value)[registry] for registry in REGISTRIES):
+        registries = [vars(value)[name] for name in REGISTRIES] if isinstance(value, nn.Module) else []
+        if any(name in registry for registry in registries):
+            self.look.facts[path] = REGISTERED
             return
         owner = next((cls for cls in type(value).__mro__ if name in vars(cls)), None)
         if owner is nn.Module:
             return
-        self.look.entries.append((vars(value), name, ABSENT))
-        if owner is None:
-            self.look.facts[path] = ABSENT
-        elif not is_library_module(owner.__module__) or type(vars(owner)[name]) in _ATOMS:
+        for mapping in (vars(value), *(registries if owner is None else ())):
+            self.held(path, functools.partial(dict.get, mapping, name, ABSENT))
+        if owner is not None and (not is_library_module(owner.__module__) or type(vars(owner)[name]) in _ATOMS):
             self._class_attribute(owner, name)
 
     def notes(self, path: str, tensor: torch.Tensor) -> None:
@@ -238,19 +261,20 @@ class _Walk:
             self.when_named(name, functools.partial(self.entry, f"{path}.{name}", vars(tensor), name))
 
     def entry(self, path: str, mapping: dict[Any, Any], key: Any) -> None:
-        self.look.entries.append((mapping, key, mapping[key]))
-        self.reach(path, mapping[key])
+        ask = functools.partial(dict.get, mapping, key, ABSENT)
+        self.held(path, ask, functools.partial(dict.__setitem__, mapping, key))
+
+    def slot(self, path: str, slot: Any, value: Any, *, is_fixed: bool) -> None:
+        """What is in a slot, or in the cell of a closure."""
+        ask = functools.partial(_in_slot, slot, value)
+        self.held(path, ask, functools.partial(_put_in_slot, slot, value), is_fixed=is_fixed)
 
     def sized(self, path: str, mapping: dict[Any, Any]) -> None:
         """Compare how much it holds, or put all of that back."""
-        kept = dict(dict.items(mapping))  # whatever its class makes of it when it is asked
         if self.reads is not None:
-            self.look.sized.append(mapping)
+            self.equal(path, mapping.__len__)
         else:
-            self.undo(path, lambda: put_back_mapping(mapping, kept))
-
-    def undo(self, path: str, put_back: Callable[[], object]) -> None:
-        self.look.undo.append((path, put_back))
+            self.contents(path, mapping)
 
     # ---- code
 
@@ -263,7 +287,7 @@ class _Walk:
 
     def calls(self, names: set[str]) -> None:
         self.look.names |= names
-        for name in names - self.called:
+        for name in sorted(names - self.called):
             self.called.add(name)
             for then in self.waiting.pop(name, ()):
                 then()
@@ -275,7 +299,8 @@ class _Walk:
                 continue
             self.seen[id(base)] = base.__name__
             kept = dict(vars(base))
-            self.undo(base.__name__, functools.partial(put_back_class, base, kept))
+            if self.reads is None:
+                self.contents(base.__name__, base)
             for name, held in kept.items():
                 then = functools.partial(self._class_attribute, base, name, isinstance(held, _CODE))
                 if not name.startswith("__"):
@@ -284,67 +309,55 @@ class _Walk:
                     then()
 
     def _class_attribute(self, cls: type, name: str, is_code: bool = False) -> None:
-        if not is_code and (id(cls), name) not in self.compared:
-            self.compared.add((id(cls), name))
-            self.look.asks.append((functools.partial(vars(cls).get, name), vars(cls)[name]))
-        self.reach(f"{cls.__name__}.{name}", vars(cls)[name])
+        if (id(cls), name, is_code) not in self.compared:
+            self.compared.add((id(cls), name, is_code))
+            ask = functools.partial(vars(cls).get, name, ABSENT)
+            self.held(f"{cls.__name__}.{name}", ask, is_fixed=is_code)
 
     def function(self, function: types.FunctionType) -> None:
         """What a function holds, and what a person's code names."""
         of, code, namespace = f"{function.__qualname__}'s", function.__code__, function.__globals__
         library = is_library(code.co_filename)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-            held = _in_slot(_CELL, cell)
             if name != "__class__":
-                self.reach(f"{of} {name}", held)
-                if not library:
-                    self.look.asks.append((functools.partial(_in_slot, _CELL, cell), held))
-                    self.undo(f"{of} {name}", functools.partial(_put_in_slot, _CELL, cell, held))
+                self.slot(f"{of} {name}", _CELL, cell, is_fixed=library)
         for name, held in defaults_of(function).items():
             self.reach(f"{of} {name}", held)
         if library:
             self.calls({function.__name__})  # whatever the model calls it
             return
         names = names_of(code)
+        self.namespace(f"{of} ", namespace, names)
         for name in sorted(names):
-            # no code can say `@name`: instruments write such globals beside a person's (pytest, to explain an assert)
-            if name in namespace and name.isidentifier():
-                self._global(f"{of} {name}", namespace, name, names)
             for imported in (name, f"{namespace.get('__package__')}.{name}"):
-                self._of_module(imported, sys.modules.get(imported), names)
+                if isinstance(module := sys.modules.get(imported), types.ModuleType):
+                    self.namespace(f"{imported}.", vars(module), names, f"{module.__name__}.")
         self.calls(names)
 
-    def _global(self, path: str, namespace: dict[str, Any], name: str, names: set[str]) -> None:
-        held = namespace[name]
-        if isinstance(held, types.ModuleType):
-            self._of_module(path, held, names)
-        elif (id(namespace), name) not in self.compared:
-            self.compared.add((id(namespace), name))
-            if not (isinstance(held, type) and is_library_module(held.__module__)):
-                self.undo(path, lambda: namespace.__setitem__(name, held))
-                self.entry(path, namespace, name)
-
-    def _of_module(self, path: str, module: Any, names: set[str]) -> None:
-        """Globals of a module that code names; of torch and of Python's own library its constants alone."""
-        if isinstance(module, types.ModuleType):
-            library = is_library_module(module.__name__)
-            for name in sorted(names & vars(module).keys()):
-                held = vars(module)[name]
-                other = isinstance(held, types.ModuleType) and not held.__name__.startswith(f"{module.__name__}.")
-                if type(held) in _ATOMS or not (library or other):
-                    self._global(f"{path}.{name}", vars(module), name, names)
+    def namespace(self, prefix: str, namespace: dict[str, Any], names: set[str], inside: str = "") -> None:
+        """Globals that code names: its own, or those inside of a module; of torch and of Python's own library constants
+        alone."""
+        library = is_library_module(inside)
+        # no code can say `@name`: instruments write such globals beside a person's (pytest, to explain an assert)
+        for name in sorted(filter(str.isidentifier, names & namespace.keys())):
+            held, key = namespace[name], (id(namespace), name, False)
+            if isinstance(held, types.ModuleType):
+                if not library and held.__name__.startswith(inside):
+                    self.namespace(f"{prefix}{name}.", vars(held), names, f"{held.__name__}.")
+            elif key not in self.compared and (type(held) in _ATOMS or not library):
+                self.compared.add(key)
+                if not (isinstance(held, type) and is_library_module(held.__module__)):
+                    self.entry(f"{prefix}{name}", namespace, name)
 
     def settings(self) -> None:
         """What the process is set to, as far as operators or reached code ask for it."""
         for name, ask in compat.SETTINGS.items():
             if name in self.look.names | compat.SETTINGS_AT_WORK:
-                self.look.facts[f"torch.{name}()"] = answer = ask()
-                self.look.equals.append((ask, answer))
+                self.look.facts[f"torch.{name}()"] = self.equal(f"torch.{name}()", ask)
         if self.look.names & {"environ", "getenv"}:
             self.reach("os.environ", vars(os.environ)["_data"])
         if self.look.names & {"decimal", "Decimal", "getcontext", "localcontext"}:
-            self.look.asks.append((decimal.getcontext, decimal.getcontext()))
-            self.reach("decimal.getcontext()", decimal.getcontext())
+            self.held("decimal.getcontext()", decimal.getcontext)
         self.run()
 
 
@@ -391,8 +404,7 @@ def _in_slot(slot: Any, value: Any) -> Any:
 
 
 def _put_in_slot(slot: Any, value: Any, held: Any) -> None:
-    if _in_slot(slot, value) is not held:
-        slot.__delete__(value) if held is ABSENT else slot.__set__(value, held)
+    slot.__delete__(value) if held is ABSENT else slot.__set__(value, held)
 
 
 _CELL: Any = types.CellType.cell_contents
@@ -432,28 +444,25 @@ def _builtin(walk: _Walk, path: str, value: Any) -> Any:
 
 
 def _cache(walk: _Walk, path: str, value: Any) -> Any:
-    size = value.cache_info().currsize
-    # results that the trace left in a cache are no tensors
-    walk.undo(path, lambda: value.cache_clear() if value.cache_info().currsize != size else None)
+    if walk.reads is None:  # results that the trace leaves in a cache are no tensors
+        walk.equal(path, lambda: value.cache_info().currsize, lambda _: value.cache_clear())
     return Same(value)
 
 
 def _mapping(walk: _Walk, path: str, value: Any) -> Any:
-    items = dict(dict.items(value))
+    keys = [*dict.keys(value)]
     walk.sized(path, value)
-    for i, (key, item) in enumerate(items.items()):
-        walk.look.entries.append((value, key, item))
-        walk.reach(f"{path}[{key!r}]" if type(key) in _ATOMS else f"{path}.values()[{i}]", item)
+    for i, key in enumerate(keys):
+        walk.entry(f"{path}[{key!r}]" if type(key) in _ATOMS else f"{path}.values()[{i}]", value, key)
         if type(key) not in _ATOMS:
             walk.reach(f"{path}.keys()[{i}]", key)
-    return (type(value), tuple(map(_frozen, items)))
+    return (type(value), tuple(map(_frozen, keys)))
 
 
 def _elements(walk: _Walk, path: str, value: Any) -> Any:
     kept, is_set = tuple(value), isinstance(value, (set, frozenset))
     if not isinstance(value, (tuple, frozenset)):
-        walk.look.sequences.append((value, kept))
-        walk.undo(path, lambda: put_back_sequence(value, kept))
+        walk.contents(path, value)
     for i, item in enumerate(kept):
         if not is_set:
             walk.reach(f"{path}[{i}]", item)
@@ -531,13 +540,11 @@ def _seen(
 
     def rule(walk: _Walk, path: str, value: Any) -> Any:
         held = see(value)
-        token, same = (type(value), _frozen(held)), _frozen(held, Same)
         if suffix:
             walk.reach(path + suffix, held)
-        if not drawn:  # what is drawn goes on outside of the model
-            walk.look.equals.append((lambda: _frozen(see(value), Same), same))
-        if put is not None:
-            walk.undo(path, lambda: _frozen(see(value), Same) == same or put(value, held))
+        if walk.reads is None or not drawn:  # what is drawn goes on outside of the model
+            walk.equal(path, lambda: _frozen(see(value), Same), lambda _: put(value, held) if put is not None else None)
+        token = (type(value), _frozen(held))
         return Drawn(token) if drawn else token
 
     return rule

@@ -41,15 +41,13 @@ class Witness:
         self.paths = {id(module): path for path, module in self.modules.items()}
         self.looks: list[Look] = []
         """What Python could reach before the first step, after it, and after the second."""
-        self.read: set[tuple[str, str]] = set()
-        self.fields: dict[type, set[str]] = {}
+        self.read: dict[str | type, set[str]] = {}
         self.valued: set[int] = set()  # storages of tensors whose numbers became Python's
 
     @property
     def reads(self) -> Reads:
         return Reads(
-            modules=frozenset(self.read),
-            fields={cls: frozenset(names) for cls, names in self.fields.items()},
+            names={owner: frozenset(names) for owner, names in self.read.items()},
             values=frozenset(p for p, tensor in self.seen.tensors if compat.memory_of(tensor) in self.valued),
         )
 
@@ -127,18 +125,15 @@ class Witness:
 
     def paths_of(self, constants: Mapping[str, torch.Tensor], taken: set[str]) -> dict[str, str]:
         """Where the model holds constants, by name, or other paths that are not taken."""
-        held = {compat.memory_of(tensor): path for path, tensor in reversed(self.seen.tensors)}
-        paths: dict[str, str] = {}
+        held, paths = self._held(), dict[str, str]()
         for name, tensor in constants.items():
-            path = held.get(compat.memory_of(tensor), name)
-            paths[name] = distinct(path, {*taken, *paths.values()})
+            paths[name] = distinct(held.get(compat.memory_of(tensor), name), {*taken, *paths.values()})
         return paths
 
     def written(self, tensor: torch.Tensor) -> str:
         """Why a tensor that Python holds cannot be written in place."""
-        storage = compat.memory_of(tensor)
-        paths = [path for path, held in self.seen.tensors if compat.memory_of(held) == storage]
-        name = paths[0] if paths else f"a tensor {list(tensor.shape)} that is not the model's"
+        other = f"a tensor {list(tensor.shape)} that is not the model's"
+        name = self._held().get(compat.memory_of(tensor), other)
         return (
             f"forward writes {name} in place, which is no buffer of the model: capture changes nothing, and a program "
             f"writes buffers alone. Make it a buffer (register_buffer, persistent=False if no checkpoint is to hold it)"
@@ -146,13 +141,16 @@ class Witness:
 
     def trained(self, tensor: torch.Tensor) -> str:
         """Why a tensor that Python holds cannot be trained."""
-        memory = compat.memory_of(tensor)
-        path = next((path for path, held in self.seen.tensors if compat.memory_of(held) == memory), "a tensor")
+        path = self._held().get(compat.memory_of(tensor), "a tensor")
         return (
             f"{path} requires a gradient and is no parameter of the model: it would not train. Make it one (an "
             f"nn.Parameter attribute, nn.ParameterList, nn.ParameterDict; a loss with parameters is a module of the "
             f"model), or detach() it"
         )
+
+    def _held(self) -> dict[int, str]:
+        """Where Python holds what is on a memory."""
+        return {compat.memory_of(tensor): path for path, tensor in reversed(self.seen.tensors)}
 
     def _look(self) -> Look:
         return look(self.modules, self.roots)
@@ -175,29 +173,23 @@ class Witness:
     @contextlib.contextmanager
     def _observed(self, classes: set[type]) -> Iterator[None]:
         """Take note of the attributes that are read, of modules and of the objects of these classes."""
-        paths, read, fields = self.paths, self.read, self.fields
+        paths, read = self.paths, self.read
 
         def of_module(module: nn.Module, name: str) -> Any:
-            if name != "__dict__" or not is_library(sys._getframe(1).f_code.co_filename):
-                path = paths.get(id(module))
-                if path is not None:
-                    read.add((path, name))
+            path = paths.get(id(module))
+            if path is not None and (name != "__dict__" or not is_library(sys._getframe(1).f_code.co_filename)):
+                read.setdefault(path, set()).add(name)
             return object.__getattribute__(module, name)
 
-        @contextlib.contextmanager
-        def observing() -> Iterator[None]:
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(compat.patched(nn.Module, "__getattribute__", of_module))
-                for cls in classes:
-                    if not issubclass(cls, (nn.Module, type)):
-                        noted = fields.setdefault(cls, set())
-                        try:
-                            stack.enter_context(compat.patched(cls, "__getattribute__", _noting(cls, noted)))
-                        except TypeError:
-                            noted.add("__dict__")  # a class that cannot be watched: all of its attributes count
-                yield
-
-        with observing():
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(compat.patched(nn.Module, "__getattribute__", of_module))
+            for cls in classes:
+                if not issubclass(cls, (nn.Module, type)):
+                    noted = read.setdefault(cls, set())
+                    try:
+                        stack.enter_context(compat.patched(cls, "__getattribute__", _noting(cls, noted)))
+                    except TypeError:
+                        noted.add("__dict__")  # a class that cannot be watched: all of its attributes count
             yield
 
 
