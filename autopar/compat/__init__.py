@@ -61,7 +61,6 @@ from .tensors import memory_of as memory_of
 from .tensors import norm_dtype as norm_dtype
 from .tensors import notes_of as notes_of
 from .tensors import receiver as receiver
-from .tensors import shell as shell
 from .tensors import stand_in as stand_in
 from .tensors import statistics_dtype as statistics_dtype
 from .tensors import storage_span as storage_span
@@ -70,7 +69,6 @@ from .tensors import uncompiled as uncompiled
 from .tensors import unmodified as unmodified
 from .tensors import unseen as unseen
 from .tensors import value_of as value_of
-from .tensors import version as version
 from .tensors import versions as versions
 from .waiting import name_waits as name_waits
 from .wrapping import HOOKS_OF_STATES as HOOKS_OF_STATES
@@ -96,5 +94,4 @@ from .watching import seeding as seeding
 from .watching import property_of as property_of
 from .watching import sizes_by_values as sizes_by_values
 from .watching import unrecordable as unrecordable
-from .watching import without_modes as without_modes
 from .watching import written_by as written_by

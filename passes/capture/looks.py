@@ -134,7 +134,7 @@ class Look:
     def restore(self) -> None:
         """Put everything back as it was when this look was taken, in the order in which it was reached. Warns of what
         lets nobody put it back."""
-        with compat.without_modes():
+        with compat.unmodified():
             for path, put_back in self.undo:
                 try:
                     put_back()
