@@ -145,9 +145,7 @@ def _of_list(func: Callable[..., Any], place: int, *args: Any, **kwargs: Any) ->
 def _stacked(values: Any, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> torch.Tensor:
     """`torch.tensor` of lists with tensors in them: it reads their numbers, which no gradient reaches."""
     if isinstance(values, (list, tuple)):
-        rows = [_stacked(value, device=device) for value in values]
-        wanted = dtype or functools.reduce(torch.promote_types, (row.dtype for row in rows))
-        return torch.stack([row.to(wanted) for row in rows])
+        return torch.stack([_stacked(value, dtype, device) for value in values])
     if isinstance(values, torch.Tensor):
         return values.detach().to(device=device, dtype=dtype)
     return torch.tensor(values, dtype=dtype, device=device)
