@@ -39,7 +39,7 @@ class OtherWays(TorchFunctionMode):
     def __init__(self, generators: Generators, recorder: StepRecorder, here: Here) -> None:
         super().__init__()
         self.generators, self.recorder, self.here = generators, recorder, here
-        self.traced = {
+        self.traced: dict[Any, Callable[..., Any]] = {
             **TRACED,
             F.ctc_loss: functools.partial(selected_loss, recorder),
             **{func: functools.partial(self._read, func) for func in (torch.Tensor.tolist, torch.Tensor.numpy)},
@@ -120,7 +120,7 @@ def _write_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
 def _deep_copy(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
     """`copy.deepcopy(tensor)`, as an operator."""
     if not (compat.is_fake(tensor) and tensor.is_leaf):
-        return tensor.__deepcopy__(memo)
+        return copy.deepcopy(tensor, memo)
     if id(tensor) not in memo:
         same = tensor.detach().clone()
         same = nn.Parameter(same) if isinstance(tensor, nn.Parameter) else same
@@ -221,7 +221,8 @@ def windows(x: torch.Tensor, size: Sequence[int], stride: Sequence[int]) -> torc
     """
     if not all(isinstance(n, int) for n in (*size, *stride)) or x.storage_offset() or not x.numel() or 0 in size:
         return None
-    memory = x.permute(sorted(range(x.dim()), key=lambda dim: -x.stride(dim) if x.shape[dim] > 1 else 1))
+    strides = x.stride()
+    memory = x.permute(sorted(range(x.dim()), key=lambda dim: -strides[dim] if x.shape[dim] > 1 else 1))
     dims = sorted((dim for dim in range(len(size)) if size[dim] > 1), key=lambda dim: -stride[dim])
 
     def extent(dims: Sequence[int]) -> int:
@@ -238,7 +239,7 @@ def windows(x: torch.Tensor, size: Sequence[int], stride: Sequence[int]) -> torc
         if length > step or rows.shape[at] % step:
             rows = rows.unfold(at, length, step).movedim(-1, at + 1)
         else:
-            rows = rows.unflatten(at, (-1, step)).narrow(at + 1, 0, length)
+            rows = rows.unflatten(at, (-1, step)).narrow(at + 1, 0, length)  # type: ignore[no-untyped-call]
         rows = rows.narrow(at, 0, size[dim])
     rows = rows.narrow(-1, 0, extent(dims[len(outer) :])).reshape([size[dim] for dim in dims])
     return rows.permute([dims.index(dim) for dim in sorted(dims)]).reshape(tuple(size))
