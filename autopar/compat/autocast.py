@@ -68,8 +68,11 @@ def autocast_of(device_type: str) -> Iterator[None]:
     def here(kind: str) -> str:
         return "cpu" if kind == device_type else kind
 
-    def begin_here(self: torch.autocast, kind: str, dtype: torch.dtype | None = None, *args: Any, **named: Any) -> None:
-        begin(self, here(kind), default if kind == device_type and dtype is None else dtype, *args, **named)
+    def begin_here(
+        self: torch.autocast, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any
+    ) -> None:
+        is_moved = here(device_type) != device_type
+        begin(self, here(device_type), default if is_moved and dtype is None else dtype, *args, **kwargs)
 
     def asked(question: Callable[[str], Any]) -> Callable[..., Any]:
         return lambda device_type="cuda": question(here(device_type))
