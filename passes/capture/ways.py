@@ -214,11 +214,7 @@ def as_strided(
 
 
 def windows(x: torch.Tensor, size: Sequence[int], stride: Sequence[int]) -> torch.Tensor | None:
-    """`x.as_strided(size, stride)` of a tensor without gaps, by `unfold`; None where that is not possible.
-
-    In memory `x` is rows of `width` elements, by which all dims step but the innermost, which lies within a row. From
-    the outermost on, each dim cuts the rows that are left: in pieces that it steps over, or in windows that overlap.
-    """
+    """`x.as_strided(size, stride)` of a tensor without gaps, by `unfold`; None where that is not possible."""
     if not all(isinstance(n, int) for n in (*size, *stride)) or x.storage_offset() or not x.numel() or 0 in size:
         return None
     strides = x.stride()
@@ -228,21 +224,33 @@ def windows(x: torch.Tensor, size: Sequence[int], stride: Sequence[int]) -> torc
     def extent(dims: Sequence[int]) -> int:
         return 1 + sum((size[dim] - 1) * stride[dim] for dim in dims)
 
+    def first(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+        return x if x.shape[dim] == length else x.narrow(dim, 0, length)
+
+    def cut(x: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
+        """Cuts the last dim by the outermost dims that overlap: it is rows, by which they step, and within which the
+        others lie. Each of them takes pieces that it steps over, or windows."""
+        if not dims:
+            return first(x, -1, 1).squeeze(-1)
+        for count in range(1, len(dims) + 1):
+            width = math.gcd(*(stride[dim] for dim in dims[:count]))
+            if extent(dims[count:]) <= width and x.shape[-1] % width == 0:
+                break
+        outer, begin = dims[:count], x.dim() - 1
+        x = cut(x.unflatten(-1, (-1, width)), dims[count:])  # type: ignore[no-untyped-call]
+        for at, dim in enumerate(outer, begin):
+            step, length = stride[dim] // width, math.ceil(extent(outer[at - begin + 1 :]) / width)
+            if length > step or x.shape[at] % step:
+                x = x.unfold(at, length, step).movedim(-1, at + 1)
+            elif step > 1:
+                x = first(x.unflatten(at, (-1, step)), at + 1, length)  # type: ignore[no-untyped-call]
+            x = first(x, at, size[dim])
+        return x.squeeze(begin + count) if step > 1 else x
+
     if not memory.is_contiguous() or not dims or stride[dims[-1]] != 1 or extent(dims) > x.numel():
         return None
-    width = math.gcd(*(stride[dim] for dim in dims[:-1]))
-    if width < size[dims[-1]] or x.numel() % width:
-        width = 1
-    rows, outer = memory.reshape(-1, width), [dim for dim in dims if stride[dim] >= width]
-    for at, dim in enumerate(outer):
-        step, length = stride[dim] // width, math.ceil(extent(dims[at + 1 :]) / width)
-        if length > step or rows.shape[at] % step:
-            rows = rows.unfold(at, length, step).movedim(-1, at + 1)
-        else:
-            rows = rows.unflatten(at, (-1, step)).narrow(at + 1, 0, length)  # type: ignore[no-untyped-call]
-        rows = rows.narrow(at, 0, size[dim])
-    rows = rows.narrow(-1, 0, extent(dims[len(outer) :])).reshape([size[dim] for dim in dims])
-    return rows.permute([dims.index(dim) for dim in sorted(dims)]).reshape(tuple(size))
+    made = cut(memory.reshape(-1), dims)
+    return made.permute([dims.index(dim) for dim in sorted(dims)]).reshape(tuple(size))
 
 
 def cov(
