@@ -317,8 +317,8 @@ class _Once(torch.autograd.Function):
 
 def _refuse_written(read: Sequence[ProgramInput], given: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
     """As autograd does for plain tensors."""
-    for i, source, version in zip(read, given, versions, strict=True):
-        if compat.version(source) != version:
+    for i, now, version in zip(read, compat.versions(given), versions, strict=True):
+        if now != version:
             raise ValueError(
                 f"{i.role} {i.target} was written between forward and backward, which reads it: call optimizer.step() "
                 f"and other writes after backward(), or call the module again first"

@@ -87,7 +87,7 @@ class Registered:
             if seen[0] is not value and self._is_needed(name):
                 self._refuse(name, value)
                 self._see(name, value)
-            elif isinstance(value, DTensor) and seen[1] != compat.shell(value):
+            elif isinstance(value, DTensor) and seen[1] != compat.memory_of(value):
                 raise ValueError(
                     f"parameter {name} was given other .data, which a DTensor does not take over: write into it "
                     f"instead, with parameter.data.copy_(...) or under torch.no_grad()"
@@ -115,7 +115,7 @@ class Registered:
             dicts, keys, values, split, shells, sizes = self._armed
             if (
                 all(map(is_, map(dict.get, dicts, keys), values))
-                and list(map(compat.shell, split)) == shells
+                and list(map(compat.memory_of, split)) == shells
                 and [len(now) for _, now, _ in self._modules] == sizes
             ):
                 return
@@ -144,7 +144,7 @@ class Registered:
             self._see(name, registry[key])
 
     def _see(self, name: str, value: torch.Tensor) -> None:
-        self._shells[name] = value, compat.shell(value) if isinstance(value, DTensor) else 0
+        self._shells[name] = value, compat.memory_of(value) if isinstance(value, DTensor) else 0
         self._armed = None
 
     def _arm(self) -> None:
@@ -158,7 +158,8 @@ class Registered:
         entries += [(now, key, module) for _, now, then in self._modules for key, module in then.items()]
         dicts, keys, values = ([entry[k] for entry in entries] for k in range(3))
         split = [value for value in values if isinstance(value, DTensor)]
-        self._armed = dicts, keys, values, split, [*map(compat.shell, split)], [len(then) for *_, then in self._modules]
+        shells, sizes = [*map(compat.memory_of, split)], [len(then) for *_, then in self._modules]
+        self._armed = dicts, keys, values, split, shells, sizes
 
     def _is_needed(self, name: str) -> bool:
         """Buffers that no program reads are the user's own."""

@@ -227,18 +227,23 @@ def test_ranks_that_read_different_values_are_refused() -> None:
         ((3, 8, 4), (3, 3, 4, 4), (32, 8, 4, 1)),  # those of LED and Longformer
         ((12,), (4, 6), (2, 1)),
         ((2, 12), (2, 3, 6), (12, 3, 1)),
-        ((2, 6, 2), (2, 6, 2), (12, 2, 1)),  # no windows
-        ((12,), (4, 3), (2, 2)),
-        ((4, 4), (3, 3), (5, 1)),
+        ((3, 12), (3, 4), (12, 1)),  # a part
+        ((12,), (5, 5), (1, 1)),
+        ((4, 4), (3, 3), (5, 1)),  # diagonal
+        ((3, 8, 4), (4, 1, 3, 3), (4, 7, 32, 1)),
     ],
 )
 def test_windows_in_memory_are_views(shape: tuple[int, ...], size: tuple[int, ...], stride: tuple[int, ...]) -> None:
     x = torch.randn(shape)
-    found = windows(x, size, stride)
-    assert found is None or torch.equal(found, x.as_strided(size, stride))
-    transposed = x.movedim(0, -1).contiguous().movedim(-1, 0)
-    found = windows(transposed, size, stride)
-    assert found is None or torch.equal(found, transposed.as_strided(size, stride))
+    for given in (x, x.movedim(0, -1).contiguous().movedim(-1, 0)):
+        found = windows(given, size, stride)
+        assert found is not None and found.data_ptr() == given.data_ptr()
+        assert torch.equal(found, given.as_strided(size, stride))
+
+
+@pytest.mark.parametrize(("size", "stride"), [((4, 3), (2, 2)), ((3, 5), (0, 1)), ((13,), (1,)), ((4, 0), (2, 1))])
+def test_what_is_no_windows_has_no_view(size: tuple[int, ...], stride: tuple[int, ...]) -> None:
+    assert windows(torch.randn(24)[:12], size, stride) is None
 
 
 def test_a_tensor_attribute_whose_number_is_read_is_guarded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,6 +112,7 @@ MODELS: Mapping[str, tuple[Callable[..., torch.Tensor], Callable[[], list[nn.Mod
     "views by address": (
         lambda x: cubes(restrided(x[:, :1].contiguous()) + turned(x).mT),
         list),
+    "a part by address": (lambda x: cubes(x.as_strided((4, 3, 8), (48, 8, 1))), list),
 }  # fmt: skip
 MESHES = ({"a": 2, "b": 2}, {"a": 3}, {"a": 2, "b": 3})
 
@@ -219,7 +220,7 @@ def test_the_peak_counts_what_the_contract_copies() -> None:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda x: cubes(x.as_strided((4, 3, 8), (48, 8, 1))), "by its addresses in memory, which shards do not have"),
+        (lambda x: cubes(x.as_strided((4, 6, 4), (48, 8, 2))), "by its addresses in memory, which shards do not have"),
         (lambda x: torch.bincount(whole_numbers(x).flatten()) * x.sum(), "pass minlength=n"),
     ],
 )

@@ -37,24 +37,9 @@ _FLOAT_RESULT = "cumprod cumsum log_softmax.int softmax.int sum sum.dim_IntList"
 _WIDEST = "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add"
 """In the widest dtype of the operands."""
 
-_NOT_CAST = """
-    _addmm_activation _grid_sampler_2d_cpu_fallback _lu_with_info _native_multi_head_attention adaptive_avg_pool3d
-    adaptive_max_pool3d avg_pool3d cat cholesky cholesky_inverse cholesky_solve conv1d.padding conv2d.padding
-    conv3d.padding cross_entropy_loss ctc_loss.IntList ctc_loss.Tensor fake_quantize_per_tensor_affine fft_fft fft_fft2
-    fft_fftn fft_hfft fft_ifft fft_ifft2 fft_ifftn fft_ihfft fft_irfft fft_irfft2 fft_irfftn fft_rfft fft_rfft2
-    fft_rfftn fractional_max_pool2d fractional_max_pool3d geqrf grid_sampler_2d grid_sampler_3d index_copy inverse
-    linalg_cholesky linalg_cholesky_ex linalg_cond linalg_cond.p_str linalg_eig linalg_eigh linalg_eigvals
-    linalg_eigvalsh linalg_householder_product linalg_inv linalg_inv_ex linalg_lstsq linalg_matrix_rank
-    linalg_matrix_rank.atol_rtol_float linalg_matrix_rank.atol_rtol_tensor linalg_matrix_rank.tol_tensor linalg_qr
-    linalg_solve linalg_svd linalg_svdvals linalg_tensorinv linalg_tensorsolve lu_solve max_pool3d max_unpool2d
-    max_unpool3d mkldnn_rnn_layer multilabel_margin_loss_forward nanquantile nanquantile.scalar orgqr ormqr pinverse
-    polar qr quantile quantile.scalar reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d
-    replication_pad3d stack stft stft.center svd trace triangular_solve view_as_complex
-    """
-"""Operators of the CPU's list, and not of CUDA's."""
 
 Cast = Callable[[Any, torch.dtype, tuple[Any, ...], dict[str, Any]], Any]
-"""From an operator, the lower precision and a call's arguments to its result."""
+"""From an operator, the lower precision and a call's arguments to those that the operator gets."""
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
@@ -72,50 +57,36 @@ def cast_by_autocast(*values: Any) -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def autocast_of(device_type: str) -> Iterator[None]:
-    """Within it autocast on the CPU is that of a device: what is active now, and regions that a model enters."""
+    """Within it autocast on the CPU is that of a device: what is active now, regions that a model enters, and what it
+    is told when it asks. Without an argument torch asks of CUDA."""
     if device_type == "cpu":
         yield
         return
-    dtype = autocast_dtype(device_type)
+    dtype, default = autocast_dtype(device_type), torch.get_autocast_dtype(device_type)
+    begin: Any = torch.autocast.__init__
+
+    def here(kind: str) -> str:
+        return "cpu" if kind == device_type else kind
+
+    def begin_here(
+        self: torch.autocast, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any
+    ) -> None:
+        is_moved = here(device_type) != device_type
+        begin(self, here(device_type), default if is_moved and dtype is None else dtype, *args, **kwargs)
+
+    def asked(question: Callable[[str], Any]) -> Callable[..., Any]:
+        return lambda device_type="cuda": question(here(device_type))
+
     with torch.library._scoped_library("aten", "IMPL") as library, contextlib.ExitStack() as stack:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of kernels that are replaced, on purpose
             for op, kernel in _kernels():
                 library.impl(op, kernel, _KEY.name, allow_override=True)
-        stack.enter_context(_regions_here(device_type))
+        stack.enter_context(patched(torch.autocast, "__init__", begin_here))
+        for question in (torch.is_autocast_enabled, torch.get_autocast_dtype):
+            stack.enter_context(patched(torch, question.__name__, asked(question)))
         stack.enter_context(torch.autocast("cpu", dtype=dtype, enabled=dtype is not None))
         yield
-
-
-@contextlib.contextmanager
-def _regions_here(kind: str) -> Iterator[None]:
-    """Regions for a device are for the CPU, and so are questions whether one is active."""
-    original, default = torch.autocast.__init__, torch.get_autocast_dtype(kind)
-
-    def here(
-        self: torch.autocast, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any
-    ) -> None:
-        if device_type == kind and dtype is None:
-            dtype = default
-        original(self, "cpu" if device_type == kind else device_type, dtype, *args, **kwargs)
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(patched(torch.autocast, "__init__", here))
-        for name in _ASKED:
-            stack.enter_context(patched(torch, name, _asked_here(getattr(torch, name), kind)))
-        yield
-
-
-_ASKED = "is_autocast_enabled", "get_autocast_dtype"
-
-
-def _asked_here(function: Callable[..., Any], kind: str) -> Callable[..., Any]:
-    """A question about autocast on a device, put to the CPU's. Without an argument torch asks of CUDA."""
-
-    def asked(device_type: str = "cuda") -> Any:
-        return function("cpu" if device_type == kind else device_type)
-
-    return asked
 
 
 _KEY = torch._C.DispatchKey.AutocastCPU
@@ -131,13 +102,11 @@ def _as(dtype: torch.dtype, values: Any) -> Any:
 
 
 def _lower(op: Any, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    args, kwargs = _as(dtype, (args, kwargs))
-    return op(*args, **kwargs)
+    return _as(dtype, (args, kwargs))
 
 
 def _in_float(op: Any, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    args, kwargs = _as(torch.float32, (args, kwargs))
-    return op(*args, **kwargs)
+    return _as(torch.float32, (args, kwargs))
 
 
 def _to_float(op: Any, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -146,41 +115,33 @@ def _to_float(op: Any, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[s
     first = args[0]
     if given.get("dtype") is None and first.is_floating_point() and first.dtype != torch.float64:
         given["dtype"] = torch.float32
-    return op(**given)
+    return (), given
 
 
 def _in_widest(op: Any, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-    wide = any(x.dtype == torch.float32 for x in tensors)
-    args, kwargs = _as(torch.float32 if wide else dtype, (args, kwargs))
-    return op(*args, **kwargs)
+    wide = any(isinstance(x, torch.Tensor) and x.dtype == torch.float32 for x in pytree.tree_leaves((args, kwargs)))
+    return _as(torch.float32 if wide else dtype, (args, kwargs))
 
 
 _CASTS: Mapping[Cast, str] = {_lower: _LOWER, _in_float: _FLOAT, _to_float: _FLOAT_RESULT, _in_widest: _WIDEST}
 
 
 def _kernels() -> Iterator[tuple[str, Any]]:
-    """What the CPU's autocast is to do for each operator whose cast differs on CUDA."""
-    for name in _NOT_CAST.split():
-        if _is_cast(name, "AutocastCPU"):
-            yield name, torch.library.fallthrough_kernel
+    """What the CPU's autocast is to do for each operator whose cast differs on CUDA, by this torch's own lists, which
+    it has of devices that are not here."""
+    listed = (torch._C._dispatch_get_registrations_for_dispatch_key(key) for key in ("AutocastCPU", "AutocastCUDA"))
+    of_cpu, of_cuda = ({op.removeprefix("aten::") for op in ops if op.startswith("aten::")} for ops in listed)
+    yield from ((name, torch.library.fallthrough_kernel) for name in of_cpu - of_cuda)
     for cast, names in _CASTS.items():
-        for name in names.split():
-            if not _is_cast(name, "AutocastCUDA"):
-                continue
+        for name in of_cuda.intersection(names.split()):
             packet, _, overload = name.partition(".")
-            op = getattr(getattr(torch.ops.aten, packet), overload or "default")
-            yield name, _kernel(op, cast)
-
-
-def _is_cast(name: str, key: str) -> bool:
-    """Whether this torch has it in the list of a device, which need not be here. In 2.11 `rms_norm` is in none."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key)
+            yield name, _kernel(getattr(getattr(torch.ops.aten, packet), overload or "default"), cast)
 
 
 def _kernel(op: Any, cast: Cast) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_KEY)):
-            return cast(op, torch.get_autocast_dtype("cpu"), args, kwargs)
+            args, kwargs = cast(op, torch.get_autocast_dtype("cpu"), args, kwargs)
+            return op(*args, **kwargs)
 
     return kernel

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,11 +30,11 @@ class Conversion:
 
 
 def stored_names(
-    root: nn.Module, stored: Iterable[str], names: Collection[str]
+    root: nn.Module, stored: Collection[str], names: Collection[str]
 ) -> tuple[Mapping[str, str], list[Conversion]]:
     """Of the `names` of a model, those that files hold as they are: name -> name in files; and what makes others. A
     model of transformers has patterns for the names that published files have; others have their own names."""
-    stored = list(stored)
+    direct = {name: name for name in stored if name in names}
     try:
         from transformers import PreTrainedModel
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -45,15 +45,15 @@ def stored_names(
             rename_source_key,
         )
     except ImportError:
-        return {name: name for name in stored if name in names}, []
+        return direct, []
     if not isinstance(root, PreTrainedModel):
-        return {name: name for name in stored if name in names}, []
+        return direct, []
     transforms = get_model_conversion_mapping(root)
     renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
     converters = [each for each in transforms if isinstance(each, WeightConverter)]
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
     there = dict.fromkeys(names, True)
-    direct: dict[str, str] = {}
+    direct = {}
     conversions: dict[str, Conversion] = {}
     for name in sorted(stored, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, root.base_model_prefix, there)

@@ -3,11 +3,15 @@
 import contextlib
 import logging
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch._higher_order_ops import utils
+from torch.nn.attention.bias import CausalBias
+from torch.nn.modules import transformer
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -15,129 +19,54 @@ from .patching import patched
 from .tensors import stand_in, storage_span
 
 
-@contextlib.contextmanager
-def neutral() -> Iterator[None]:
-    """Within it the parts of torch below run in ways that a graph can hold."""
-    with (
-        _masks_as_they_are(),
-        _averaged_norms(),
-        _settled_modules(),
-        _plain_layers(),
-        _control_flow(),
-        _without_inference(),
-        causal_biases(),
-        torch.compiler.set_stance("force_eager"),
-        _quiet_fakes(),
-    ):
-        yield
-
-
-@contextlib.contextmanager
-def _plain_layers() -> Iterator[None]:
-    """Recurrent and Transformer layers are their steps, on every device and in every dtype: a CPU, like CUDA, would
-    run some of them as one operator, of which no dim can be split."""
-    mha = torch.backends.mha.get_fastpath_enabled()
-    mkldnn = torch._C._get_mkldnn_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    torch._C._set_mkldnn_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(mha)
-        torch._C._set_mkldnn_enabled(mkldnn)
-
-
-def _settled_modules() -> contextlib.AbstractContextManager[None]:
+def _settled(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
     """`module.to(dtype)` in forward does nothing where the module is so already (the router of Switch Transformers);
     by itself it swaps every parameter of fakes."""
-
-    def settled(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
-        with torch.no_grad():
-            for name, tensor in (*self.named_parameters(recurse=recurse), *self.named_buffers(recurse=recurse)):
-                converted = fn(tensor)
-                if converted is not tensor and storage_span(converted) != storage_span(tensor):
-                    was, now = (f"{t.dtype} on {t.device}" for t in (tensor, converted))
-                    raise ValueError(
-                        f"forward converts {name} of a {type(self).__name__} from {was} to {now}, which a program does "
-                        f"not write: convert the module before, outside of forward"
-                    )
-        return self
-
-    return patched(nn.Module, "_apply", settled)
+    with torch.no_grad():
+        for name, tensor in (*self.named_parameters(recurse=recurse), *self.named_buffers(recurse=recurse)):
+            converted = fn(tensor)
+            if converted is not tensor and storage_span(converted) != storage_span(tensor):
+                was, now = (f"{t.dtype} on {t.device}" for t in (tensor, converted))
+                raise ValueError(
+                    f"forward converts {name} of a {type(self).__name__} from {was} to {now}, which a program does "
+                    f"not write: convert the module before, outside of forward"
+                )
+    return self
 
 
-def _averaged_norms() -> contextlib.AbstractContextManager[None]:
+_NORM_FORWARD = _BatchNorm.forward
+
+
+def _averaged(self: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
     """`BatchNorm(momentum=None)` keeps the plain average of what it has seen, whose factor is a number that it reads
     off a buffer. Here that is arithmetic on the buffer."""
-    from torch.nn.modules.batchnorm import _BatchNorm
-
-    forward = _BatchNorm.forward
-
-    def averaged(self: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
-        count, mean, var = self.num_batches_tracked, self.running_mean, self.running_var
-        if self.momentum is not None or not self.training or count is None or mean is None or var is None:
-            return forward(self, input)
-        self._check_input_dim(input)  # type: ignore[no-untyped-call]
-        now_mean, now_var = mean.clone(), var.clone()
-        result = nn.functional.batch_norm(input, now_mean, now_var, self.weight, self.bias, True, 1.0, self.eps)
-        with torch.no_grad():
-            count.add_(1)
-            for running, now in ((mean, now_mean), (var, now_var)):
-                share = 1.0 / count.to(running.dtype)
-                running.copy_((1.0 - share) * running + share * now)
-        return result
-
-    return patched(_BatchNorm, "forward", averaged)
+    count, mean, var = self.num_batches_tracked, self.running_mean, self.running_var
+    if self.momentum is not None or not self.training or count is None or mean is None or var is None:
+        return _NORM_FORWARD(self, input)
+    self._check_input_dim(input)  # type: ignore[no-untyped-call]
+    now_mean, now_var = mean.clone(), var.clone()
+    result = nn.functional.batch_norm(input, now_mean, now_var, self.weight, self.bias, True, 1.0, self.eps)
+    with torch.no_grad():
+        count.add_(1)
+        for running, now in ((mean, now_mean), (var, now_var)):
+            share = 1.0 / count.to(running.dtype)
+            running.copy_((1.0 - share) * running + share * now)
+    return result
 
 
-@contextlib.contextmanager
-def _without_inference() -> Iterator[None]:
+def _without_inference(self: Any) -> None:
     """`torch.inference_mode()` computes as `torch.no_grad()`: fakes cannot be the tensors that it makes."""
-
-    def enter(self: Any) -> None:
-        self._inference_mode_context = torch.set_grad_enabled(not self.mode)
-
-    with patched(torch.inference_mode, "__enter__", enter):
-        yield
+    self._inference_mode_context = torch.set_grad_enabled(not self.mode)
 
 
-@contextlib.contextmanager
-def _quiet_fakes() -> Iterator[None]:
-    """Fakes log what they raise, which the model may catch, or the error says."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    logger.addFilter(_nothing)
-    try:
-        yield
-    finally:
-        logger.removeFilter(_nothing)
-
-
-def _nothing(record: logging.LogRecord) -> bool:
-    return False
-
-
-@contextlib.contextmanager
-def _control_flow() -> Iterator[None]:
-    """`torch.cond` runs both branches, whoever holds it by whatever name; what else torch has of control flow on data
-    is refused. By themselves they would compile their parts."""
-    from torch._higher_order_ops import utils
-
-    function: Any = torch.cond
-
-    def branch(pred, true_fn, false_fn, operands=()):  # type: ignore[no-untyped-def]
-        return _autopar_cond(pred, true_fn, false_fn, operands)  # type: ignore[name-defined]  # noqa: F821
-
-    def refuse() -> None:
-        frames = (frame.f_code for frame, _ in traceback.walk_stack(None) if frame.f_code.co_filename != utils.__file__)
-        name = next(code.co_name for code in frames if "_higher_order_ops" in code.co_filename)
-        raise ValueError(
-            f"the model has control flow that depends on data, torch's {name}, which one graph cannot hold: write the "
-            f"loop out in Python, or as operators on all of its steps"
-        )
-
-    function.__globals__["_autopar_cond"] = cond
-    with patched(function, "__code__", branch.__code__), patched(utils, "setup_compilation_env", refuse):
-        yield
+def _refused() -> None:
+    """What torch has of control flow on data, beside `torch.cond`, is refused: it would compile its parts."""
+    frames = (frame.f_code for frame, _ in traceback.walk_stack(None) if frame.f_code.co_filename != utils.__file__)
+    name = next(code.co_name for code in frames if "_higher_order_ops" in code.co_filename)
+    raise ValueError(
+        f"the model has control flow that depends on data, torch's {name}, which one graph cannot hold: write the "
+        f"loop out in Python, or as operators on all of its steps"
+    )
 
 
 class _IfTaken(torch.autograd.Function):
@@ -209,20 +138,51 @@ def cond(wanted: Any, if_true: Callable[..., Any], if_false: Callable[..., Any],
     return pytree.tree_unflatten(results, spec)
 
 
-def _masks_as_they_are() -> contextlib.AbstractContextManager[None]:
-    """`nn.TransformerEncoder` compares the mask that it is given with the causal one, to give attention a hint: a
-    branch on data, with and without which the result is the same."""
-    from torch.nn.modules import transformer
+def _branch(pred, true_fn, false_fn, operands=()):  # type: ignore[no-untyped-def]
+    return _autopar_cond(pred, true_fn, false_fn, operands)  # type: ignore[name-defined]  # noqa: F821
 
-    return patched(transformer, "_detect_is_causal_mask", lambda mask, is_causal=None, size=None: is_causal is True)
+
+_COND: Any = torch.cond
+_COND.__globals__["_autopar_cond"] = cond
+
+_BIASES = CausalBias, "__new__", lambda kind, *_, **named: stand_in(kind)
+
+_NEUTRAL: Sequence[tuple[Any, str, Any]] = (
+    (nn.Module, "_apply", _settled),
+    (_BatchNorm, "forward", _averaged),
+    (torch.inference_mode, "__enter__", _without_inference),
+    # whoever holds it by whatever name
+    (_COND, "__code__", _branch.__code__),
+    (utils, "setup_compilation_env", _refused),
+    # nn.TransformerEncoder compares its mask with the causal one, to give attention a hint: a branch on data, with and
+    # without which the result is the same
+    (transformer, "_detect_is_causal_mask", lambda mask, is_causal=None, size=None: is_causal is True),
+    (torch.backends.mha, "_is_fastpath_enabled", False),
+    _BIASES,
+    # fakes log what they raise, which the model may catch, or the error says
+    (logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True),
+)
+"""Parts of torch, as (holder, name), and what stands there while a step is recorded."""
+
+
+@contextlib.contextmanager
+def neutral() -> Iterator[None]:
+    """Within it parts of torch run in ways that a graph can hold. Recurrent and Transformer layers are their steps, on
+    every device and in every dtype: a CPU, like CUDA, would run some of them as one operator, of which no dim can be
+    split."""
+    with contextlib.ExitStack() as stack:
+        for part in _NEUTRAL:
+            stack.enter_context(patched(*part))
+        stack.callback(torch._C._set_mkldnn_enabled, torch._C._get_mkldnn_enabled())
+        torch._C._set_mkldnn_enabled(False)
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
 
 
 def causal_biases() -> contextlib.AbstractContextManager[None]:
     """Within it a causal bias of torch may be made under any modes. It is an empty tensor of its class, which torch
     cannot make where tensors are to be fakes, or watched."""
-    from torch.nn.attention.bias import CausalBias
-
-    return patched(CausalBias, "__new__", lambda kind, *_, **named: stand_in(kind))
+    return patched(*_BIASES)
 
 
 def without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:

@@ -3,6 +3,7 @@ the model's author marked with `torch.utils.checkpoint`."""
 
 import contextlib
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,7 +45,7 @@ class Whereabouts:
         self.modes: Sequence[TorchFunctionMode] = ()
         self._followed: dict[int, Any] = {}
         self._numbers: dict[tuple[tuple[int, ...], int], int] = {}
-        self._within = [0]  # how many checkpoints were entered within each of those around
+        self._within: Counter[Any] = Counter()  # how many checkpoints were entered within those around, in each run
         self._runs = 0
 
     @property
@@ -62,53 +63,34 @@ class Whereabouts:
         """How many calls of checkpoints there were."""
         return len(self._numbers)
 
-    @contextlib.contextmanager
-    def region(self) -> Iterator[None]:
+    def region(self) -> contextlib.AbstractContextManager[None]:
         """Within it lies one more region: each call of a checkpoint is one of its own, and the same one once what is
         around it runs again."""
-        key = self.regions, self._within[-1]
-        self._within[-1] += 1
-        with self._inside((*self.regions, self._numbers.setdefault(key, len(self._numbers)))):
-            yield
+        around = self.regions, self.again
+        number = self._numbers.setdefault((self.regions, self._within[around]), len(self._numbers))
+        self._within[around] += 1
+        return patched(self, "regions", (*self.regions, number))
 
     @contextlib.contextmanager
     def rerun(self, regions: tuple[int, ...], *, draws_alike: bool, is_differentiated: bool) -> Iterator[None]:
         """Within it the function of a checkpoint, in these regions, runs again."""
-        outside = self.again
         self._runs += 1
-        self.again = Again(run=self._runs, draws_alike=draws_alike, is_differentiated=is_differentiated)
-        try:
-            with self._inside(regions):
-                yield
-        finally:
-            self.again = outside
-
-    @contextlib.contextmanager
-    def _inside(self, regions: tuple[int, ...]) -> Iterator[None]:
-        outside, self.regions = self.regions, regions
-        self._within.append(0)
-        try:
+        again = Again(run=self._runs, draws_alike=draws_alike, is_differentiated=is_differentiated)
+        with patched(self, "again", again), patched(self, "regions", regions):
             yield
-        finally:
-            self._within.pop()
-            self.regions = outside
 
     def run_engine(self, roots: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         """Autograd's engine, whose nodes say when they run."""
         self._follow(roots)
-        outside, self.node = self.node, None
-        self.engines += 1
-        try:
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(torch.autograd.set_detect_anomaly(torch.is_anomaly_enabled(), check_nan=False))
-                active = [*map(id, function_modes())]
-                for mode in self.modes:  # none of those is that saw the call of backward itself
-                    if id(mode) not in active:
-                        stack.enter_context(mode)
-                return _RUN_ENGINE(roots, *args, **kwargs)
-        finally:
-            self.engines -= 1
-            self.node = outside
+        active = [*map(id, function_modes())]
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(patched(self, "node", None))
+            stack.enter_context(patched(self, "engines", self.engines + 1))
+            stack.enter_context(torch.autograd.set_detect_anomaly(torch.is_anomaly_enabled(), check_nan=False))
+            for mode in self.modes:  # none of those is that saw the call of backward itself
+                if id(mode) not in active:
+                    stack.enter_context(mode)
+            return _RUN_ENGINE(roots, *args, **kwargs)
 
     def _follow(self, roots: Sequence[Any]) -> None:
         waiting = [getattr(root, "grad_fn", None) or getattr(root, "node", None) for root in roots]
@@ -169,19 +151,13 @@ def _followed_checkpoints(where: Whereabouts) -> Iterator[None]:
     forward: Any = CheckpointFunction.forward
 
     def reentrant(ctx: Any, function: Any, preserve_rng_state: bool, *args: Any) -> Any:
-        regions = where.regions
-
-        def first(*args: Any) -> Any:
-            nonlocal regions
-            with where.region():
-                regions = where.regions
-                return function(*args)
-
         def again(*args: Any) -> Any:
             with where.rerun(regions, draws_alike=preserve_rng_state, is_differentiated=True):
                 return function(*args)
 
-        result = forward(ctx, first, preserve_rng_state, *args)
+        with where.region():
+            regions = where.regions
+            result = forward(ctx, function, preserve_rng_state, *args)
         ctx.run_function = again
         return result
 
@@ -190,19 +166,19 @@ def _followed_checkpoints(where: Whereabouts) -> Iterator[None]:
             function = frame.recompute_fn
             cells = dict(zip(function.__code__.co_freevars, function.__closure__, strict=True))
             alike = bool(cells["preserve_rng_state"].cell_contents)
-            entered = contextlib.ExitStack()
+            self.region = where.region()
 
             def again(*args: Any) -> Any:
                 with where.rerun(regions, draws_alike=alike, is_differentiated=False):
                     return function(*args)
 
-            entered.enter_context(where.region())
-            regions, self.entered = where.regions, entered
+            self.region.__enter__()
+            regions = where.regions
             frame.recompute_fn = again
             super().__init__(frame)
 
         def __exit__(self, *raised: Any) -> Any:
-            self.entered.close()
+            self.region.__exit__(None, None, None)
             return super().__exit__(*raised)
 
     begun: list[Any] = []

@@ -7,16 +7,13 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.backends.cuda import SDPAParams
 from torch.utils._python_dispatch import _disable_current_modes
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 
 def is_profiling() -> bool:
@@ -212,7 +209,7 @@ def value_of(tensor: torch.Tensor) -> bytes | None:
     """What a small real tensor holds; None for others."""
     if not is_real(tensor) or tensor.numel() > VALUES_MOST:
         return None
-    with _disable_current_modes(), torch.no_grad():
+    with unmodified():
         return repr(tensor.tolist()).encode()
 
 
@@ -226,8 +223,8 @@ def fake_mode() -> FakeTensorMode:
 
 @contextlib.contextmanager
 def unmodified() -> Iterator[None]:
-    """Within it operators on real tensors run as they are, whatever modes are active."""
-    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+    """Within it tensors are what they are, and operators run as they are, whatever modes are active."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.inference_mode(False):
         yield
 
 
@@ -238,7 +235,7 @@ def unseen() -> contextlib.AbstractContextManager[None]:
 
 def stand_in(kind: type[Any]) -> Any:
     """An empty tensor of a subclass, whatever modes are active: fakes are of no class but their own."""
-    with _disable_current_modes():
+    with unmodified():
         return torch.empty(0).as_subclass(kind)
 
 
@@ -265,7 +262,8 @@ def storage_span(tensor: torch.Tensor) -> tuple[int, int, int]:
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """Identity of the storage."""
+    """Identity of the storage. That of a DTensor is its outer tensor's, which holds nothing: another one after
+    `dtensor.data = ...`, of which the local tensor learns nothing."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -276,20 +274,9 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return disabled
 
 
-def version(tensor: torch.Tensor) -> int:
-    """How often it has been written in place. That of a DTensor counts writes that its local tensor's does not."""
-    return tensor._version
-
-
 def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """The `version` of each."""
+    """How often each has been written in place. A DTensor counts writes that its local tensor does not."""
     return [tensor._version for tensor in tensors]
-
-
-def shell(dtensor: DTensor) -> int:
-    """Identity of the storage that stands for a DTensor's in its outer tensor, which holds nothing: another one after
-    `dtensor.data = ...`, of which the local tensor learns nothing."""
-    return int(dtensor.untyped_storage()._cdata)
 
 
 def receiver(node: Any) -> tuple[bool, torch.Tensor | None]:
@@ -365,13 +352,7 @@ def attention_kernel(
         choice = torch._fused_sdp_choice(asked, key, value, mask, 0.0, causal, scale=scale, enable_gqa=grouped)
         if not choice and grouped:
             # the efficient kernel takes a head of keys for each of queries, and is given them so: views tell torch
-            keys, values = (_of_all_heads(x, query.shape[1]) for x in (key, value))
+            keys, values = (x[:, :1].expand(-1, query.shape[1], -1, -1) for x in (key, value))
             given = SDPAParams(asked, keys, values, mask, 0.0, causal, False)
             return "efficient" if torch.backends.cuda.can_use_efficient_attention(given) else "composed"
     return {1: "flash", 2: "efficient", 3: "cudnn"}.get(choice, "composed")
-
-
-def _of_all_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """A tensor of the shape of keys or values [batch, heads, keys, width], as a view: its heads are its first one."""
-    batch, _, *rest = x.stride()
-    return x.as_strided((x.shape[0], heads, *x.shape[2:]), (batch, 0, *rest))

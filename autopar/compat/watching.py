@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.modules import module as every_module
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from .patching import patched
@@ -24,19 +24,11 @@ from .tensors import unmodified
 
 
 class WritesReal(Exception):
-    """An operator of a traced model writes a tensor that is neither of the traced copy nor produced by it."""
-
-    def __init__(self, op: str, tensor: torch.Tensor) -> None:
-        super().__init__(f"{op} writes a tensor that is not a buffer of the model")
-        self.op, self.tensor = op, tensor
+    """An operator of a traced model writes this tensor, which is neither of the traced copy nor produced by it."""
 
 
 class WritesInput(Exception):
-    """An operator of a traced model writes one of its inputs, at this path."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__(f"the model writes input {path} in place")
-        self.path = path
+    """An operator of a traced model writes its input at this path."""
 
 
 def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
@@ -53,14 +45,9 @@ def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> lis
 
 
 class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode that looks at operators and leaves them as they are. Dynamo, which traces the branches of `torch.cond`,
-    works under it as without."""
+    """A mode that looks at operators, and at control flow, and leaves them as they are."""
 
     supports_higher_order_operators = True
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        return True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -189,41 +176,6 @@ def global_hooks() -> dict[str, dict[int, Any]]:
     }
 
 
-def without_modes() -> contextlib.AbstractContextManager[Any]:
-    """A context in which tensors are what they are, while a model is traced too."""
-    stack = contextlib.ExitStack()
-    stack.enter_context(_disable_current_modes())
-    stack.enter_context(torch._C.DisableTorchFunction())
-    stack.enter_context(torch.inference_mode(False))
-    return stack
-
-
-class _Seeded(torch.Generator):
-    """Torch's default generator, which reports when it is given a seed or a state."""
-
-    _generator: torch.Generator
-    _seeded: Callable[[], None]
-
-    def manual_seed(self, seed: int) -> torch.Generator:
-        self._seeded()
-        return self._generator.manual_seed(seed)
-
-    def seed(self) -> int:
-        self._seeded()
-        return self._generator.seed()
-
-    def set_state(self, state: torch.Tensor) -> Any:
-        if not _is_of_checkpoint(sys._getframe(1)):
-            self._seeded()
-        return self._generator.set_state(state)
-
-    def get_state(self) -> torch.Tensor:
-        return self._generator.get_state()
-
-    def initial_seed(self) -> int:
-        return self._generator.initial_seed()
-
-
 def _is_of_checkpoint(frame: FrameType | None) -> bool:
     """Whether `torch.utils.checkpoint` sets a state of random numbers: that with which forward had run."""
     while frame is not None and frame.f_globals.get("__name__") in ("torch.random", "contextlib"):
@@ -234,8 +186,17 @@ def _is_of_checkpoint(frame: FrameType | None) -> bool:
 @contextlib.contextmanager
 def seeding(seeded: Callable[[], None]) -> Iterator[None]:
     """Within it `seeded` is called where torch's own generator is given a seed, or a state."""
-    watched = _Seeded()
-    watched._generator, watched._seeded = torch.default_generator, seeded
+    generator = torch.default_generator
+
+    class Watched(torch.Generator):
+        """The generator, to whoever asks it for a method."""
+
+        def __getattribute__(self, name: str) -> Any:
+            if name in ("manual_seed", "seed", "set_state") and not _is_of_checkpoint(sys._getframe(1)):
+                seeded()
+            return getattr(generator, name)
+
+    watched = Watched()
     with patched(torch.random, "default_generator", watched), patched(torch, "default_generator", watched):
         yield
 

@@ -19,7 +19,7 @@ class _Record:
 
 
 def _is_without_keys(value: Any) -> bool:
-    registered = pytree.SUPPORTED_NODES.get(pytree._get_node_type(value))
+    registered = pytree.SUPPORTED_NODES.get(type(value))
     return registered is not None and registered.flatten_with_keys_fn is None
 
 

@@ -5,7 +5,7 @@ index. A mask of truth values becomes one that is added. Dims before the heads a
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch.nn.attention.bias import CausalBias, CausalVariant
@@ -14,7 +14,6 @@ from autopar import compat
 from autopar.ir.graph import overload
 from autopar.ops.sdpa import ATTENTION
 
-broadcast: Callable[..., tuple[int, ...]] = torch.broadcast_shapes
 MASKS = (torch.bool, torch.float32)
 """Dtypes of masks beside the queries' own."""
 
@@ -37,8 +36,7 @@ def attended(
     if isinstance(attn_mask, CausalBias):
         attn_mask, is_causal = _of_causal_bias(attn_mask, is_causal, query.device)
     query, key, value, attn_mask = compat.cast_by_autocast(query, key, value, attn_mask)
-    tensors = query, key, value
-    if attn_mask is not None and attn_mask.dim() < 2 and not dropout_p and _fuses(tensors, attn_mask, enable_gqa):
+    if attn_mask is not None and not dropout_p and _reads_two_dims(attn_mask, (query, key, value), enable_gqa):
         raise IndexError(
             f"attn_mask has {attn_mask.dim()} dims, of which torch's fused attention reads the last two: give it those "
             f"of the scores, attn_mask[None]"
@@ -51,11 +49,12 @@ def attended(
             f"Expected attn_mask dtype to be bool or float or to match query dtype, but got attn_mask.dtype: "
             f"{attn_mask.dtype} and query.dtype: {query.dtype} instead."
         )
-    batch = _batch(tensors, enable_gqa)
+    scores = _scores(tensors, enable_gqa)
     learned = attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled()
-    if batch is None or learned or not _fits(attn_mask, query, key) or not 0 <= dropout_p <= 1:
+    if scores is None or learned or not _fits(attn_mask, scores) or not 0 <= dropout_p <= 1:
         # a bias that is trained has a gradient of the size of the scores
         return compat.plain_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    batch = scores[:-3]
     q, k, v = (_of_rank_four(x, batch) for x in tensors)
     if q.shape[1] == 1 < k.shape[1]:
         q = q.expand(-1, k.shape[1], -1, -1)
@@ -68,9 +67,8 @@ def attended(
         q, k, v, _mask(attn_mask, query.dtype, batch), kept,
         scale=query.shape[-1] ** -0.5 if scale is None else scale, is_causal=is_causal, dropout_p=dropout_p,
     )  # fmt: skip
-    heads = out.shape[1:] if max(x.dim() for x in tensors) > 2 else out.shape[2:]
     # a copy, which is none in the graph: what the operator keeps for its derivative is not what the model may write
-    result: torch.Tensor = out.clone().reshape(*batch, *heads)
+    result: torch.Tensor = out.clone().reshape(*scores[:-1], value.shape[-1])
     return result
 
 
@@ -84,15 +82,16 @@ def _of_causal_bias(bias: CausalBias, causal: bool, device: torch.device) -> tup
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries), False
 
 
-def _fuses(tensors: Sequence[torch.Tensor], mask: torch.Tensor, grouped: bool) -> bool:
-    """Whether torch's fused kernel on a CPU takes such a call: nothing is broadcast, and the mask has no gradient."""
-    if mask.requires_grad or any(x.dim() != 4 or not x.numel() for x in tensors):
+def _reads_two_dims(mask: torch.Tensor, tensors: Sequence[torch.Tensor], grouped: bool) -> bool:
+    """Whether torch's fused kernel on a CPU takes such a call, in which the mask has less than the two dims that it
+    reads: nothing is broadcast, and the mask has no gradient."""
+    if mask.dim() > 1 or mask.requires_grad or any(x.dim() != 4 or not x.numel() for x in tensors):
         return False
     return len({x.shape[0] if grouped else x.shape[:2] for x in tensors}) == 1
 
 
-def _batch(tensors: Sequence[torch.Tensor], grouped: bool) -> tuple[int, ...] | None:
-    """The dims before the heads; None where the operator does not compute such a call."""
+def _scores(tensors: Sequence[torch.Tensor], grouped: bool) -> tuple[int, ...] | None:
+    """The shape of the scores, [*batch, heads, queries, keys]; None where the operator does not compute such a call."""
     query, key, value = tensors
     if not query.is_floating_point() or any(x.dtype != query.dtype or x.dim() < 2 or not x.numel() for x in tensors):
         return None
@@ -103,9 +102,11 @@ def _batch(tensors: Sequence[torch.Tensor], grouped: bool) -> tuple[int, ...] | 
     if len({*of_keys}) > 1 or not shares:
         return None
     try:
-        return broadcast(*(x.shape[:-3] for x in tensors))
+        batch: tuple[int, ...] = torch.broadcast_shapes(*(x.shape[:-3] for x in tensors))  # type: ignore[no-untyped-call]
     except RuntimeError:
         return None
+    shape = *batch, max(heads, of_keys[0]), query.shape[-2], key.shape[-2]
+    return shape if max(x.dim() for x in tensors) > 2 else shape[1:]
 
 
 def _of_rank_four(x: torch.Tensor, batch: tuple[int, ...]) -> torch.Tensor:
@@ -115,17 +116,12 @@ def _of_rank_four(x: torch.Tensor, batch: tuple[int, ...]) -> torch.Tensor:
     return x.expand(*batch, *x.shape[-3:]).reshape(math.prod(batch), *x.shape[-3:])
 
 
-def _fits(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> bool:
+def _fits(mask: torch.Tensor | None, scores: tuple[int, ...]) -> bool:
     """Whether a mask can be added to the scores."""
     if mask is None:
         return True
-    rank = max(query.dim(), key.dim())
-    if mask.dtype not in (*MASKS, query.dtype) or not 2 <= mask.dim() <= max(rank, 2):
-        return False
-    heads = max(query.shape[-3] if query.dim() > 2 else 1, key.shape[-3] if key.dim() > 2 else 1)
-    batch = broadcast(query.shape[:-3], key.shape[:-3])
-    scores = (*batch, heads, query.shape[-2], key.shape[-2])
-    return all(size in (1, of) for size, of in zip(reversed(mask.shape), reversed(scores), strict=False))
+    sizes = zip(reversed(mask.shape), reversed(scores), strict=False)
+    return 2 <= mask.dim() <= len(scores) and all(size in (1, of) for size, of in sizes)
 
 
 def _mask(mask: torch.Tensor | None, dtype: torch.dtype, batch: tuple[int, ...]) -> torch.Tensor | None:
@@ -135,8 +131,6 @@ def _mask(mask: torch.Tensor | None, dtype: torch.dtype, batch: tuple[int, ...])
     if mask.dtype == torch.bool:
         hidden, seen = (torch.scalar_tensor(x, dtype=dtype, device=mask.device) for x in (-math.inf, 0.0))
         mask = torch.where(mask, seen, hidden)
-    if mask.dim() < 4:
-        return mask if mask.dim() == 2 else mask.unsqueeze(0)
-    if len(batch) == 1:
-        return mask
-    return mask.expand(*batch, *mask.shape[-3:]).reshape(math.prod(batch), *mask.shape[-3:])
+    if mask.dim() == 3:
+        return mask.unsqueeze(0)
+    return mask if mask.dim() == 2 or len(batch) == 1 else _of_rank_four(mask, batch)

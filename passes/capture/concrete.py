@@ -153,7 +153,7 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
         kind = kind_of(func)
         for x in compat.written_by(func, args, kwargs) if kind.writes else ():
             if compat.is_real(x):
-                raise compat.WritesReal(str(func), x)
+                raise compat.WritesReal(x)
             if (path := self._inputs.get(compat.memory_of(x))) is not None:
                 raise compat.WritesInput(path)
         if kind.is_product and (raised := compat.raised_by_product(func, args, kwargs)) is not None:

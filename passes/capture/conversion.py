@@ -11,6 +11,7 @@ import keyword
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -117,19 +118,23 @@ class _Conversion:
         if self._is_no_op(node, meta):
             self.names[node.name] = node.inputs[0]
         elif op in RESHAPES:
-            self._reshape(node, meta)
+            self.names[node.name] = self._view(node, RESHAPE, node.inputs[0], meta.shape, node.name)
         elif op in PERMUTES:
-            self._permute(node, meta)
+            order = PERMUTES[op](len(meta.shape), *node.args[1:])
+            self.names[node.name] = self._view(node, PERMUTE, node.inputs[0], order, node.name)
         elif op == "aten.cat.default":
             self._cat(node, meta)
         elif op in FILLED:
-            self._filled(node, meta)
-        elif op in LAZY:
-            self._now(node, meta)
-        elif op == "aten.as_strided.default":
-            self._as_strided(recorded, node, meta)
-        elif op == "aten.as_strided_scatter.default":
-            self._as_strided_scatter(recorded, node, meta)
+            self._fill(node, FILLED[op], meta, node.args[-1:])
+        elif op in LAZY and node.inputs:
+            self._emit(replace(node, op=LAZY[op]), metas)
+        elif op in LAZY:  # autograd asks for the conjugates of numbers, too
+            (number,) = node.args
+            self._fill(
+                node, "aten.full.default", meta, (number.conjugate() if op == "aten._conj.default" else -number,)
+            )
+        elif op in _BY_ADDRESS:
+            self.names[node.name] = self._by_address(recorded, node, meta)
         elif op == "aten.expand.default":
             self._emit(replace(node, args=(node.args[0], meta.shape), kwargs=()), metas)
         elif op == "aten.copy.default" and self.metas[node.args[1].name] == meta:
@@ -145,19 +150,20 @@ class _Conversion:
                 self.metas[name], self.names[name], self.producers[name] = meta, name, node
         self.written.append(node)
 
-    def _view(self, node: Node, op: str, source: str, argument: tuple[int, ...], name: str | None = None) -> str:
-        """A view of a value on the way to a node's result, or, by its name, that result."""
-        shape = argument if op == RESHAPE else tuple(self.metas[source].shape[d] for d in argument)
-        name = numbered(f"{node.name}_view", self.values, self.metas) if name is None else name
-        meta = TensorMeta(shape, self.metas[source].dtype)
+    def _view(self, node: Node, op: str, source: str, argument: tuple[int, ...], name: str = "") -> str:
+        """A view of a value on the way to a node's result, or, by its name, that result. A reshape of a reshape is a
+        reshape, and one that changes nothing is the value."""
+        if (producer := self.producers.get(source)) and producer.op == op:
+            source, inner = producer.args[0].name, producer.args[1]
+            argument = argument if op == RESHAPE else tuple(inner[d] for d in argument)
+        given = self.metas[source]
+        shape = argument if op == RESHAPE else tuple(given.shape[d] for d in argument)
+        if argument == (given.shape if op == RESHAPE else tuple(range(len(shape)))):
+            return source
+        name = name or numbered(f"{node.name}_view", self.values, self.metas)
+        meta = TensorMeta(shape, given.dtype)
         self._emit(replace(node, op=op, args=(Ref(source), argument), kwargs=(), outputs=(name,)), [meta])
         return name
-
-    def _reshaped(self, node: Node, source: str, shape: tuple[int, ...]) -> str:
-        return source if self.metas[source].shape == shape else self._view(node, RESHAPE, source, shape)
-
-    def _permuted(self, node: Node, source: str, order: tuple[int, ...]) -> str:
-        return source if order == tuple(range(len(order))) else self._view(node, PERMUTE, source, order)
 
     def _is_no_op(self, node: Node, meta: TensorMeta) -> bool:
         op, args = node.op, node.args
@@ -176,71 +182,27 @@ class _Conversion:
         # not add(x, 0), which turns -0.0 into 0.0
         return op in KEEPS_WITH_ONE and bool(args[1] == 1)
 
-    def _reshape(self, node: Node, meta: TensorMeta) -> None:
-        source = node.inputs[0]
-        if (producer := self.producers.get(source)) and producer.op == RESHAPE:
-            source = producer.args[0].name  # a reshape of a reshape is a reshape
-        if self.metas[source].shape == meta.shape:
-            self.names[node.name] = source
-        else:
-            self._view(node, RESHAPE, source, meta.shape, node.name)
-
-    def _permute(self, node: Node, meta: TensorMeta) -> None:
-        source = node.inputs[0]
-        order = PERMUTES[node.op](len(meta.shape), *node.args[1:])
-        if (producer := self.producers.get(source)) and producer.op == PERMUTE:
-            source, inner = producer.args[0].name, producer.args[1]
-            order = tuple(inner[d] for d in order)
-        if order == tuple(range(len(order))):
-            self.names[node.name] = source
-        else:
-            self._view(node, PERMUTE, source, order, node.name)
-
-    def _now(self, node: Node, meta: TensorMeta) -> None:
-        """A change of sign that a view would leave to its readers. Autograd asks for the conjugates of numbers, too."""
-        (given,) = node.args
-        if isinstance(given, Ref):
-            self._emit(replace(node, op=LAZY[node.op]), [meta])
-            return
-        value = given.conjugate() if node.op == "aten._conj.default" else -given
-        where = ("dtype", meta.dtype), ("device", HERE)
-        self._emit(replace(node, op="aten.full.default", args=(meta.shape, value), kwargs=where), [meta])
-
-    def _as_strided(self, recorded: Node, node: Node, meta: TensorMeta) -> None:
-        """A view by addresses, where it sees all of a dense tensor, or only restrides dims of size 1."""
-        source = node.inputs[0]
-        base, view = self.values[recorded.inputs[0]], self.values[node.name]
-        here = base.offset == view.offset
-        if here and long_dims(base) == long_dims(view):
-            self.names[node.name] = self._reshaped(node, source, meta.shape)
-            return
-        order, target = dense(base.shape, base.stride), dense(view.shape, view.stride)
-        if not here or order is None or target is None:
-            self._refuse_addresses(node, source)
-        else:
-            source = self._permuted(node, source, order)
-            source = self._reshaped(node, source, tuple(meta.shape[d] for d in target))
-            self.names[node.name] = self._permuted(node, source, inverse(target))
-
-    def _as_strided_scatter(self, recorded: Node, node: Node, meta: TensorMeta) -> None:
-        """Autograd's gradient of a view by addresses: a tensor that is written over, all of it."""
-        base, given = (self.values[ref.name] for ref in recorded.args[:2])
-        size, stride, offset = (*node.args[2:], base.offset)[:3]
-        source = node.args[1].name
-        order, target = dense(size, stride), dense(base.shape, base.stride)
-        covers_all = offset == base.offset and given.meta.numel == base.meta.numel
-        if not covers_all or order is None or target is None:
-            self._refuse_addresses(node, source)
-            return
-        source = self._permuted(node, source, order)
-        source = self._reshaped(node, source, tuple(meta.shape[d] for d in target))
-        self.names[node.name] = self._permuted(node, source, inverse(target))
-
-    def _refuse_addresses(self, node: Node, source: str) -> None:
-        raise CaptureError(
-            f"as_strided of {self.metas[source]}{self.line(node)} reads a tensor by its addresses in memory, which "
-            f"shards do not have: write it with views, slices, unfold or gather"
-        )
+    def _by_address(self, recorded: Node, node: Node, meta: TensorMeta) -> str:
+        """A view by addresses, where it sees all of a dense tensor, or only restrides dims of size 1; and autograd's
+        gradient of one: a tensor that is written over, all of it."""
+        writes = node.op == "aten.as_strided_scatter.default"
+        base, source = self.values[recorded.inputs[0]], node.args[writes].name
+        size, stride, offset = (*node.args[1 + writes :], base.offset)[:3]
+        lies, becomes = (base.shape, base.stride), (size, stride)
+        here = offset == base.offset
+        if writes:
+            lies, becomes = becomes, lies
+        elif here and long_dims(*lies) == long_dims(*becomes):
+            return self._view(node, RESHAPE, source, meta.shape)
+        order, target = dense(*lies), dense(*becomes)
+        if not here or order is None or target is None or self.metas[source].numel != meta.numel:
+            raise CaptureError(
+                f"as_strided of {self.metas[source]}{self.line(node)} reads a tensor by its addresses in memory, which "
+                f"shards do not have: write it with views, slices, unfold or gather"
+            )
+        source = self._view(node, PERMUTE, source, order)
+        source = self._view(node, RESHAPE, source, tuple(meta.shape[d] for d in target))
+        return self._view(node, PERMUTE, source, inverse(target))
 
     def _cat(self, node: Node, meta: TensorMeta) -> None:
         parts = [ref.name for ref in node.args[0]]
@@ -251,17 +213,19 @@ class _Conversion:
         else:
             self._emit(replace(node, args=(tuple(map(Ref, kept)), *node.args[1:])), [meta])
 
-    def _filled(self, node: Node, meta: TensorMeta) -> None:
+    def _fill(self, node: Node, op: str, meta: TensorMeta, filling: tuple[Any, ...]) -> None:
         """Factories such as `new_zeros` read no element: without their tensor, it need not be kept alive."""
-        op = FILLED[node.op]
-        filling = node.args[-1:] if op == "aten.full.default" else ()
+        args = (meta.shape, *(filling if op == "aten.full.default" else ()))
         where = ("dtype", meta.dtype), ("device", HERE)
-        self._emit(replace(node, op=op, args=(meta.shape, *filling), kwargs=where), [meta])
+        self._emit(replace(node, op=op, args=args, kwargs=where), [meta])
 
 
-def long_dims(x: Geometry) -> list[tuple[int, int]]:
+_BY_ADDRESS = ("aten.as_strided.default", "aten.as_strided_scatter.default")
+
+
+def long_dims(shape: tuple[int, ...], stride: tuple[int, ...]) -> list[tuple[int, int]]:
     """(size, stride) of the dims that have a stride that means something."""
-    return [(size, stride) for size, stride in zip(x.shape, x.stride, strict=True) if size != 1]
+    return [(size, step) for size, step in zip(shape, stride, strict=True) if size != 1]
 
 
 def dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...] | None:

@@ -134,7 +134,7 @@ class Look:
 
     def restore(self) -> None:
         """Put everything back as it was when this look was taken. Warns of what lets nobody put it back."""
-        with compat.without_modes():
+        with compat.unmodified():
             for observations, alike in ((self.equal, operator.eq), (self.same, operator.is_)):
                 for path, ask, answer, put in observations:
                     try:

@@ -1,25 +1,33 @@
-"""Labels that a mask picks: padded rows until CTC loss reads them."""
+"""Labels that a mask picks: padded rows until CTC loss reads them.
+
+`labels.masked_select(mask)` has a shape that depends on data, which a graph cannot hold. CTC loss reads such labels
+with the length of each target: then a row a target, as long as the longest may be, says the same. Until somebody reads
+them what is selected is a `Selected`; whoever is not CTC loss gets what PyTorch gives.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import torch.utils._pytree as pytree
 
 from autopar import compat
+from autopar.ops.aten import COPIES, NO_OPS
 from autopar.ops.ctc import ctc_loss
 
-_SELECTS = (torch.masked_select, torch.Tensor.masked_select, torch.Tensor.__getitem__)
-_SUMS = (torch.sum, torch.Tensor.sum)
+from .recorder import Recorder
+
 _KEEP = (torch.Tensor.to, torch.Tensor.long, torch.Tensor.int, torch.Tensor.contiguous, torch.Tensor.detach)
-"""What is done to selected values, or to lengths, and leaves each where it is."""
+"""What is done to selected values and leaves each where it is."""
+
+_KEEPS = {*COPIES, *NO_OPS, "aten._to_copy.default"}
+"""Operators of which the same is true of numbers."""
 
 
 class Selected(torch.Tensor):
-    """Stands for integers that a mask of the same shape picks."""
+    """Stands for integers that a mask of the same shape picks, as both were."""
 
     picked: torch.Tensor
     mask: torch.Tensor
@@ -30,69 +38,68 @@ class Selected(torch.Tensor):
         selected.picked, selected.mask = values, mask
         return selected
 
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _KEEP and isinstance(args[0], Selected):
+            return Selected.of(func(args[0].picked, *args[1:], **(kwargs or {})), args[0].mask)
+        select = torch.ops.aten.index.Tensor
+        args, kwargs = pytree.tree_map_only(Selected, lambda x: select(x.picked, [x.mask]), (args, kwargs or {}))
+        return func(*args, **kwargs)
 
-class Selections:
-    """Labels that a mask picks, while forward runs.
 
-    `labels.masked_select(mask)` has a shape that depends on data, which a graph cannot hold. CTC loss reads such labels
-    with the length of each target: then a row a target, as long as the longest may be, says the same. Until somebody
-    reads them what is selected is a `Selected`; whoever is not CTC loss gets what PyTorch gives.
-    """
-
-    def __init__(self) -> None:
-        self.counts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """Identity of how many a mask picks of each row -> that, and the mask."""
-        self.selected = False
-        """Whether anything was."""
-
-    def are_in(self, given: Any) -> bool:
-        """Whether selected values are among arguments."""
-        return self.selected and any(isinstance(x, Selected) for x in pytree.tree_leaves(given))
-
-    def traced(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The function's result if selected values may stay so, or become rows, else NotImplemented."""
-        if func is F.ctc_loss:
-            return self._loss(*args, **kwargs)
-        if func in _SELECTS and not kwargs and len(args) == 2 and _is_mask(*args):
-            self.selected = True
-            return Selected.of(*args)
-        if self.are_in((args, kwargs)):
-            keeps = func in _KEEP and isinstance(args[0], Selected)
-            return Selected.of(func(args[0].picked, *args[1:], **kwargs), args[0].mask) if keeps else NotImplemented
-        if func in (*_SUMS, *_KEEP) and args and isinstance(args[0], torch.Tensor):
-            return self._counted(func, args, kwargs)
-        return NotImplemented
-
-    def _counted(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Notes how many a mask picks of each row."""
-        source, result = args[0], func(*args, **kwargs)
-        if func in _KEEP:
-            mask = self.counts.get(id(source), (None, None))[1]
-        else:
-            dim = args[1] if len(args) > 1 else kwargs.get("dim")
-            rows = source.dtype == torch.bool and source.dim() == 2 and not kwargs.get("keepdim", len(args) > 2)
-            mask = source if rows and dim in (1, -1, (1,), (-1,), [1], [-1]) else None
-        if mask is not None:
-            self.counts[id(result)] = result, mask
+def indexed(values: torch.Tensor, index: Any) -> torch.Tensor:
+    """`values[index]`, or what stands for it."""
+    is_mask = isinstance(index, torch.Tensor) and index.dtype == torch.bool and index.shape == values.shape
+    if not is_mask or values.is_floating_point() or values.is_complex() or not values.dim():
+        result: torch.Tensor = values[index]
         return result
-
-    def _loss(
-        self, log_probs: torch.Tensor, targets: torch.Tensor, input_lengths: Any, target_lengths: Any, *args: Any,
-        **kwargs: Any,
-    ) -> torch.Tensor:  # fmt: skip
-        if isinstance(targets, Selected):
-            counted = self.counts.get(id(target_lengths), (None, None))[1]
-            aligned = counted is targets.mask
-            targets = _rows(targets) if aligned else _pieces(targets, target_lengths)
-        return ctc_loss(log_probs, targets, input_lengths, target_lengths, *args, **kwargs)
+    return Selected.of(values.clone(), index.clone())  # either may be written before they are read
 
 
-def _is_mask(values: Any, mask: Any) -> bool:
-    """Whether integers are picked by a mask of their own shape."""
-    if not (isinstance(values, torch.Tensor) and isinstance(mask, torch.Tensor) and mask.dtype == torch.bool):
+def masked_select(input: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """`torch.masked_select`, as an index."""
+    if input.shape != mask.shape:
+        input, mask = torch.broadcast_tensors(input, mask)  # type: ignore[no-untyped-call]
+    return indexed(input, mask)
+
+
+def selected_loss(
+    recorder: Recorder,
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """`torch.nn.functional.ctc_loss`, of selected targets too."""
+    if isinstance(targets, Selected):
+        counted = isinstance(target_lengths, torch.Tensor) and _counts(recorder, target_lengths, targets.mask)
+        targets = _rows(targets) if counted else _pieces(targets, target_lengths)
+    return ctc_loss(log_probs, targets, input_lengths, target_lengths, *args, **kwargs)
+
+
+def _counts(recorder: Recorder, lengths: torch.Tensor, mask: torch.Tensor) -> bool:
+    """Whether lengths are how many a mask picks of each row."""
+    made = {name: node for node in recorder.nodes for name in node.outputs}
+
+    def source(name: str) -> str:
+        while name in made and made[name].op in _KEEPS:
+            name = made[name].inputs[0]
+        return name
+
+    picks, count = (source(recorder.name(x) or "") for x in (mask, lengths))
+    node = made.get(count)
+    if node is None or node.op != "aten.sum.dim_IntList" or mask.dim() != 2 or node.args[1:] not in _OF_ROWS:
         return False
-    integers = not (values.is_floating_point() or values.is_complex() or isinstance(values, Selected))
-    return integers and values.shape == mask.shape and values.dim() > 0
+    written = frozenset[int]().union(*recorder.writes.values())
+    unwritten = written.isdisjoint(recorder.values[name].memory for name in (picks, count))
+    return unwritten and source(node.inputs[0]) == picks
+
+
+_OF_ROWS = (((-1,),), ((1,),))
 
 
 def _rows(selected: Selected) -> torch.Tensor:

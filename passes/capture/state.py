@@ -101,7 +101,7 @@ def look(modules: Mapping[str, nn.Module], roots: Mapping[str, Any], reads: Read
     """A look at modules by path and at other values by name; at `reads` alone, where given, and then not at
     generators, which others draw from too. Raises CaptureError where `reads` has what nothing sees into."""
     walk = _Walk(modules, reads)
-    with compat.without_modes():
+    with compat.unmodified():
         if reads is None:
             # the functions of `random` and `numpy.random` are methods of a hidden generator each
             walk.reach("random", getattr(random.random, "__self__", None))

@@ -139,10 +139,10 @@ def _capture(
     except TrainedConstant as error:
         raise CaptureError(f"{witness.trained(error.tensor)}{line_raised(error)}") from None
     except compat.WritesReal as error:
-        raise CaptureError(f"{witness.written(error.tensor)}{line_raised(error)}") from None
+        raise CaptureError(f"{witness.written(error.args[0])}{line_raised(error)}") from None
     except compat.WritesInput as error:
         raise CaptureError(
-            f"forward writes input {error.path} in place{line_raised(error)}, which a program does not do: write a "
+            f"forward writes input {error.args[0]} in place{line_raised(error)}, which a program does not do: write a "
             f"copy (clone()), or make it a buffer"
         ) from None
     except Exception as error:

@@ -7,6 +7,7 @@ import copy
 import functools
 import inspect
 import logging
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -24,29 +25,26 @@ from .attention import attended
 from .concrete import StepRecorder
 from .here import Here
 from .looks import is_library
-from .selections import Selected, Selections
+from .selections import Selected, indexed, masked_select, selected_loss
 
 logger = logging.getLogger(__name__)
 _DATA: Any = torch.Tensor.data
 
-_SPARSE: dict[Any, int] = {F.embedding: 6, F.embedding_bag: 7}
-"""Functions whose gradient may be sparse, and the place of the argument that says so."""
-
-_LISTS: dict[Any, int] = {torch.tensor: 0, torch.as_tensor: 0, torch.Tensor.new_tensor: 1}
-"""Functions that turn lists into tensors, and the place of the list."""
-
 
 class OtherWays(TorchFunctionMode):
-    """Attention is an operator of our own, the same on every device: see `attention`. CTC loss, covariances and counts
-    are operators of static shapes: see `Selections`. Lookups with sparse gradients are those with dense ones, which
-    collectives can reduce. What draws from a `torch.Generator` draws from the seed of the step, as all else does: see
-    `Generators`. Overlapping windows by `as_strided` are those of `unfold`. Devices that the model names are that of
-    the trace: see `Here`."""
+    """Functions that are traced as others of the same result: see `TRACED`. What draws from a `torch.Generator` draws
+    from the seed of the step, as all else does: see `Generators`. Devices that the model names are that of the trace:
+    see `Here`."""
 
     def __init__(self, generators: Generators, recorder: StepRecorder, here: Here) -> None:
         super().__init__()
         self.generators, self.recorder, self.here = generators, recorder, here
-        self.selections = Selections()
+        self.traced: dict[Any, Callable[..., Any]] = {
+            **TRACED,
+            F.ctc_loss: functools.partial(selected_loss, recorder),
+            _DATA.__set__: recorder.replace,
+            **{func: functools.partial(self._read, func) for func in (torch.Tensor.tolist, torch.Tensor.numpy)},
+        }
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -55,54 +53,25 @@ class OtherWays(TorchFunctionMode):
         if name == "__get__" and func.__self__ is not _GRAD and compat.is_fake(args[0]):
             return func(*args)  # most calls are of attributes, which need nothing
         func, args, kwargs = self.here.call(func, args, kwargs or {})
+        if Selected in types and func is not F.ctc_loss:
+            with self:
+                return Selected.__torch_function__(func, types, args, kwargs)
         name = getattr(func, "__name__", "")
         if message := self._refusal(func, name, args, sys._getframe(1).f_code.co_filename):
             refusing(message)()
         if name in _VALUES and compat.is_real(args[0]):
             self.recorder.valued.add(compat.memory_of(args[0]))
-        if kwargs.get("generator") is not None:
-            self.generators.check(kwargs["generator"])
-        kwargs = {key: value for key, value in kwargs.items() if key != "generator"}
-        selected = self.selections.traced(func, args, kwargs)
-        if selected is not NotImplemented:
-            return selected
-        if self.selections.are_in((args, kwargs)):
-            args, kwargs = pytree.tree_map_only(Selected, lambda x: x.picked[x.mask], (args, kwargs))
-            with self:
-                return func(*args, **kwargs)
-        if (place := _SPARSE.get(func)) is not None:
-            sparse = kwargs["sparse"] if "sparse" in kwargs else args[place] if len(args) > place else False
-            if sparse:
-                logger.warning("the gradient of %s(sparse=True) is dense, with the same values", func.__name__)
-                args, kwargs = args[:place], {**_named(func, args[place + 1 :], place + 1), **kwargs, "sparse": False}
-        if func in (torch.as_strided, torch.Tensor.as_strided) and compat.is_fake(args[0]):
-            sizes, named = pytree.tree_map_only(torch.Tensor, int, (args[1:], kwargs))
-            unfolded = windows(args[0], *sizes, **named)
-            if unfolded is not None:
-                return unfolded
-        if func in TRACED:
-            return TRACED[func](*args, **kwargs)
-        if func is F.multi_head_attention_forward:
-            # torch calls the mode for it, and for nothing inside
-            with compat.patched(F, "scaled_dot_product_attention", attended):
-                return func(*args, **kwargs)
-        if func == _DATA.__set__:
-            return self.recorder.replace(*args)
-        if func is torch.Tensor.__deepcopy__ and compat.is_fake(args[0]) and args[0].is_leaf:
-            return _deep_copy(*args)
-        if func in (torch.Tensor.tolist, torch.Tensor.numpy):
-            values = self.recorder.read(torch.ops.aten.clone.default, args[:1], {})
-            if values is not NotImplemented:
-                with compat.unmodified():
-                    return func(values, **kwargs)
-        if (place := _LISTS.get(func)) is not None:
-            named = {**kwargs}
-            args = (*args, named.pop("data")) if "data" in named else args
-            if _is_list_of_fakes(args[place]):
-                own = {"dtype": args[0].dtype, "device": args[0].device} if place else {}
-                return _stacked(*args[place:], **{**own, **named})
-            return func(*args, **named)
-        return func(*args, **kwargs)
+        if (generator := kwargs.pop("generator", None)) is not None:
+            self.generators.check(generator)
+        return self.traced.get(func, func)(*args, **kwargs)
+
+    def _read(self, func: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The numbers of a tensor, where they are known."""
+        values = self.recorder.read(torch.ops.aten.clone.default, (tensor,), {})
+        if values is NotImplemented:
+            return func(tensor, *args, **kwargs)
+        with compat.unmodified():
+            return func(values, *args, **kwargs)
 
     def _refusal(self, func: Any, name: str, args: tuple[Any, ...], file: str) -> str:
         """Why forward cannot call a function, from code of a file; empty where it can."""
@@ -112,22 +81,36 @@ class OtherWays(TorchFunctionMode):
             return "" if is_library(file) else ASKING
         if func not in (_GRAD.__get__, _GRAD.__set__) or not args[0].is_leaf or not args[0].requires_grad:
             return ""
-        if not self.recorder.is_given(args[0]) or file == torch._tensor.__file__:  # which copies it, and shows it
+        if not self.recorder.is_given(args[0]) or file == _METHODS:  # which copy it, and show it
             return ""
         return READING_GRADIENTS if func == _GRAD.__get__ else WRITING_GRADIENTS
 
 
 _VALUES = frozenset({"item", "tolist", "numpy", "__int__", "__float__", "__bool__", "__index__", "__complex__"})
 _GRAD: Any = torch.Tensor.grad
+_METHODS = torch.Tensor.__repr__.__code__.co_filename
 
 
-def _named(function: Callable[..., Any], values: Sequence[Any], first: int) -> dict[str, Any]:
-    """Positional arguments from the place `first` on, by name."""
-    return dict(zip([*inspect.signature(function).parameters][first:], values, strict=False))
+def _dense(func: Callable[..., Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+    """A lookup whose gradient is dense, which collectives can reduce."""
+    call = inspect.signature(func).bind(*args, **kwargs)
+    if call.arguments.get("sparse"):
+        logger.warning("the gradient of %s(sparse=True) is dense, with the same values", func.__name__)
+        call.arguments["sparse"] = False
+    result: torch.Tensor = func(*call.args, **call.kwargs)
+    return result
+
+
+def _attended_heads(*args: Any, **kwargs: Any) -> Any:
+    """`multi_head_attention_forward`, for which torch calls a mode, and for nothing inside."""
+    with compat.patched(F, "scaled_dot_product_attention", attended):
+        return F.multi_head_attention_forward(*args, **kwargs)
 
 
 def _deep_copy(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
     """`copy.deepcopy(tensor)`, as an operator."""
+    if not (compat.is_fake(tensor) and tensor.is_leaf):
+        return copy.deepcopy(tensor, memo)
     if id(tensor) not in memo:
         same = tensor.detach().clone()
         same = nn.Parameter(same) if isinstance(tensor, nn.Parameter) else same
@@ -137,18 +120,22 @@ def _deep_copy(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
     return made
 
 
-def _is_list_of_fakes(values: Any) -> bool:
-    return isinstance(values, (list, tuple)) and any(
-        isinstance(x, torch.Tensor) and compat.is_fake(x) for x in pytree.tree_leaves(values)
-    )
+def _of_list(func: Callable[..., Any], place: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """`func`, which turns a list at this place among its arguments into a tensor."""
+    args = (*args, kwargs.pop("data")) if "data" in kwargs else args
+    if isinstance(args[place], (list, tuple)) and any(
+        isinstance(x, torch.Tensor) and compat.is_fake(x) for x in pytree.tree_leaves(args[place])
+    ):
+        like = {"dtype": args[0].dtype, "device": args[0].device} if place else {}
+        return _stacked(*args[place:], **{**like, **kwargs})
+    result: torch.Tensor = func(*args, **kwargs)
+    return result
 
 
 def _stacked(values: Any, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> torch.Tensor:
     """`torch.tensor` of lists with tensors in them: it reads their numbers, which no gradient reaches."""
     if isinstance(values, (list, tuple)):
-        rows = [_stacked(value, device=device) for value in values]
-        wanted = dtype or functools.reduce(torch.promote_types, (row.dtype for row in rows))
-        return torch.stack([row.to(wanted) for row in rows])
+        return torch.stack([_stacked(value, dtype, device) for value in values])
     if isinstance(values, torch.Tensor):
         return values.detach().to(device=device, dtype=dtype)
     return torch.tensor(values, dtype=dtype, device=device)
@@ -168,7 +155,7 @@ class Generators:
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """While forward runs: a state of which nobody knows tells whether a generator was seeded since."""
-        with compat.without_modes():
+        with compat.unmodified():
             states = [(generator, generator.get_state()) for generator in self.held]
             for generator in self.held:
                 generator.manual_seed(0x5EED5EED)
@@ -177,13 +164,13 @@ class Generators:
             with compat.patched(torch, "Generator", _own_class(self.base)):
                 yield
         finally:
-            with compat.without_modes():
+            with compat.unmodified():
                 for generator, state in states:
                     generator.set_state(state)
 
     def check(self, generator: torch.Generator) -> None:
         mark = self.marks.get(id(generator))
-        with compat.without_modes():
+        with compat.unmodified():
             seeded = mark is not None and not torch.equal(mark, generator.get_state())
         if seeded or (type(generator) is not self.base and generator is not torch.default_generator):
             what = "seeds a torch.Generator" if seeded else "makes a torch.Generator of its own"
@@ -206,92 +193,68 @@ def _own_class(base: type[torch.Generator]) -> Any:
     return Own
 
 
-def windows(
-    x: torch.Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
-) -> torch.Tensor | None:
-    """`x.as_strided(size, stride)` of a tensor without gaps, by `unfold`, since shards have no addresses in
-    memory; None for what is no windows of it.
+def as_strided(
+    input: torch.Tensor, size: Sequence[Any], stride: Sequence[Any], storage_offset: int | None = None
+) -> torch.Tensor:
+    """`input.as_strided(size, stride)` of a tensor without gaps, by `unfold`, since shards have no addresses in memory.
+    What has none of that form is the operator."""
+    sizes, strides = (pytree.tree_map_only(torch.Tensor, int, tuple(given)) for given in (size, stride))
+    made = None if storage_offset or not compat.is_fake(input) else windows(input, sizes, strides)
+    return torch.as_strided(input, sizes, strides, storage_offset) if made is None else made
 
-    Two dims (count, width) whose strides are (step, 1) times that of what lies inside are windows of one dim.
-    """
-    given = all(isinstance(n, int) for n in (*size, *stride)) and len(size) == len(stride)
-    if not given or x.storage_offset() or storage_offset not in (None, 0) or not x.numel() or 0 in size:
+
+def windows(x: torch.Tensor, size: Sequence[int], stride: Sequence[int]) -> torch.Tensor | None:
+    """`x.as_strided(size, stride)` of a tensor without gaps, by `unfold`; None where that is not possible."""
+    if not all(isinstance(n, int) for n in (*size, *stride)) or x.storage_offset() or not x.numel() or 0 in size:
         return None
     strides = x.stride()
-    order = sorted(range(x.dim()), key=lambda dim: -strides[dim] if x.shape[dim] > 1 else 1)
+    memory = x.permute(sorted(range(x.dim()), key=lambda dim: -strides[dim] if x.shape[dim] > 1 else 1))
     dims = sorted((dim for dim in range(len(size)) if size[dim] > 1), key=lambda dim: -stride[dim])
-    memory = x.permute(order)
-    if not memory.is_contiguous():
-        return None
-    unfolded = _in_order(memory, [size[dim] for dim in dims], [stride[dim] for dim in dims])
-    if unfolded is None:
-        return None
-    back = [dims.index(dim) for dim in sorted(dims)]
-    return unfolded.permute(back).reshape(tuple(size))
 
+    def extent(dims: Sequence[int]) -> int:
+        return 1 + sum((size[dim] - 1) * stride[dim] for dim in dims)
 
-def _in_order(x: torch.Tensor, size: Sequence[int], stride: Sequence[int]) -> torch.Tensor | None:
-    """Of a contiguous tensor, with strides that fall."""
-    groups: list[tuple[int, int, int]] = []  # (length of a dim of x, width, step) or (length, 0, 0), innermost first
-    inside, dim = 1, len(size) - 1
-    while dim >= 0:
-        if stride[dim] != inside:
-            return None
-        step = stride[dim - 1] // inside if dim else 0
-        paired = 0 < step < size[dim] and stride[dim - 1] % inside == 0
-        outer = dim - 2 if paired else dim - 1
-        # the next dim outwards tells how long this one is
-        length, rest = divmod(stride[outer] if outer >= 0 else x.numel(), inside)
-        needed = (size[dim - 1] - 1) * step + size[dim] if paired else size[dim]
-        if rest or length < needed:
-            return None
-        groups.append((length, size[dim], step) if paired else (length, 0, 0))
-        inside, dim = inside * length, outer
-    if inside != x.numel() or not any(step for *_, step in groups):
+    def first(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+        return x if x.shape[dim] == length else x.narrow(dim, 0, length)
+
+    def cut(x: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
+        """Cuts the last dim by the outermost dims that overlap: it is rows, by which they step, and within which the
+        others lie. Each of them takes pieces that it steps over, or windows."""
+        if not dims:
+            return first(x, -1, 1).squeeze(-1)
+        for count in range(1, len(dims) + 1):
+            width = math.gcd(*(stride[dim] for dim in dims[:count]))
+            if extent(dims[count:]) <= width and x.shape[-1] % width == 0:
+                break
+        outer, begin = dims[:count], x.dim() - 1
+        x = cut(x.unflatten(-1, (-1, width)), dims[count:])  # type: ignore[no-untyped-call]
+        for at, dim in enumerate(outer, begin):
+            step, length = stride[dim] // width, math.ceil(extent(outer[at - begin + 1 :]) / width)
+            if length > step or x.shape[at] % step:
+                x = x.unfold(at, length, step).movedim(-1, at + 1)
+            elif step > 1:
+                x = first(x.unflatten(at, (-1, step)), at + 1, length)  # type: ignore[no-untyped-call]
+            x = first(x, at, size[dim])
+        return x.squeeze(begin + count) if step > 1 else x
+
+    if not memory.is_contiguous() or not dims or stride[dims[-1]] != 1 or extent(dims) > x.numel():
         return None
-    result, at = x.reshape([length for length, *_ in reversed(groups)]), 0
-    for _, width, step in reversed(groups):
-        if step:
-            result = result.unfold(at, width, step).movedim(-1, at + 1).narrow(at, 0, size[at])
-            at += 1
-        elif result.shape[at] != size[at]:
-            result = result.narrow(at, 0, size[at])
-        at += 1
-    return result
+    made = cut(memory.reshape(-1), dims)
+    return made.permute([dims.index(dim) for dim in sorted(dims)]).reshape(tuple(size))
 
 
 def cov(
     input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None
 ) -> Tensor:
-    """`torch.cov`, without its check that weights are not negative and its warning of too few observations."""
-    if input.dim() > 2:
-        raise ValueError(f"cov of {input.dim()} dims: give variables in rows and observations in columns")
+    """`torch.cov`, without its checks of weights, which read data."""
+    if fweights is None and aweights is None:
+        return torch.cov(input, correction=correction)
     observations = input.reshape(1, -1) if input.dim() < 2 else input
-    weights = aweights if fweights is None else fweights if aweights is None else fweights * aweights
-    if weights is None:
-        total: Tensor | int = observations.shape[1]
-        weighted, normal = observations, max(total - correction, 0)
-    else:
-        total = weights.sum()
-        weighted = observations * weights
-        lost = correction if aweights is None else correction * (weights * aweights).sum() / total
-        normal = (total - lost).clamp_min(0)
-    centred = observations - (weighted.sum(1) / total).unsqueeze(1)
-    other = centred if weights is None else centred * weights
-    return (torch.mm(centred, other.t().conj()) / normal).squeeze()
-
-
-def corrcoef(input: Tensor) -> Tensor:
-    """`torch.corrcoef`, of the covariance above."""
-    covariance = cov(input)
-    if covariance.dim() == 0:
-        return covariance / covariance
-    variance = covariance.diagonal()
-    deviation = (variance.real if variance.is_complex() else variance).sqrt()
-    correlation = covariance / deviation[:, None] / deviation
-    if not correlation.is_complex():
-        return correlation.clip(-1, 1)
-    return torch.complex(correlation.real.clip(-1, 1), correlation.imag.clip(-1, 1))
+    weights: Tensor = math.prod(each for each in (fweights, aweights) if each is not None)  # type: ignore[assignment]
+    total = weights.sum()
+    lost = correction if aweights is None else correction * (weights * aweights).sum() / total
+    centred = observations - ((observations * weights).sum(1) / total).unsqueeze(1)
+    return (torch.mm(centred, (centred * weights).t().conj()) / (total - lost).clamp_min(0)).squeeze()
 
 
 def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
@@ -306,13 +269,6 @@ def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -
     else:
         ones = weights.detach() if weights.dtype is torch.float32 else weights.detach().double()
     return ones.new_zeros(minlength).scatter_add(0, input.long(), ones)
-
-
-def masked_select(input: Tensor, mask: Tensor) -> Tensor:
-    """`torch.masked_select`, as an index."""
-    x, picked = torch.broadcast_tensors(input, mask)  # type: ignore[no-untyped-call]
-    result: Tensor = x[picked]
-    return result
 
 
 def multilabel_margin_loss(
@@ -339,16 +295,24 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
     return result
 
 
-TRACED: Mapping[Any, Callable[..., Tensor]] = {
-    **{getattr(holder, way.__name__): way for holder in (torch, torch.Tensor) for way in (cov, corrcoef, bincount)},
-    torch.masked_select: masked_select,
-    torch.Tensor.masked_select: masked_select,
+TRACED: Mapping[Any, Callable[..., Any]] = {
+    **{
+        getattr(holder, way.__name__): way
+        for holder in (torch, torch.Tensor)
+        for way in (as_strided, bincount, cov, masked_select)
+    },
+    **{func: functools.partial(_dense, func) for func in (F.embedding, F.embedding_bag)},
+    **{func: functools.partial(_of_list, func, 0) for func in (torch.tensor, torch.as_tensor)},
+    torch.Tensor.new_tensor: functools.partial(_of_list, torch.Tensor.new_tensor, 1),
+    torch.Tensor.__getitem__: indexed,
+    torch.Tensor.__deepcopy__: _deep_copy,
     F.multilabel_margin_loss: multilabel_margin_loss,
     F.dropout: dropout,
     torch.dropout: dropout,
+    F.multi_head_attention_forward: _attended_heads,
     F.scaled_dot_product_attention: attended,
     torch.ops.aten.scaled_dot_product_attention: attended,
     torch.ops.aten.scaled_dot_product_attention.default: attended,
 }
-"""Functions of torch -> what is traced in their place: torch's own look at data on the way, to warn or to size the
-result, or decompose into something else."""
+"""Functions of torch -> what is traced in their place: operators of static shapes, the same on every device, which
+collectives can reduce, where torch looks at data on the way, or at addresses, or decomposes into something else."""

@@ -157,7 +157,7 @@ class Witness:
 
     def _tensors(self) -> dict[str, tuple[Any, ...]]:
         """Which memory each parameter and buffer has, and whether it requires a gradient."""
-        with compat.without_modes():
+        with compat.unmodified():
             return {
                 f"{path}.{key}" if path else key: (
                     kind,
