@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar, get_args
 
 import torch
 
@@ -10,7 +10,7 @@ from autopar.ir.graph import TensorMeta
 from autopar.ir.layout import Layout
 from autopar.solve.problem import unions_of
 
-from .choices import Policy
+from .choices import REGATHER, Policy
 from .sites import Option, Site
 
 
@@ -43,6 +43,36 @@ def is_bucketed(maker: Site, readers: Sequence[Site]) -> bool:
     return maker.kind == "parameter" or any(reader.kind == "parameter" for reader in readers)
 
 
+Acquisition = Literal["once", "forward", "backward"]
+"""What a tensor is acquired for: all readers, or those of one phase."""
+
+ACQUISITIONS = get_args(Acquisition)
+
+
+class Wanted(NamedTuple):
+    """A layout that a reader wants: in backward if it is `late`, where that matters, and, if it is `extra`, only if the
+    copy is recomputed."""
+
+    layout: Layout
+    late: bool
+    extra: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Movement:
+    """A part of what is acquired of a tensor: how it is moved, and, in a copy that may be recomputed, how if it is.
+    Then it is acquired again for backward if it is `reacquired`. If it crosses a border, it is kept as it crosses."""
+
+    ways: tuple[Moved, ...]
+    part: Acquisition
+    reacquired: bool
+    is_border: bool
+
+    def is_free(self, policy: Policy) -> bool:
+        """Whether the part costs nothing under a policy: nothing is acquired once for all readers and again."""
+        return not self.reacquired and (policy == REGATHER) == (self.part == "once")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RootTensor:
     """A root in a region of `copies` copies: site number `maker` makes it, as one of its results, and those of
@@ -62,6 +92,7 @@ class RootTensor:
         return tuple((o.makes[self.result], o.choice.policy) for o in self.options[self.maker])
 
 
+Made = TypeVar("Made")
 Item = TypeVar("Item")
 
 
@@ -79,10 +110,10 @@ def positions_of(reading: Sequence[tuple[int, int]]) -> dict[int, list[int]]:
 
 
 def encoded(
-    produced: Sequence[tuple[Layout, Policy]], wanted: Sequence[Sequence[Sequence[Item]]]
+    produced: Sequence[Made], wanted: Sequence[Sequence[Sequence[Item]]]
 ) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...], list[Item], set[int]]:
     """What is produced, as numbers; what readers want, as masks; the item of each bit; and all unions of masks."""
-    layouts: dict[tuple[Layout, Policy], int] = {}
+    layouts: dict[Made, int] = {}
     items: dict[Item, int] = {}
     codes = tuple(layouts.setdefault(p, len(layouts)) for p in produced)
     masks = tuple(
