@@ -196,7 +196,9 @@ class ProblemBuilder:
         phases = {(r, p): again.phases(sites[r], maker, backward=sites[r].reads[p].backward) for r, p in of.reading}
         is_switched = of.root in again.roots or any(sites[reader].name in again.operators for reader, _ in of.reading)
         ways = tuple(
-            self.moved(of.root, maker, [(sites[r], "backward" in phases[r, p][number]) for r, p in of.reading], of.copies)
+            self.moved(
+                of.root, maker, [(sites[r], "backward" in phases[r, p][number]) for r, p in of.reading], of.copies
+            )
             for number in range(1 + is_switched)
         )
         tells_phases = maker.kind == "parameter" and self.space.holds and self.space.micro_batches > 1
@@ -255,7 +257,9 @@ class ProblemBuilder:
         if (policy == REGATHER) == (movement.part == "once"):
             return 0.0, 0.0
         moved = movement.ways[number]
-        cost = self.cost(moved, layout, policy, [(each.layout, each.late) for each in wanted if number or not each.extra])
+        cost = self.cost(
+            moved, layout, policy, [(each.layout, each.late) for each in wanted if number or not each.extra]
+        )
         if cost is None or not (movement.part == "forward" and movement.is_border and moved.kept):
             return cost
         return cost[0], cost[1] + local_meta(moved.meta, layout, self.space.mesh).bytes
