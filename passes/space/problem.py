@@ -23,8 +23,10 @@ from .sites import Option, Region, Site, joined_sites
 from .space import Space
 from .switch import SWITCH, Again, twice
 from .tables import (
-    ACQUISITIONS,
-    Acquisition,
+    FEW_READERS,
+    PARTS,
+    PHASES,
+    WHOLE,
     Moved,
     Movement,
     RootTensor,
@@ -189,41 +191,42 @@ class ProblemBuilder:
         return tuple(option for option in own if option is not None)
 
     def _tensors(self, of: RootTensor, again: Again) -> Iterator[Tensor]:
-        """The tensors of a root, without those that cost nothing: one of what is acquired once for all readers, and,
-        where it is acquired again for backward, one of each phase and those that read it there. Which it is, a
-        parameter's policy says, or the switch, the last of the variables, which then reads all three."""
-        sites, maker, produced = of.sites, of.sites[of.maker], of.produced
+        """The tensors of a root: one, or, of a parameter that many read, and where the switch, the last of the
+        variables, says how it is acquired and reads it too, one for each of `PARTS`, without those that cost nothing.
+        """
+        sites, maker = of.sites, of.sites[of.maker]
+        is_parameter = maker.kind == "parameter"
         phases = {(r, p): again.phases(sites[r], maker, backward=sites[r].reads[p].backward) for r, p in of.reading}
         is_switched = of.root in again.roots or any(sites[reader].name in again.operators for reader, _ in of.reading)
         ways = tuple(
-            self.moved(
-                of.root, maker, [(sites[r], "backward" in phases[r, p][number]) for r, p in of.reading], of.copies
-            )
-            for number in range(1 + is_switched)
+            self.moved(of.root, maker, [(sites[r], "backward" in at[n]) for (r, _), at in phases.items()], of.copies)
+            for n in range(1 + is_switched)
         )
-        tells_phases = maker.kind == "parameter" and self.space.holds and self.space.micro_batches > 1
-        for part in ACQUISITIONS:
+        for part in PARTS if is_switched or (is_parameter and len(phases) > FEW_READERS) else WHOLE:
             movement = Movement(ways, part, of.root in again.roots, maker.kind == "border")
-            made = tuple(None if movement.is_free(policy) else (layout, policy) for layout, policy in produced)
+            made = tuple(None if movement.is_free(policy) else (layout, policy) for layout, policy in of.produced)
             if not any(made):
                 continue
-            positions = positions_of([at for at in of.reading if part == "once" or part in phases[at][1]])
-
-            def wanted(reader: int, position: int, option: Option, part: Acquisition = part) -> Wanted:
-                late = sites[reader].reads[position].backward if part == "once" else part == "backward"
-                is_extra = part not in ("once", *phases[reader, position][0])
-                return Wanted(option.reads[position], late and (tells_phases or part != "once"), is_extra)
-
-            every = tuple(
-                tuple(tuple(wanted(reader, p, o) for p in at) for o in of.options[reader])
+            tells_phases = is_parameter and (part == "whole" or self.space.holds)
+            told = {
+                at: (
+                    part == "backward" or (tells_phases and part != "forward" and "backward" in first),
+                    is_parameter and part in PHASES and part not in first,
+                )
+                for at, (first, second) in phases.items()
+                if part not in PHASES or part in second
+            }
+            positions = positions_of(told)
+            wanted = tuple(
+                tuple(tuple(Wanted(o.reads[p], *told[reader, p]) for p in at) for o in of.options[reader])
                 for reader, at in positions.items()
             )
-            key = (movement, made, every)
+            key = (movement, made, wanted)
             if key not in self.tables:
                 self.tables[key] = self._table(*key)
             table = self.tables[key]
-            if not table.is_free:
-                name = of.root if part == "once" and not is_switched else f"{of.root} {part}"
+            if part == "whole" or not table.is_free:
+                name = of.root if part == "whole" else f"{of.root} {part}"
                 readers = (*positions, len(sites)) if is_switched else tuple(positions)
                 yield replace(table, name=name, producer=of.maker, consumers=readers)
 
@@ -254,12 +257,11 @@ class ProblemBuilder:
             return 0.0, 0.0
         layout, policy = produced
         policy = REGATHER if number and movement.reacquired else policy
-        if (policy == REGATHER) == (movement.part == "once"):
+        if movement.excludes(policy):
             return 0.0, 0.0
         moved = movement.ways[number]
-        cost = self.cost(
-            moved, layout, policy, [(each.layout, each.late) for each in wanted if number or not each.extra]
-        )
+        readers = [(each.layout, each.late) for each in wanted if number or not each.extra]
+        cost = self.cost(moved, layout, policy, readers)
         if cost is None or not (movement.part == "forward" and movement.is_border and moved.kept):
             return cost
         return cost[0], cost[1] + local_meta(moved.meta, layout, self.space.mesh).bytes

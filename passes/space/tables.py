@@ -1,8 +1,8 @@
 """What the table of a tensor depends on, and how its layouts are encoded as numbers and masks."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeVar, get_args
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -43,15 +43,22 @@ def is_bucketed(maker: Site, readers: Sequence[Site]) -> bool:
     return maker.kind == "parameter" or any(reader.kind == "parameter" for reader in readers)
 
 
-Acquisition = Literal["once", "forward", "backward"]
-"""What a tensor is acquired for: all readers, or those of one phase."""
+Part = Literal["whole", "once", "forward", "backward"]
+"""What a table prices of having a tensor: all of it, or a part. What is gathered again costs a sum of what forward and
+backward want of it, and anything else costs what all want of it together, `once`: apart, these are small tables, where
+one of all that many readers may want in either phase is their product."""
 
-ACQUISITIONS = get_args(Acquisition)
+WHOLE: tuple[Part, ...] = ("whole",)
+PARTS: tuple[Part, ...] = ("once", "forward", "backward")
+PHASES: tuple[Part, ...] = ("forward", "backward")
+
+FEW_READERS = 3
+"""So many readers and their producer are one table to solvers in any case."""
 
 
 class Wanted(NamedTuple):
-    """A layout that a reader wants: in backward if it is `late`, where that matters, and, if it is `extra`, only if the
-    copy is recomputed."""
+    """A layout that a reader wants, in backward if it is `late`, and, if it is `extra`, only if the copy is
+    recomputed; where prices depend on that."""
 
     layout: Layout
     late: bool
@@ -60,17 +67,22 @@ class Wanted(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Movement:
-    """A part of what is acquired of a tensor: how it is moved, and, in a copy that may be recomputed, how if it is.
-    Then it is acquired again for backward if it is `reacquired`. If it crosses a border, it is kept as it crosses."""
+    """A part of having a tensor: the one way in which it is moved, or, in a copy that may be recomputed, those if it is
+    not and if it is, when it is acquired again for backward if it is `reacquired`. What crosses a border is kept as it
+    crosses."""
 
     ways: tuple[Moved, ...]
-    part: Acquisition
+    part: Part
     reacquired: bool
     is_border: bool
 
+    def excludes(self, policy: Policy) -> bool:
+        """Whether nothing of what this policy acquires is of this part."""
+        return self.part != "whole" and (policy == REGATHER) == (self.part == "once")
+
     def is_free(self, policy: Policy) -> bool:
-        """Whether the part costs nothing under a policy: nothing is acquired once for all readers and again."""
-        return not self.reacquired and (policy == REGATHER) == (self.part == "once")
+        """Whether the part costs nothing under a policy, if the copy is recomputed or not."""
+        return not self.reacquired and self.excludes(policy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +114,7 @@ def in_order(sites: Sequence[Site], reading: Sequence[tuple[int, int]]) -> list[
     return sorted(reading, key=lambda at: -1 if (node := sites[at[0]].node) is None else node.sequence)
 
 
-def positions_of(reading: Sequence[tuple[int, int]]) -> dict[int, list[int]]:
+def positions_of(reading: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
     positions: dict[int, list[int]] = {}
     for reader, position in reading:
         positions.setdefault(reader, []).append(position)
