@@ -533,7 +533,7 @@ def test_a_repeat_equals_its_copies_written_out(count: int) -> None:
     flat, deep = solve(expanded.problem), solve(problem)
     assert not expanded.problem.repeats
     assert deep.score.objective == pytest.approx(flat.score.objective, rel=1e-9)
-    decoded = evaluate(problem, expanded.layout.choice(flat.choice.options))
+    decoded = evaluate(problem, expanded.layout.choice(flat.choice))
     assert decoded.objective == pytest.approx(flat.score.objective, rel=1e-9)
     assert solve(problem, "ilp").score.objective == pytest.approx(flat.score.objective, rel=1e-9)
 
