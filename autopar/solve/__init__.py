@@ -14,7 +14,7 @@ from .effort import Meter
 from .exhaustive import solve_exhaustive
 from .expand import expand, expanded_options
 from .ilp import solve_ilp
-from .problem import Problem, Solution, TooWide
+from .problem import Problem, Solution, TooWide, evaluate
 
 TAKES = ("bounded", "meter")
 """Arguments of `solve` that a solver may take beside the problem and `bytes_limit`."""
@@ -84,8 +84,12 @@ def solve(
     solution = row.run(written.problem, bytes_limit=bytes_limit, **{name: given[name] for name in row.takes})
     if not isinstance(solution, Solution):
         raise ValueError(f"solver {solver!r} returned a {type(solution).__name__}: it is to return a Solution")
-    choice, seconds = written.layout.choice(solution.choice), time.perf_counter() - began
-    return replace(solution, choice=choice, solver=solver, seconds_to_solve=seconds)
+    if written.problem is not problem:
+        choice = written.layout.choice(solution.choice)
+        score = evaluate(problem, choice)  # to the last digit
+        bound = min(solution.lower_bound, score.objective) if solution.gap else score.objective
+        solution = replace(solution, choice=choice, score=score, lower_bound=bound)
+    return replace(solution, solver=solver, seconds_to_solve=time.perf_counter() - began)
 
 
 __all__ = ["AUTO", "SOLVERS", "Solver", "TooWide", "register_solver", "solve"]

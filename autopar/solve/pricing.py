@@ -139,10 +139,10 @@ class Library:
         return self._compiled[key]
 
     def _compile(self, problem: Problem, keep: tuple[int, ...]) -> Compiled:
-        most = self.meter.effort.border_states
         for repeat in problem.repeats:
-            if (states := border_states(problem, repeat)) > most:
-                raise TooWide(f"copies of {repeat.name} meet in {states} states, more than {most}")
+            states = border_states(problem, repeat)
+            if states**2 > self.meter.effort.table_entries:
+                raise TooWide(f"copies of {repeat.name} meet in {states} states: the matrix would be too large a table")
         factors = self.network(
             problem, {*keep, *(v for repeat in problem.repeats for v in (*repeat.left, *repeat.right))}
         )

@@ -23,7 +23,6 @@ from .sites import Option, Region, Site, joined_sites
 from .space import Space
 from .switch import SWITCH, Again, twice
 from .tables import (
-    FEW_READERS,
     PARTS,
     PHASES,
     WHOLE,
@@ -191,8 +190,8 @@ class ProblemBuilder:
         return tuple(option for option in own if option is not None)
 
     def _tensors(self, of: RootTensor, again: Again) -> Iterator[Tensor]:
-        """The tensors of a root: one, or, of a parameter that many read, and where the switch, the last of the
-        variables, says how it is acquired and reads it too, one for each of `PARTS`, without those that cost nothing.
+        """The tensors of a root: one, or, of a parameter that several read in either phase, and where the switch, the
+        last of the variables, says how it is acquired and reads it too, one for each of `PARTS` that costs something.
         """
         sites, maker = of.sites, of.sites[of.maker]
         is_parameter = maker.kind == "parameter"
@@ -202,7 +201,9 @@ class ProblemBuilder:
             self.moved(of.root, maker, [(sites[r], "backward" in at[n]) for (r, _), at in phases.items()], of.copies)
             for n in range(1 + is_switched)
         )
-        for part in PARTS if is_switched or (is_parameter and len(phases) > FEW_READERS) else WHOLE:
+        late = sum("backward" in first for first, _ in phases.values())
+        is_wide = is_parameter and min(late, len(phases) - late) > 1
+        for part in PARTS if is_switched or is_wide else WHOLE:
             movement = Movement(ways, part, of.root in again.roots, maker.kind == "border")
             made = tuple(None if movement.is_free(policy) else (layout, policy) for layout, policy in of.produced)
             if not any(made):

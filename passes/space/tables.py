@@ -45,15 +45,12 @@ def is_bucketed(maker: Site, readers: Sequence[Site]) -> bool:
 
 Part = Literal["whole", "once", "forward", "backward"]
 """What a table prices of having a tensor: all of it, or a part. What is gathered again costs a sum of what forward and
-backward want of it, and anything else costs what all want of it together, `once`: apart, these are small tables, where
-one of all that many readers may want in either phase is their product."""
+backward want of it, and anything else costs what all want of it together, `once`: apart, these are small tables, and
+the whole is their product."""
 
 WHOLE: tuple[Part, ...] = ("whole",)
 PARTS: tuple[Part, ...] = ("once", "forward", "backward")
 PHASES: tuple[Part, ...] = ("forward", "backward")
-
-FEW_READERS = 3
-"""So many readers and their producer are one table to solvers in any case."""
 
 
 class Wanted(NamedTuple):
