@@ -7,6 +7,7 @@ import functools
 import json
 import logging
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -25,15 +26,15 @@ import autopar
 from autopar.cost.streams import timeline
 from autopar.passes.codegen.program import codegen
 from autopar.passes.lower.bucket import bucket
-from autopar.passes.space.choices import REPLICATED
+from autopar.passes.space.choices import KEEP, REGATHER, REPLICATED
 from autopar.passes.space.problem import Assignment, ProblemBuilder
 from autopar.passes.space.space import Space
 from autopar.planning.account import Account, account
-from autopar.planning.options import joint, taken
+from autopar.planning.options import Options, joint, taken
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
 from autopar.planning.search import Search
-from autopar.solve.problem import Choice, Infeasible, Score, evaluate
+from autopar.solve.problem import Choice, Infeasible, Score, evaluate, state_of
 
 pytest.importorskip("transformers")
 
@@ -93,6 +94,69 @@ def check_promises(space: Space, assignment: Assignment, promised: Account) -> N
     joined = count_collectives(bucket(program).collectives())
     assert {key: size for key, (_, size) in joined.items()} == {key: size for key, (_, size) in issued.items()}
     assert all(count <= issued[key][0] for key, (count, _) in joined.items())
+
+
+# ----------------------------------------------------------------------- what many read, in small tables
+
+
+class Shared(nn.Module):
+    """Layers that share weights."""
+
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        self.layers, self.order = nn.ModuleList([nn.Linear(6, 6) for _ in set(order)]), order
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in map(int, self.order):
+            x = self.layers[layer](x).tanh()
+        return x.square().mean()
+
+
+@pytest.mark.parametrize(("micro_batches", "holds"), [(1, False), (3, False), (3, True)])
+@pytest.mark.parametrize("order", ["01011", "0110"])
+def test_tables_of_what_many_read_add_up_to_the_price_of_all_that_they_want(
+    order: str, micro_batches: int, holds: bool
+) -> None:
+    """Of random options of those that read a weight, which keep it for backward or gather it again."""
+    rng = random.Random(0)
+    made = Planner(Shared(order), {"a": 2, "b": 2}, (torch.zeros(8, 6),))
+    space = dataclasses.replace(made.space, micro_batches=micro_batches, holds=holds)
+    options = Options(space, {}, 1.0)
+    every = {name: joint(options.sites[name], axes, 1.0) for name, axes in options.everything().items()}
+    builder = ProblemBuilder(space)
+    problem, decoder = builder.build({name: rng.sample(of, min(len(of), 6)) for name, of in every.items()})
+    assert not problem.repeats
+    sites = [space.rest.sites[name] for name in decoder.rest]
+    policies, parts = set(), 0
+    for number, site in enumerate(sites):
+        tensors = [tensor for tensor in problem.tensors if tensor.producer == number]
+        reading = [
+            (r, p) for r, s in enumerate(sites) for p, read in enumerate(s.reads) if read.alias.root in site.makes
+        ]
+        if site.kind != "parameter":
+            continue
+        parts = max(parts, len(tensors))
+        moved = builder.moved(site.makes[0], site, [(sites[r], sites[r].reads[p].backward) for r, p in reading], 1)
+        for _ in range(300):
+            at = [rng.randrange(len(variable.options)) for variable in problem.variables]
+            chosen = [decoder.options[name][option] for name, option in zip(decoder.rest, at, strict=True)]
+            wanted = [(chosen[r].reads[p], sites[r].reads[p].backward) for r, p in reading]
+            policies.add(policy := chosen[number].choice.policy)
+            direct = builder.cost(moved, chosen[number].makes[0], policy, wanted)
+            costs = [tensor.costs.get(state_of(tensor, at)) for tensor in tensors]
+            assert (direct is None) == (None in costs)
+            if direct is not None:
+                priced = tuple(map(sum, zip(*filter(None, costs), strict=True)))
+                assert priced == pytest.approx(direct, rel=1e-12)
+    assert policies == {KEEP, REGATHER} and parts == 3
+
+
+@pytest.mark.parametrize("order", ["00000", "0110100111"])
+def test_layers_that_run_again_and_again_are_planned_soon(order: str) -> None:
+    """Their copies meet in many states, among them each weight's gradient so far: no table is of all of them twice."""
+    plan = autopar.plan(Shared(order), {"a": 2, "b": 2}, (torch.zeros(8, 6),))
+    every = autopar.plan(Shared(order), {"a": 2, "b": 2}, (torch.zeros(8, 6),), solver="ddp")
+    assert plan.seconds <= every.seconds
 
 
 # ------------------------------------------------------------------------------- what is priced is run

@@ -144,10 +144,13 @@ def test_the_three_solvers_agree(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(0, 50, 5))
-@pytest.mark.parametrize("setting", ["program_expanded_options", "program_joint_states"])
-def test_every_form_of_the_integer_program_agrees(seed: int, setting: str) -> None:
-    """Repeats as paths instead of written out; (produced, wanted set) states instead of joint ones."""
-    effort = Effort(**{setting: 0})
+@pytest.mark.parametrize(
+    ("setting", "most"), [("program_expanded_options", 0), ("program_joint_states", 0), ("border_states", 2)]
+)
+def test_every_form_of_a_problem_agrees(seed: int, setting: str, most: int) -> None:
+    """Repeats as paths of an integer program instead of written out; (produced, wanted set) states instead of joint
+    ones; copies that meet in three states or more written out, within others too."""
+    effort = Effort(**{setting: most})
     problem = random_problem(random.Random(seed), depth=2)
     best = assert_all_agree(problem, effort=effort)
     if isinstance(best, Solution):
@@ -247,6 +250,35 @@ def test_without_a_bound_what_is_too_wide_is_solved_folded() -> None:
     assert problem.repeats and exact <= quick.score.objective * (1 + 1e-9)
     assert quick.score.objective <= bounded.score.objective * (1 + relax.STANDING_GAP)
     assert quick.lower_bound == 0.0 < bounded.lower_bound
+
+
+def test_copies_that_meet_in_many_states_are_written_out_or_folded() -> None:
+    """Six borders of five options are 15,625 states: a matrix over them would fill the memory."""
+    rng, sides = random.Random(0), (tuple(range(6)), tuple(range(6, 12)))
+    border = variable("border", *((0.0, 0.0),) * 5)
+
+    def tensor(producer: int, *readers: int) -> Tensor:
+        states = [(made, union) for made in range(5) for union in range(32)]
+        return Tensor(
+            name="t",
+            producer=producer,
+            produced=tuple(range(5)),
+            consumers=readers,
+            wanted=((1, 2, 4, 8, 16),) * len(readers),
+            costs={state: (rng.random(), 0.0) for state in states},
+        )
+
+    body = Problem(variables=(border,) * 12, tensors=tuple(tensor(v, v + 6, (v + 1) % 6) for v in range(6)))
+    repeat = Repeat(
+        name="layers", body=body, count=9, left=sides[0], right=sides[1], body_left=sides[0], body_right=sides[1]
+    )
+    problem = Problem(variables=(border,) * 12, tensors=(tensor(0, 1),), repeats=(repeat,))
+    written = solve(problem, "dp")
+    assert written.gap <= relax.STANDING_GAP
+    folded = solve(problem, "dp", bounded=False, meter=Meter(effort=Effort(written_options=0)))
+    assert written.lower_bound <= folded.score.objective * (1 + 1e-9)
+    with pytest.raises(TooWide, match="copies of layers meet in 15625 states"):
+        solve(problem, "dp", bytes_limit=-1.0, meter=Meter(effort=Effort(written_options=0)))
 
 
 def test_the_dynamic_program_says_the_gap_of_what_it_cannot_eliminate() -> None:
@@ -533,7 +565,7 @@ def test_a_repeat_equals_its_copies_written_out(count: int) -> None:
     flat, deep = solve(expanded.problem), solve(problem)
     assert not expanded.problem.repeats
     assert deep.score.objective == pytest.approx(flat.score.objective, rel=1e-9)
-    decoded = evaluate(problem, expanded.layout.choice(flat.choice.options))
+    decoded = evaluate(problem, expanded.layout.choice(flat.choice))
     assert decoded.objective == pytest.approx(flat.score.objective, rel=1e-9)
     assert solve(problem, "ilp").score.objective == pytest.approx(flat.score.objective, rel=1e-9)
 

@@ -1,5 +1,6 @@
 """Solvers: functions from a `Problem` to a `Solution`."""
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -11,8 +12,9 @@ from .beam import solve_beam, solve_greedy
 from .dp import solve_dp
 from .effort import Meter
 from .exhaustive import solve_exhaustive
+from .expand import expand, expanded_options
 from .ilp import solve_ilp
-from .problem import Problem, Solution, TooWide
+from .problem import Problem, Solution, TooWide, evaluate
 
 TAKES = ("bounded", "meter")
 """Arguments of `solve` that a solver may take beside the problem and `bytes_limit`."""
@@ -68,16 +70,25 @@ def solve(
 ) -> Solution:
     """The cheapest choice of a solver for a problem, subject to bytes <= `bytes_limit` where one is given. Not
     `bounded`: no lower bound is asked for, which may save time (`solve_dp`). `meter`: the work that may
-    be done, which `dp`, `beam` and `greedy` count, and the effort.
+    be done, which `dp`, `beam` and `greedy` count, and the effort. Copies of a repeat that meet in very many states
+    are written out for the solver, if there are few.
 
     Raises `Infeasible` where there is none, ValueError for an unknown solver or a problem too large for it.
     """
     row = SOLVERS.named(solver)
     given: dict[str, Any] = {"bounded": bounded, "meter": meter}
     began = time.perf_counter()
-    solution = row.run(problem, bytes_limit=bytes_limit, **{name: given[name] for name in row.takes})
+    effort = (meter or Meter()).effort
+    is_deep = expanded_options(problem) > effort.written_options
+    written = expand(problem, math.inf if is_deep else effort.border_states)
+    solution = row.run(written.problem, bytes_limit=bytes_limit, **{name: given[name] for name in row.takes})
     if not isinstance(solution, Solution):
         raise ValueError(f"solver {solver!r} returned a {type(solution).__name__}: it is to return a Solution")
+    if written.problem is not problem:
+        choice = written.layout.choice(solution.choice)
+        score = evaluate(problem, choice)  # to the last digit
+        bound = min(solution.lower_bound, score.objective) if solution.gap else score.objective
+        solution = replace(solution, choice=choice, score=score, lower_bound=bound)
     return replace(solution, solver=solver, seconds_to_solve=time.perf_counter() - began)
 
 

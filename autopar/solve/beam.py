@@ -64,7 +64,7 @@ def _solve(problem: Problem, bytes_limit: float | None, width: int, bounded: boo
         options = next((options for options in tries if options is not None), None)
         if options is None:
             raise Infeasible("no choice of options gives every tensor in the layouts that its readers want")
-        choice = expanded.layout.choice(options)
+        choice = expanded.layout.choice(Choice(options=options))
         return choice, evaluate(problem, choice)
 
     choice, score = at(0.0)

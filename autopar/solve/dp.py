@@ -21,9 +21,6 @@ FRONT_POINTS = (32, 256)
 
 BATCH_ENTRIES = 20_000_000
 """Entries that the largest table may have at all prices of a batch together."""
-UNFOLDED_OPTIONS = 20_000
-"""Options of all copies of a problem up to which messages pass through all of them where no choice with a repeated
-middle is found."""
 
 LIMITED_GAP = 1e-4
 """Relative gap under a memory limit at which problems too large to be solved exactly are done."""
@@ -86,7 +83,7 @@ def _relaxed(problem: Problem, library: Library, bounded: bool) -> tuple[Choice,
         try:
             return relaxed(problem, weights, library, folded=True)[0], 0.0
         except TooWide:
-            if expanded_options(problem) > UNFOLDED_OPTIONS:
+            if expanded_options(problem) > library.meter.effort.written_options:
                 raise
             # no choice with a repeated middle fits
     return relaxed(problem, weights, library)

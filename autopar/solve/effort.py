@@ -34,6 +34,11 @@ class Effort:
     """Of all its tables."""
     tensor_entries: int = 32_000_000
     """Of the table of one tensor, over what its producer and its readers may take."""
+    border_states: int = 256
+    """In which copies of a repeat may meet: matrices over more take longer than all copies written out."""
+    written_options: int = 20_000
+    """Of all copies of a problem: up to so many, those that meet in more states are written out, and messages pass
+    through all of them where no choice with a repeated middle is found."""
     message_entries: float = 1e9
     """Of all tables that message passing goes through, each time that it does, once for each of their nodes."""
     message_sweeps: tuple[int, ...] = (5, 10, 25, 40, 80, 160)

@@ -1,26 +1,31 @@
-"""A problem without repeats: every copy written out."""
+"""A problem without repeats, or without those that join in many states: their copies written out."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from networkx.utils import UnionFind
 
-from .problem import Choice, Problem, Tensor, Variable
+from .problem import Choice, Problem, Repeat, Tensor, Variable
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the variables of a problem, and of the copies of its repeats, are in the expanded one."""
+    """Where the variables of a problem, and of the copies of its repeats, are in the expanded one; of a repeat that is
+    still one, which of those there it is."""
 
     variables: tuple[int, ...]
-    repeats: tuple[tuple[Layout, ...], ...] = ()
+    repeats: tuple[tuple[Layout, ...] | int, ...] = ()
 
-    def choice(self, options: tuple[int, ...]) -> Choice:
-        """The choice for the original problem, from the options of the expanded one."""
-        repeats = tuple(tuple(copy.choice(options) for copy in copies) for copies in self.repeats)
-        return Choice(options=tuple(options[v] for v in self.variables), repeats=repeats)
+    def choice(self, of: Choice) -> Choice:
+        """The choice for the original problem, from one for the expanded one."""
+        repeats = tuple(
+            of.repeats[copies] if isinstance(copies, int) else tuple(copy.choice(of) for copy in copies)
+            for copies in self.repeats
+        )
+        return Choice(options=tuple(of.options[v] for v in self.variables), repeats=repeats)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,12 +34,20 @@ class Expanded:
     layout: Layout
 
 
-def expand(problem: Problem) -> Expanded:
-    """Write out every copy of every repeat. Joined border variables become one, which costs what they cost together."""
-    if not problem.repeats:
-        return Expanded(problem=problem, layout=Layout(variables=tuple(range(len(problem.variables)))))
+def border_states(problem: Problem, repeat: Repeat) -> int:
+    """In how many joint states two copies of a repeat of the problem can meet."""
+    return math.prod(len(problem.variables[v].options) for v in repeat.left)
+
+
+def expand(problem: Problem, narrow: float = 0) -> Expanded:
+    """Write out every copy of every repeat, but for those whose borders have at most so many states (`narrow`). Joined
+    border variables become one, which costs what they cost together."""
+    if all(border_states(problem, repeat) <= narrow for repeat in problem.repeats):
+        as_it_is = Layout(tuple(range(len(problem.variables))), tuple(range(len(problem.repeats))))
+        return Expanded(problem=problem, layout=as_it_is)
     fresh: list[Variable] = []
     tensors: list[Tensor] = []
+    kept: list[Repeat] = []
     joined: UnionFind[int] = UnionFind()
 
     def join(border: Sequence[int], other: Sequence[int]) -> None:
@@ -53,9 +66,14 @@ def expand(problem: Problem) -> Expanded:
                     consumers=tuple(variables[c] for c in tensor.consumers),
                 )
             )
-        repeats = []
+        repeats: list[tuple[Layout, ...] | int] = []
         for repeat in part.repeats:
             border = [variables[v] for v in repeat.left]
+            if border_states(part, repeat) <= narrow:
+                repeats.append(len(kept))
+                right = tuple(variables[v] for v in repeat.right)
+                kept.append(replace(repeat, name=prefix + repeat.name, left=tuple(border), right=right))
+                continue
             copies = []
             for k in range(repeat.count):
                 copy = add(repeat.body, f"{prefix}{repeat.name}[{k}].")
@@ -64,7 +82,7 @@ def expand(problem: Problem) -> Expanded:
                 copies.append(copy)
             join([variables[v] for v in repeat.right], border)
             repeats.append(tuple(copies))
-        return Layout(variables=variables, repeats=tuple(repeats))
+        return Layout(variables, tuple(repeats))
 
     layout = add(problem, "")
     members: dict[int, list[int]] = {}
@@ -73,10 +91,8 @@ def expand(problem: Problem) -> Expanded:
     place = {v: index for index, group in enumerate(members.values()) for v in group}
 
     def placed(part: Layout) -> Layout:
-        return Layout(
-            variables=tuple(place[v] for v in part.variables),
-            repeats=tuple(tuple(map(placed, copies)) for copies in part.repeats),
-        )
+        repeats = (of if isinstance(of, int) else tuple(map(placed, of)) for of in part.repeats)
+        return Layout(tuple(place[v] for v in part.variables), tuple(repeats))
 
     return Expanded(
         problem=Problem(
@@ -96,6 +112,11 @@ def expand(problem: Problem) -> Expanded:
                 )
                 for tensor in tensors
             ),
+            repeats=tuple(
+                replace(of, left=tuple(place[v] for v in of.left), right=tuple(place[v] for v in of.right))
+                for of in kept
+            ),
+            branch=None if problem.branch is None else place[layout.variables[problem.branch]],
         ),
         layout=placed(layout),
     )

@@ -105,7 +105,7 @@ def solve_ilp(
         expanded = expand(problem)
         encoding = Encoding(expanded.problem, [], effort)
         objective, lower, values = optimise(encoding.program, bytes_limit, limited_gap, effort)
-        choice = expanded.layout.choice(encoding.choice(values).options)
+        choice = expanded.layout.choice(encoding.choice(values))
     else:
         encoding = Encoding(problem, bodies, effort)
         objective, lower, values = optimise(encoding.program, bytes_limit, limited_gap, effort)

@@ -12,6 +12,7 @@ import numpy as np
 
 from .effort import ELIMINATED_WORK, VISIT_WORK, Meter
 from .elimination import ALL_ORDERS, Eliminated, Schedule, eliminate, schedule
+from .expand import border_states
 from .network import Network, network
 from .problem import Choice, Problem, Repeat, TooWide
 from .rows import Bools, Floats, Ints
@@ -138,6 +139,10 @@ class Library:
         return self._compiled[key]
 
     def _compile(self, problem: Problem, keep: tuple[int, ...]) -> Compiled:
+        for repeat in problem.repeats:
+            states = border_states(problem, repeat)
+            if states**2 > self.meter.effort.table_entries:
+                raise TooWide(f"copies of {repeat.name} meet in {states} states: the matrix would be too large a table")
         factors = self.network(
             problem, {*keep, *(v for repeat in problem.repeats for v in (*repeat.left, *repeat.right))}
         )

@@ -8,7 +8,7 @@ in every layout in which backward reads it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -21,8 +21,21 @@ from .choices import REGATHER, Policy, SiteChoice
 from .gradients import gradients_of
 from .sites import Option, Region, Site, joined_sites
 from .space import Space
-from .switch import SWITCH, Again, SwitchedTensors, twice
-from .tables import Moved, RootTensor, encoded, in_order, moved_of, of_bits, positions_of
+from .switch import SWITCH, Again, twice
+from .tables import (
+    PARTS,
+    PHASES,
+    WHOLE,
+    Moved,
+    Movement,
+    RootTensor,
+    Wanted,
+    encoded,
+    in_order,
+    moved_of,
+    of_bits,
+    positions_of,
+)
 
 Allowed = Mapping[str, Sequence[SiteChoice]]
 """Site name -> the options that it may take."""
@@ -64,7 +77,6 @@ class ProblemBuilder:
         self.gradients = gradients_of(space.regions()) if space.has_own_reductions else frozenset()
         self.joined = joined_sites(space.regions(), space.repeats)
         self.again = tuple(Again.of(body) for body in space.bodies)
-        self.switches = SwitchedTensors(self.tables, self.cost, self.moved, space.mesh)
 
     def moved(self, root: str, maker: Site, readers: Sequence[tuple[Site, bool]], copies: int) -> Moved:
         """As `moved_of`, in a region of which there are so many copies."""
@@ -163,10 +175,7 @@ class ProblemBuilder:
                 reading=in_order(sites, reading),
                 copies=copies,
             )
-            if root in again.roots or any(sites[reader].name in again.operators for reader, _ in reading):
-                tensors += self.switches.of(tensor, again)
-            else:
-                tensors.append(self._tensor(tensor))
+            tensors += self._tensors(tensor, again)
         if again.operators:
             variables.append(Variable(name=SWITCH, options=("no", "yes"), seconds=(0.0, 0.0), bytes=(0.0, 0.0)))
             numbers = [number for number, site in enumerate(sites) if site.name in again.operators]
@@ -180,37 +189,83 @@ class ProblemBuilder:
         own = (self.space.option(site, option.choice) for option in options)
         return tuple(option for option in own if option is not None)
 
-    def _tensor(self, of: RootTensor) -> Tensor:
-        sites, produced = of.sites, of.produced
-        readers = [(sites[r], sites[r].reads[p].backward) for r, p in of.reading]
-        moved = self.moved(of.root, sites[of.maker], readers, of.copies)
-        positions = positions_of(of.reading)
-        wanted = tuple(
-            tuple(
-                tuple((o.reads[p], moved.is_parameter and sites[reader].reads[p].backward) for p in at)
-                for o in of.options[reader]
-            )
-            for reader, at in positions.items()
+    def _tensors(self, of: RootTensor, again: Again) -> Iterator[Tensor]:
+        """The tensors of a root: one, or, of a parameter that several read in either phase, and where the switch, the
+        last of the variables, says how it is acquired and reads it too, one for each of `PARTS` that costs something.
+        """
+        sites, maker = of.sites, of.sites[of.maker]
+        is_parameter = maker.kind == "parameter"
+        phases = {(r, p): again.phases(sites[r], maker, backward=sites[r].reads[p].backward) for r, p in of.reading}
+        is_switched = of.root in again.roots or any(sites[reader].name in again.operators for reader, _ in of.reading)
+        ways = tuple(
+            self.moved(of.root, maker, [(sites[r], "backward" in at[n]) for (r, _), at in phases.items()], of.copies)
+            for n in range(1 + is_switched)
         )
-        key = (moved, produced, wanted)
-        if key not in self.tables:
-            self.tables[key] = self._table(moved, produced, wanted)
-        return replace(self.tables[key], name=of.root, producer=of.maker, consumers=tuple(positions))
+        late = sum("backward" in first for first, _ in phases.values())
+        is_wide = is_parameter and min(late, len(phases) - late) > 1
+        for part in PARTS if is_switched or is_wide else WHOLE:
+            movement = Movement(ways, part, of.root in again.roots, maker.kind == "border")
+            made = tuple(None if movement.is_free(policy) else (layout, policy) for layout, policy in of.produced)
+            if not any(made):
+                continue
+            tells_phases = is_parameter and (part == "whole" or self.space.holds)
+            told = {
+                at: (
+                    part == "backward" or (tells_phases and part != "forward" and "backward" in first),
+                    is_parameter and part in PHASES and part not in first,
+                )
+                for at, (first, second) in phases.items()
+                if part not in PHASES or part in second
+            }
+            positions = positions_of(told)
+            wanted = tuple(
+                tuple(tuple(Wanted(o.reads[p], *told[reader, p]) for p in at) for o in of.options[reader])
+                for reader, at in positions.items()
+            )
+            key = (movement, made, wanted)
+            if key not in self.tables:
+                self.tables[key] = self._table(*key)
+            table = self.tables[key]
+            if part == "whole" or not table.is_free:
+                name = of.root if part == "whole" else f"{of.root} {part}"
+                readers = (*positions, len(sites)) if is_switched else tuple(positions)
+                yield replace(table, name=name, producer=of.maker, consumers=readers)
 
     def _table(
         self,
-        moved: Moved,
-        produced: tuple[tuple[Layout, Policy], ...],
-        wanted: tuple[tuple[tuple[tuple[Layout, bool], ...], ...], ...],
+        movement: Movement,
+        made: tuple[tuple[Layout, Policy] | None, ...],
+        wanted: tuple[tuple[tuple[Wanted, ...], ...], ...],
     ) -> Tensor:
-        codes, masks, items, unions = encoded(produced, wanted)
+        codes, masks, items, unions = encoded(made, wanted)
+        bit = 1 << len(items)
         costs = {}
-        for (layout, policy), code in dict(zip(produced, codes, strict=True)).items():
+        for produced, code in dict(zip(made, codes, strict=True)).items():
             for union in unions:
-                cost = self.cost(moved, layout, policy, of_bits(items, union))
-                if cost is not None:
-                    costs[code, union] = cost
+                for number in range(len(movement.ways)):
+                    cost = self._acquisition(movement, number, produced, of_bits(items, union))
+                    if cost is not None:
+                        costs[code, union | bit * number] = cost
+        if len(movement.ways) > 1:
+            masks = (*masks, (0, bit))
         return Tensor(name="", producer=0, produced=codes, consumers=(), wanted=masks, costs=costs)
+
+    def _acquisition(
+        self, movement: Movement, number: int, produced: tuple[Layout, Policy] | None, wanted: Sequence[Wanted]
+    ) -> tuple[float, float] | None:
+        """As `cost`, of a part of what is acquired, in one of the ways in which it may be."""
+        if produced is None:
+            return 0.0, 0.0
+        layout, policy = produced
+        policy = REGATHER if number and movement.reacquired else policy
+        if movement.excludes(policy):
+            return 0.0, 0.0
+        moved = movement.ways[number]
+        readers = [(each.layout, each.late) for each in wanted if number or not each.extra]
+        cost = self.cost(moved, layout, policy, readers)
+        if cost is None or not (movement.part == "forward" and movement.is_border and moved.kept):
+            return cost
+        return cost[0], cost[1] + local_meta(moved.meta, layout, self.space.mesh).bytes
 
     def cost(
         self, moved: Moved, produced: Layout, policy: Policy, wanted: Sequence[tuple[Layout, bool]]

@@ -1,8 +1,8 @@
 """What the table of a tensor depends on, and how its layouts are encoded as numbers and masks."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -10,7 +10,7 @@ from autopar.ir.graph import TensorMeta
 from autopar.ir.layout import Layout
 from autopar.solve.problem import unions_of
 
-from .choices import Policy
+from .choices import REGATHER, Policy
 from .sites import Option, Site
 
 
@@ -43,6 +43,45 @@ def is_bucketed(maker: Site, readers: Sequence[Site]) -> bool:
     return maker.kind == "parameter" or any(reader.kind == "parameter" for reader in readers)
 
 
+Part = Literal["whole", "once", "forward", "backward"]
+"""What a table prices of having a tensor: all of it, or a part. What is gathered again costs a sum of what forward and
+backward want of it, and anything else costs what all want of it together, `once`: apart, these are small tables, and
+the whole is their product."""
+
+WHOLE: tuple[Part, ...] = ("whole",)
+PARTS: tuple[Part, ...] = ("once", "forward", "backward")
+PHASES: tuple[Part, ...] = ("forward", "backward")
+
+
+class Wanted(NamedTuple):
+    """A layout that a reader wants, in backward if it is `late`, and, if it is `extra`, only if the copy is
+    recomputed; where prices depend on that."""
+
+    layout: Layout
+    late: bool
+    extra: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Movement:
+    """A part of having a tensor: the one way in which it is moved, or, in a copy that may be recomputed, those if it is
+    not and if it is, when it is acquired again for backward if it is `reacquired`. What crosses a border is kept as it
+    crosses."""
+
+    ways: tuple[Moved, ...]
+    part: Part
+    reacquired: bool
+    is_border: bool
+
+    def excludes(self, policy: Policy) -> bool:
+        """Whether nothing of what this policy acquires is of this part."""
+        return self.part != "whole" and (policy == REGATHER) == (self.part == "once")
+
+    def is_free(self, policy: Policy) -> bool:
+        """Whether the part costs nothing under a policy, if the copy is recomputed or not."""
+        return not self.reacquired and self.excludes(policy)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RootTensor:
     """A root in a region of `copies` copies: site number `maker` makes it, as one of its results, and those of
@@ -62,6 +101,7 @@ class RootTensor:
         return tuple((o.makes[self.result], o.choice.policy) for o in self.options[self.maker])
 
 
+Made = TypeVar("Made")
 Item = TypeVar("Item")
 
 
@@ -71,7 +111,7 @@ def in_order(sites: Sequence[Site], reading: Sequence[tuple[int, int]]) -> list[
     return sorted(reading, key=lambda at: -1 if (node := sites[at[0]].node) is None else node.sequence)
 
 
-def positions_of(reading: Sequence[tuple[int, int]]) -> dict[int, list[int]]:
+def positions_of(reading: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
     positions: dict[int, list[int]] = {}
     for reader, position in reading:
         positions.setdefault(reader, []).append(position)
@@ -79,10 +119,10 @@ def positions_of(reading: Sequence[tuple[int, int]]) -> dict[int, list[int]]:
 
 
 def encoded(
-    produced: Sequence[tuple[Layout, Policy]], wanted: Sequence[Sequence[Sequence[Item]]]
+    produced: Sequence[Made], wanted: Sequence[Sequence[Sequence[Item]]]
 ) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...], list[Item], set[int]]:
     """What is produced, as numbers; what readers want, as masks; the item of each bit; and all unions of masks."""
-    layouts: dict[tuple[Layout, Policy], int] = {}
+    layouts: dict[Made, int] = {}
     items: dict[Item, int] = {}
     codes = tuple(layouts.setdefault(p, len(layouts)) for p in produced)
     masks = tuple(
