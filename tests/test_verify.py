@@ -94,7 +94,8 @@ def tampered(what: str) -> None:
     elif what == "backward":
         program = replace(program, backward=changed(program.backward, "aten.sum.dim_IntList", "aten.mean.dim"))
     else:
-        vars(module)["_verifier"].model.scale = 3.0
+        model = vars(module)["_verifier"].model
+        model.register_forward_hook(lambda module, args, out: {**out, "y": out["y"] * 3.0})
     state.executable = compile(program, state.groups)
     output = module(batch(0, torch.float64))
     output["y"].square().sum().backward()

@@ -96,7 +96,7 @@ from .watching import (
     global_hooks as global_hooks,
     gradient_hooks as gradient_hooks,
     hook_gradient as hook_gradient,
-    hook_registries as hook_registries,
+    HOOKS as HOOKS,
     hooks_gradient as hooks_gradient,
     is_product as is_product,
     is_stepped_in_backward as is_stepped_in_backward,

@@ -114,7 +114,11 @@ def _nameless(value: Any) -> str:
         return "."
     if isinstance(value, tuple):
         return f"({','.join(map(_nameless, value))})"
-    return repr(value)
+    return type(value).__name__ if isinstance(value, _UNKNOWN) else repr(value)
+
+
+_UNKNOWN = (torch.SymInt, torch.SymFloat, torch.SymBool)
+"""Numbers that depend on data, whose names count up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
