@@ -16,6 +16,7 @@ import statistics
 import time
 import tomllib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,12 @@ def published(row: Row) -> float:
     return float(row["rows"] * row["sequence"] / row["step_seconds"] / devices(row))
 
 
+FUSED_PART = 0.0
+"""What kernels that are fused save (`Device.fused_part`)."""
+
+REACHED = 0.9
+"""The part of the rate of links between nodes that collectives reach, as in the files of DGX machines."""
+
 CAPTURED = ("model", "rows", "sequence", "recompute", "micro_batches", "reduce")
 """What a captured step depends on."""
 
@@ -88,8 +95,14 @@ class Planners:
 
 
 def cluster(row: Row) -> Cluster:
-    """The cluster of a row."""
-    return named_cluster(row["cluster"])
+    """The cluster of a row, with the links between nodes that its table names, and its kernels."""
+    machine = named_cluster(row["cluster"])
+    nodes = machine.levels[0]
+    if rate := row.get("node_bytes_per_second"):
+        nodes = replace(nodes, bytes_per_second=rate * REACHED, group_bytes_per_second=rate * REACHED)
+    fused = FUSED_PART if row["kernels"] == "compiled" else 0.0
+    device = replace(machine.device, fused_part=fused)
+    return replace(machine, device=device, levels=(nodes, *machine.levels[1:]))
 
 
 def result(row: Row, planners: Planners) -> Row:
