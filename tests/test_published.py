@@ -70,7 +70,7 @@ def test_default_plans_leave_headroom() -> None:
     plan = planned(tight)
     assert plan.bytes <= 0.95 * usable and plan.headroom == 0.05
     assert plan.memory_limit_bytes == pytest.approx(usable)
-    assert "at least 5% is left free" in " ".join(plan.text(width=200).split())
+    assert "to spare (headroom 5%)" in " ".join(plan.text(width=200).split())
     assert planned(tight, solver="ddp", headroom=0).bytes == of_ddp
 
     # where nothing fits but in the headroom, it is used, and the page warns

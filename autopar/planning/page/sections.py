@@ -82,7 +82,7 @@ def _fits(plan: Record) -> tuple[str, str]:
     of = f"{peak} of {short_bytes(limit)} a rank at the peak"
     if left < 0:
         return "NO FIT", f"{of}: {short_bytes(-left)} too much"
-    free = f" (at least {plan.headroom:.0%} is left free)" if plan.headroom else ""
+    free = f" (headroom {plan.headroom:.0%})" if plan.headroom else ""
     return "fits", f"{of}, {short_bytes(left)} to spare{free}"
 
 
