@@ -161,7 +161,7 @@ def summary(ratios: list[float]) -> str:
 
 def step_range(ratios: list[float]) -> tuple[float, float]:
     """Of ten rows, eight took from so many to so many times the seconds that were predicted."""
-    tenths = statistics.quantiles(ratios, n=10, method="inclusive")
+    tenths = statistics.quantiles([*ratios, ratios[0]] if len(ratios) == 1 else ratios, n=10, method="inclusive")
     return round(tenths[0], 2), round(tenths[-1], 2)
 
 
