@@ -51,6 +51,7 @@ def plan(
     cost: str = "analytical",
     cluster: str | Cluster | None = None,
     memory_limit_bytes: float | None = None,
+    headroom: float | None = None,
     optimizer: str | float | Optimizer = "adamw",
     constraints: Constraints | None = None,
     effort: float | None = None,
@@ -84,7 +85,8 @@ def plan(
 
     `memory_limit_bytes` bounds the predicted peak of a rank's memory during a training step, in bytes. If it is None,
     the limit is the memory of the cluster's devices less their reserve, or none if the cluster does not say what memory
-    they have (as "local" does not); `math.inf` lifts it. The peak includes the states of the `optimizer`: "adamw",
+    they have (as "local" does not); `math.inf` lifts it. Of that memory the plan leaves the part `headroom` free
+    (None: 0.05); a limit in bytes is used up to the last one. The peak includes the states of the `optimizer`: "adamw",
     "adamw_fp32" (float32 moments, and float32 weights beside narrower ones), "sgd", "sgd_momentum", or a number of
     bytes per element of a parameter. `constraints` pins placements of parameters and inputs, and keeps modules off an
     axis: `{"lm_head.weight": {"tp": "S(0)"}, "model.layers.*.mlp": {"dp": "R"}}` (see `autopar.planning.constraints`).
@@ -109,8 +111,9 @@ def plan(
     what to change.
     """
     request = Request(
-        solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes, constraints=constraints, effort=effort
-    )
+        solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes, headroom=headroom, constraints=constraints,
+        effort=effort,
+    )  # fmt: skip
     planner = partial(
         Planner, model, args=args, kwargs=kwargs, loss_fn=loss_fn, optimizer=optimizer, profiles=profiles,
         training=Training(recompute=recompute, micro_batches=micro_batches, precision=precision),
@@ -177,6 +180,7 @@ def compare(
     cost: str = "analytical",
     cluster: str | Cluster | Sequence[str | Cluster | None] | None = None,
     memory_limit_bytes: float | None = None,
+    headroom: float | None = None,
     optimizer: str | float | Optimizer = "adamw",
     constraints: Constraints | None = None,
     recompute: Recompute = "auto",
@@ -195,7 +199,9 @@ def compare(
     if isinstance(solvers, str) or not isinstance(solvers, Sequence):
         raise ValueError(f"solvers is {solvers!r}: give a list of solvers and presets, such as ['auto', 'fsdp']")
     requests = [
-        Request(solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes, constraints=constraints)
+        Request(
+            solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes, headroom=headroom, constraints=constraints
+        )
         for solver in solvers
     ]
     shape: Any = mesh_shape
@@ -245,6 +251,7 @@ def parallelize(
     cost: str = "analytical",
     cluster: str | Cluster | None = None,
     memory_limit_bytes: float | None = None,
+    headroom: float | None = None,
     optimizer: str | float | Optimizer = "adamw",
     constraints: Constraints | None = None,
     effort: float | None = None,
@@ -292,8 +299,9 @@ def parallelize(
     once = Once()
     try:
         request = Request(
-            solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes, constraints=constraints, effort=effort
-        )
+            solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes, headroom=headroom,
+            constraints=constraints, effort=effort,
+        )  # fmt: skip
         if plan is not None and not isinstance(plan, Plan):
             raise ValueError(f"plan is {plan!r} ({type(plan).__name__}): give a Plan, such as Plan.load(path), or None")
         if padding is not None and not isinstance(padding, Padding):

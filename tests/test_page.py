@@ -111,7 +111,7 @@ def test_arithmetic_is_the_graphs() -> None:
 
 def test_the_verdict_says_whether_it_fits() -> None:
     made = plan("megatron")
-    assert re.search(r"^  fits .* of 68\.9 GiB a rank at the peak, 68\.9 GiB to spare$", str(made), flags=re.MULTILINE)
+    assert re.search(r"^  fits .* of 68\.9 GiB a rank at the peak, 68\.9 GiB to spare", str(made), flags=re.MULTILINE)
     tight = replace(made, memory_limit_bytes=made.bytes * 1.01, memory_limit_from="given")
     assert "only 1.0% of the memory limit is left" in tight.text(width=120)
     over = replace(made, memory_limit_bytes=made.bytes / 2, memory_limit_from="given")

@@ -125,8 +125,12 @@ Limit = Annotated[
     str | None,
     typer.Option(
         "--memory-limit",
-        help="Of a rank, such as 40GB; none: no limit. If not given: the cluster's devices' less a reserve.",
+        help="Of a rank, such as 40GB; none: no limit. If not given: the devices' less a reserve and --headroom.",
     ),
+]
+Headroom = Annotated[
+    float | None,
+    typer.Option("--headroom", help="Part of the devices' memory that plans leave free beside the reserve; else 0.05."),
 ]
 Effort = Annotated[
     float | None,

@@ -13,8 +13,8 @@ from typing import Any
 FILE = Path("autopar.toml")
 
 KEYS = (
-    "batch", "cluster", "cost", "devices", "dtype", "memory-limit", "mesh", "optimizer", "param-dtype", "pin",
-    "reduce-dtype", "seq", "set", "solver",
+    "batch", "cluster", "cost", "devices", "dtype", "headroom", "memory-limit", "mesh", "optimizer", "param-dtype",
+    "pin", "reduce-dtype", "seq", "set", "solver",
 )  # fmt: skip
 """Options that the file may hold. `set` is a table of its own."""
 

@@ -42,6 +42,7 @@ def fit_command(
     ] = None,
     axes: Annotated[int, typer.Option(min=1, max=4, help="The most axes of a mesh.")] = 2,
     memory_limit: common.Limit = None,
+    headroom: common.Headroom = None,
     optimizer: common.Kept = "adamw",
     pin: common.Pins = None,
     keep: Annotated[
@@ -70,6 +71,7 @@ def fit_command(
             strategies=strategy or None,
             axes=axes,
             memory_limit_bytes=common.byte_count(memory_limit),
+            headroom=headroom,
             optimizer=common.optimizer_of(optimizer),
             constraints=common.constraints(pin or []),
             keep=path,

@@ -6,9 +6,12 @@ caller gives). An axis may span several levels or share one with others; `Cluste
 groups get of each level. `library` holds the clusters and reads files, `collectives` prices.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import NormalDist
 
 import torch
 
@@ -51,7 +54,10 @@ class Device:
     slowest listed. `efficiency` are points (flops of one operator, part of the peak that it reaches), interpolated on
     logarithmic scales and constant beyond the ends; `memory_efficiency` likewise (bytes that one operator reads and
     writes, part of `memory_bytes_per_second`): small tensors fit into caches. `seconds_per_op` is the fixed cost of one
-    operator. `ratios` multiplies the seconds of an op. `memory_bytes_per_link_byte` is what a collective reads and
+    operator. `ratios` multiplies the seconds of an op. `fused_part` is the part of the seconds of operators without
+    arithmetic to speak of (element-wise ones, norms, copies) that a compiler saves by fusing them; 0 in eager. Devices
+    of one kind differ: `spread` is the standard deviation of their seconds, as a part of the mean, and `slowdown` what
+    the slowest of a mesh takes longer (`Cluster.among`). `memory_bytes_per_link_byte` is what a collective reads and
     writes in memory for each byte that a rank sends, and takes from operators that run meanwhile; with 0 they do not
     disturb each other. `operators` holds measurements of single operators, which take precedence over all of this.
     """
@@ -66,6 +72,9 @@ class Device:
     memory_efficiency: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
     ratios: Mapping[str, float] = field(default_factory=dict)
     memory_bytes_per_link_byte: float = 0.0
+    fused_part: float = 0.0
+    spread: float = 0.0
+    slowdown: float = 1.0
     operators: Operators | None = None
 
     @property
@@ -99,12 +108,15 @@ class Device:
 
     def roofline_seconds(self, flops: float, moved_bytes: float, dtype: torch.dtype) -> float:
         """Seconds of an operator by its arithmetic or its bytes, whichever takes longer."""
-        arithmetic = self.compute_seconds(flops, dtype) if flops else 0.0
-        return self.seconds_per_op + max(arithmetic, self.moving_seconds(moved_bytes))
+        moving = self.moving_seconds(moved_bytes)
+        if not flops:
+            return (self.seconds_per_op + moving) * (1.0 - self.fused_part)
+        return self.seconds_per_op + max(self.compute_seconds(flops, dtype), moving)
 
     def moving_seconds(self, moved_bytes: float) -> float:
         """Seconds in which an operator reads and writes so many bytes."""
-        return moved_bytes / self.memory_bytes_per_second / interpolated(self.memory_efficiency, moved_bytes)
+        part = interpolated(self.memory_efficiency, moved_bytes)
+        return moved_bytes / self.memory_bytes_per_second / part * self.slowdown
 
     def copying_seconds(self, moved_bytes: float, operators: float) -> float:
         """Seconds of so many operators that together read and write so many bytes."""
@@ -135,7 +147,7 @@ class Device:
 
     def compute_seconds(self, flops: float, dtype: torch.dtype) -> float:
         """Seconds of the arithmetic of one operator."""
-        return flops / self.flops(dtype) * self.efficiency[-1][1] / self.reached(flops)
+        return flops / self.flops(dtype) * self.efficiency[-1][1] / self.reached(flops) * self.slowdown
 
     def reached(self, flops: float) -> float:
         """The part of its peak that the device reaches on an operator of that size."""
@@ -196,7 +208,8 @@ class Cluster:
     of fewer devices fills the innermost levels first. `source` says where the figures are from. `algorithms` are those
     of `links.ALGORITHMS` that the communication library has; the cheapest is taken. `groups` are measurements of axes,
     which take precedence over the levels. `factors` takes precedence over both: of meshes (by their sizes) on which the
-    collectives of programs were measured, those of the links of each axis."""
+    collectives of programs were measured, those of the links of each axis. `step_range` says how well steps are
+    known: of those that were compared, 8 of 10 took from so many to so many times what was predicted."""
 
     name: str
     device: Device
@@ -205,11 +218,22 @@ class Cluster:
     algorithms: Names = ALGORITHMS
     groups: tuple[Groups, ...] = ()
     factors: Mapping[tuple[int, ...], tuple[Factors, ...]] = field(default_factory=dict)
+    step_range: tuple[float, float] | None = None
+
+    def within(self, seconds: float) -> tuple[float, float] | None:
+        """The range of a step that is predicted to take so many seconds, if it is known."""
+        return None if self.step_range is None else (self.step_range[0] * seconds, self.step_range[1] * seconds)
 
     @property
     def devices(self) -> int:
         """The product of the levels' sizes."""
         return math.prod(level.size for level in self.levels)
+
+    def among(self, ranks: int) -> Cluster:
+        """The cluster with the device for which a mesh of so many waits: the slowest, by the mean of the largest of as
+        many normal deviates (Blom 1958)."""
+        largest = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
+        return replace(self, device=replace(self.device, slowdown=1.0 + self.device.spread * largest))
 
     def links(self, mesh: tuple[int, ...], order: Sequence[int] | None = None) -> tuple[Link, ...]:
         """What each axis of a mesh sees. `order` are the axes from the outermost in, if they do not lie on

@@ -96,6 +96,7 @@ class Subject:
             peak=peak,
             bucket_bytes=bucket_bytes,
             seconds=seconds,
+            range_seconds=space.cluster.within(seconds),
             exposed_seconds=exposed_seconds,
             objective_seconds=result.score.objective,
             lower_bound_seconds=least_seconds,

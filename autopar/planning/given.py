@@ -21,6 +21,9 @@ WIDE_AXES_MOST = 5
 
 RANKS_MOST = 2**20
 
+HEADROOM = 0.05
+"""The part of a device's memory, beyond the cluster's reserve, that plans leave free unless told otherwise."""
+
 
 def check_model(model: Any, args: Any, kwargs: Any, loss_fn: Any) -> None:
     """Raises ValueError for what is no model, or no inputs of one."""
@@ -72,6 +75,16 @@ def check_limit(memory_limit_bytes: Any) -> None:
         raise ValueError(
             f"memory_limit_bytes is {memory_limit_bytes}: give a positive number of bytes, math.inf for no limit, or "
             f"None for what the device has"
+        )
+
+
+def check_headroom(headroom: Any) -> None:
+    if headroom is None:
+        return
+    if isinstance(headroom, bool) or not isinstance(headroom, Real) or not 0.0 <= float(headroom) < 1.0:
+        raise ValueError(
+            f"headroom is {_shown(headroom)}: give the part of a device's memory that plans leave free, such as "
+            f"{HEADROOM} (as by default), or 0"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -109,6 +110,7 @@ class Planner:
     def _place(self) -> None:
         """Sets the space of the mesh on the cluster, and the writer of its programs."""
         graph, kind = self.captured.graph, self.kind_of_device
+        self.cluster = self.cluster.among(math.prod(self.mesh.values()))
         check_autocast(self.captured, self.captured_for, self.cluster, kind)
         check_kernels(graph, kind)
         space: Space = self.seconds.run(SPACE, graph, self.mesh, self.cluster, self.segments, self.optimizer)
@@ -192,8 +194,11 @@ class Planner:
             return in_time(self, request, partial(in_ways, make=Planner._planned))
 
     def limit(self, request: Request) -> float | None:
-        """The bytes that a rank may need: as requested, or what its device has for a step."""
-        return self.cluster.device.usable_bytes if request.memory_limit_bytes is None else request.bytes_limit
+        """The bytes that a rank may need: as requested, or what its device has for a step, less the headroom."""
+        usable = self.cluster.device.usable_bytes
+        if request.memory_limit_bytes is not None or usable is None:
+            return request.bytes_limit
+        return usable * (1.0 - request.free_part)
 
     def _planned(self, request: Request) -> Plan:
         preset = request.preset

@@ -116,6 +116,10 @@ class Record:
     memory_limit_bytes: float | None = None
     """The limit on `bytes`, if there is one, and where it is from."""
     memory_limit_from: LimitFrom = "none"
+    headroom: float = 0.0
+    """The part of a device's limit that the search left free."""
+    range_seconds: tuple[float, float] | None = None
+    """Within which 8 of 10 steps were, of those that were compared with predictions for such a cluster."""
     training: Training = field(default_factory=Training)
     """How the step trains; a plan's file says what is not as by default."""
     checkpoints: int = 0

@@ -55,4 +55,5 @@ def repriced(planner: Planner, plan: Plan) -> Plan:
         memory_limit_bytes=math.inf if plan.memory_limit_bytes is None else plan.memory_limit_bytes,
         constraints=plan.constraints,
     )
-    return replace(planner.describe(result, request), memory_limit_from=plan.memory_limit_from)
+    described = planner.describe(result, request)
+    return replace(described, memory_limit_from=plan.memory_limit_from, headroom=plan.headroom)

@@ -8,7 +8,7 @@ from autopar.solve import AUTO, SOLVERS
 
 from .constraints import Constraints
 from .costs import COSTS
-from .given import check_constraints, check_effort, check_limit, check_solver
+from .given import HEADROOM, check_constraints, check_effort, check_headroom, check_limit, check_solver
 from .plan import LimitFrom
 from .presets import PRESETS
 from .progress import WHOLE, Stage
@@ -17,7 +17,8 @@ from .progress import WHOLE, Stage
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """`solver` names a solver or a preset, `cost` a cost mode; `memory_limit_bytes` bounds a rank's peak: None by
-    the device's memory less its reserve, `math.inf` not at all. `constraints` pin placements. After `effort` seconds a
+    the device's memory less its reserve, and of that the part `headroom` is left free; `math.inf` not at all.
+    `constraints` pin placements. After `effort` seconds a
     search ends with the best that it has (None: when its work is done). `stage`: of all that is done for a plan. (The
     optimizer, whose states count, belongs to the space.)
 
@@ -29,6 +30,7 @@ class Request:
     memory_limit_bytes: float | None = None
     constraints: Constraints | None = None
     effort: float | None = None
+    headroom: float | None = None
     stage: Stage = field(default=WHOLE, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -37,12 +39,18 @@ class Request:
         check_limit(self.memory_limit_bytes)
         check_constraints(self.constraints)
         check_effort(self.effort)
+        check_headroom(self.headroom)
 
     @property
     def bytes_limit(self) -> float | None:
         """The limit of a search: none where it is lifted, or left to the device (`Planner.fitting`)."""
         limit = self.memory_limit_bytes
         return None if limit is None or math.isinf(limit) else float(limit)
+
+    @property
+    def free_part(self) -> float:
+        """The part of a device's memory that is left free."""
+        return HEADROOM if self.headroom is None else self.headroom
 
     @property
     def limit_from(self) -> LimitFrom:

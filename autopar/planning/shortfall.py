@@ -88,8 +88,10 @@ class Shortfall:
         device, limit = self.space.cluster.device, size_text(self.limit)
         if not self.by_device or device.memory_bytes is None:
             return f"{limit}, the memory limit that was given"
-        memory, reserve = size_text(device.memory_bytes), size_text(device.memory_bytes - self.limit)
-        return f"{limit}, the memory of {device.name} ({memory}) less its reserve ({reserve})"
+        usable = device.usable_bytes or 0.0
+        memory, reserve = size_text(device.memory_bytes), size_text(device.memory_bytes - usable)
+        headroom = f" and {1.0 - self.limit / usable:.0%} of headroom" if self.limit < usable else ""
+        return f"{limit}, the memory of {device.name} ({memory}) less its reserve ({reserve}){headroom}"
 
     # ---- what would do
 

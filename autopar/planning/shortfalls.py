@@ -40,21 +40,27 @@ def fitting(
     steps: Steps, request: Request, limit: float | None, attempt: Callable[[Request, float], Plan | None]
 ) -> Plan:
     """The plan that `attempt` makes within the limit. If the limit is the device's, the plan without one comes first,
-    and mostly fits: searches within a limit take longer. It is None if it clearly needs more than so many bytes. Raises
-    `Infeasible`, which says what would fit."""
-    by_device = request.memory_limit_bytes is None
+    and mostly fits: searches within a limit take longer. It is None if it clearly needs more than so many bytes. Where
+    nothing fits but in the headroom, that is used. Raises `Infeasible`, which says what would fit."""
+    by_device, usable = request.memory_limit_bytes is None, steps.space.cluster.device.usable_bytes
+
+    def of_device(plan: Plan) -> Plan:
+        return replace(plan, memory_limit_bytes=usable, memory_limit_from="device", headroom=request.free_part)
+
     if by_device:
         plan = attempt(replace(request, memory_limit_bytes=math.inf), math.inf if limit is None else limit)
         if plan is not None and limit is None:
             return replace(plan, memory_limit_from="none")
         if plan is not None and limit is not None and plan.bytes <= limit:
-            return replace(plan, memory_limit_bytes=limit, memory_limit_from="device")
+            return of_device(plan)
         logger.info("without a limit the plan does not fit in the %d bytes of the device", limit)
     try:
         within = request.stage if limit is None else request.stage.within(limit)
         bounded = replace(request, memory_limit_bytes=math.inf if limit is None else limit, stage=within)
         plan = attempt(bounded, math.inf)
     except DoesNotFit as error:
+        if by_device and usable is not None and request.free_part and error.smallest_bytes <= usable:
+            return fitting(steps, replace(request, headroom=0.0), usable, attempt)
         raise shortfall_of(steps, error, request, limit) from error
     assert plan is not None
-    return replace(plan, memory_limit_from="device") if by_device else plan
+    return of_device(plan) if by_device else plan

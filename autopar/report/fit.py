@@ -143,6 +143,7 @@ def fit(
     axes: int = 2,
     cost: str = "analytical",
     memory_limit_bytes: float | None = None,
+    headroom: float | None = None,
     optimizer: str | float | Optimizer = "adamw",
     constraints: Constraints | None = None,
     keep: str | Path | None = None,
@@ -170,7 +171,7 @@ def fit(
         raise ValueError("strategies is empty: give solvers or presets, such as ['fsdp'], or None for all")
     if isinstance(axes, bool) or not isinstance(axes, int) or not 1 <= axes <= 4:
         raise ValueError(f"axes is {axes!r}: give the most axes of a mesh, from 1 to 4")
-    request = Request(cost=cost, memory_limit_bytes=memory_limit_bytes, constraints=constraints)
+    request = Request(cost=cost, memory_limit_bytes=memory_limit_bytes, headroom=headroom, constraints=constraints)
     kept = Kept(keep)
     machine = named_cluster(cluster, device_type="cpu")
     report(0.0, "reading the model")

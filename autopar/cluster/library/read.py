@@ -48,6 +48,7 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "devices": Key("count", "devices = 16", figure=False),
         "source": Key("text", 'source = "who says what this cluster is"', figure=False),
         "algorithms": Key("algorithms", 'algorithms = ["ring", "pairwise", "message"]', required=False, figure=False),
+        "step_range": Key("range", "step_range = [0.9, 1.15]", required=False, figure=False),
     },
     "device": {
         "name": Key("text", 'name = "A100 SXM 80GB"', figure=False),
@@ -60,6 +61,8 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "seconds_per_op": Key("seconds", "seconds_per_op = 4e-6"),
         "operator_ratios": Key("amounts", 'operator_ratios = { "aten.silu.default" = 2.1 }', required=False),
         "memory_bytes_per_link_byte": Key("amount", "memory_bytes_per_link_byte = 2", required=False),
+        "fused_part": Key("share", "fused_part = 0.5", required=False),
+        "spread": Key("share", "spread = 0.02", required=False),
     },
     "level": {
         "name": Key("text", 'name = "network"', figure=False),
@@ -121,6 +124,7 @@ def parse_cluster(text: str, where: str) -> Cluster:
         device=_device(_Table(where, "device, ", KEYS["device"], device)),
         levels=parsed_levels,
         source=top["source"],
+        step_range=None if (known := top.get("step_range", None)) is None else (float(known[0]), float(known[1])),
         algorithms=_names(top.get("algorithms", ALGORITHMS)),
         groups=tuple(
             _groups(_Table(where, f"groups {number}, ", KEYS["groups"], group)) for number, group in enumerate(groups)
@@ -188,6 +192,10 @@ def _is_number(value: Any) -> bool:
 
 def _is_rate(value: Any) -> bool:
     return _is_number(value) and value > 0
+
+
+def _is_range(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(map(_is_rate, value)) and value[0] <= value[1]
 
 
 def _is_matrix(value: Any) -> bool:
@@ -259,6 +267,7 @@ _VALID: Mapping[str, Callable[[Any], bool]] = {
     "rates": lambda value: isinstance(value, dict) and bool(value) and all(map(_is_rate, value.values())),
     "curve": _is_curve,
     "part or by size": lambda value: _VALID["part"](value) or _is_by_size(value),
+    "range": _is_range,
     "amounts": lambda value: isinstance(value, dict) and all(map(_is_rate, value.values())),
     "topology": lambda value: value in TOPOLOGIES,
     "algorithms": lambda value: _is_names(value) or _by_kind(value, _does),
@@ -280,6 +289,7 @@ _MEANING = {
     "curve": "a list of [flops, part of the peak], rising, with no less time for more flops",
     "part or by size": "a part above 0 and at most 1, or a list of [bytes, part], rising bytes with no less time for "
     "more",
+    "range": "a list of two numbers above 0, the smaller first",
     "amounts": "a table of numbers above 0 by operator",
     "topology": f"one of {', '.join(TOPOLOGIES)} (a torus is one ring level for each of its dims)",
     "algorithms": f"a list of {', '.join(ALGORITHMS)}, with at least {', '.join(BASIC)}, or a table of lists by kind "
@@ -309,6 +319,8 @@ def _device(table: _Table) -> Device:
         memory_efficiency=tuple((float(size), float(part)) for size, part in curve),
         ratios={op: float(ratio) for op, ratio in table.get("operator_ratios", {}).items()},
         memory_bytes_per_link_byte=float(table.get("memory_bytes_per_link_byte", 0.0)),
+        fused_part=float(table.get("fused_part", 0.0)),
+        spread=float(table.get("spread", 0.0)),
     )
 
 

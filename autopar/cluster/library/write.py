@@ -17,6 +17,8 @@ def cluster_toml(cluster: Cluster, source: str, comment: str = "") -> str:
         f"source = {_value(cluster.source)}",
         f"algorithms = {_value(_names(cluster))}",
     ]
+    if cluster.step_range is not None:
+        lines.append(f"step_range = {_value(list(cluster.step_range))}")
     lines += ["", *_table("[device]", _device(cluster.device), source)]
     for level in cluster.levels:
         lines += ["", *_table("[[level]]", _level(level), source)]
@@ -49,8 +51,9 @@ def _device(device: Device) -> dict[str, object]:
         figures["memory_efficiency"] = [list(point) for point in device.memory_efficiency]
     if device.ratios:
         figures["operator_ratios"] = dict(device.ratios)
-    if device.memory_bytes_per_link_byte:
-        figures["memory_bytes_per_link_byte"] = device.memory_bytes_per_link_byte
+    for name in ("memory_bytes_per_link_byte", "fused_part", "spread"):
+        if value := getattr(device, name):
+            figures[name] = value
     return figures
 
 

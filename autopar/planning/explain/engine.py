@@ -314,7 +314,10 @@ def request_of(plan: Plan) -> Request:
     elif limit is None:
         limit = math.inf
     constraints = {name: dict(axes) for name, axes in plan.constraints.items()}
-    return Request(solver=plan.solver, cost=plan.cost, memory_limit_bytes=limit, constraints=constraints or None)
+    headroom = plan.headroom if plan.memory_limit_from == "device" else None
+    return Request(
+        solver=plan.solver, cost=plan.cost, memory_limit_bytes=limit, constraints=constraints or None, headroom=headroom
+    )
 
 
 def _within(name: str, module: str) -> str:

@@ -100,6 +100,7 @@ class Trials:
             planner.device_type,
             request.cost,
             request.memory_limit_bytes,
+            request.free_part,
             request.pinned,
         )
 

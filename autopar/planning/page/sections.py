@@ -82,17 +82,21 @@ def _fits(plan: Record) -> tuple[str, str]:
     of = f"{peak} of {short_bytes(limit)} a rank at the peak"
     if left < 0:
         return "NO FIT", f"{of}: {short_bytes(-left)} too much"
-    return "fits", f"{of}, {short_bytes(left)} to spare"
+    free = f" (headroom {plan.headroom:.0%})" if plan.headroom else ""
+    return "fits", f"{of}, {short_bytes(left)} to spare{free}"
 
 
 def _step(plan: Record) -> str:
     origin = plan.provenance
+    step = short_seconds(plan.seconds)
+    if plan.range_seconds is not None:
+        step += " ({} to {})".format(*map(short_seconds, plan.range_seconds))
     if origin is None or not plan.seconds:
-        return short_seconds(plan.seconds)
+        return step
     rate = origin.items / plan.seconds
     per_device = f"{digits(rate / plan.ranks)} {origin.unit}/s a device"
     mfu = "" if plan.utilization is None else f", MFU {plan.utilization:.1%}"
-    return f"{short_seconds(plan.seconds)} predicted: {per_device}{mfu}"
+    return f"{step} predicted: {per_device}{mfu}"
 
 
 def _choice(plan: Record) -> str:
