@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc-per-node 4 examples/train_llama.py
 
-`examples/train.sh` does that, and sets everything up before. At the end the same model is trained on one
-process with plain PyTorch, with the same seed and batches, and the two are compared.
+`examples/train.sh` does that, and sets everything up before. At the end the first steps run again on one process
+with plain PyTorch, with the same seed and batches, and the two are compared.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import autopar
@@ -67,10 +66,10 @@ def main() -> None:
     console.print(f"\n{parallel.plan}\n", markup=False, highlight=False)
     console.print(f"captured, planned and compiled in {time.perf_counter() - started:.1f} s", highlight=False)
 
-    trained = train(parallel, batches, console, "4 ranks  ")
-    if first:
+    trained = train(parallel, batches, console, "4 ranks  ", options.compare, parallel.gathered)
+    if first and options.compare:
         # the other ranks wait below, without work
-        alone = train(model, batches, console, "1 process")
+        alone = train(model, batches[: options.compare], console, "1 process", options.compare, lambda: model)
         console.print(comparison(trained, alone), markup=False, highlight=False)
     dist.barrier()
     dist.destroy_process_group()
@@ -82,7 +81,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=16, help="sequences in the global batch")
     parser.add_argument("--sequence", type=int, default=128, help="bytes in a sequence")
     parser.add_argument("--solver", default="auto", help="auto, dp, ilp, or a preset: ddp, fsdp, megatron, megatron_sp")
+    parser.add_argument("--compare", type=int, default=20, help="first steps that one process repeats; 0: none")
     options = parser.parse_args()
+    options.compare = min(options.compare, options.steps)
     if options.steps < 2:
         parser.error(f"--steps {options.steps}: give at least 2")
     return options
@@ -120,10 +121,14 @@ def llama() -> nn.Module:
     return LlamaForCausalLM(config)
 
 
-def train(model: nn.Module, batches: list[Batch], console: Console, name: str) -> Trained:
-    """Plain PyTorch: it does not know whether the model is parallel."""
+def train(
+    model: nn.Module, batches: list[Batch], console: Console, name: str, compared: int, whole: Callable[[], nn.Module]
+) -> Trained:
+    """Plain PyTorch: it does not know whether the model is parallel. `whole` gives the model with whole parameters,
+    which are kept as they are after the first `compared` steps."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
     losses: list[float] = []
+    parameters: dict[str, torch.Tensor] = {}
     with progress(console, name, len(batches)) as advance:
         started = time.perf_counter()
         for number, batch in enumerate(batches):
@@ -135,11 +140,13 @@ def train(model: nn.Module, batches: list[Batch], console: Console, name: str) -
             optimizer.zero_grad()
             losses.append(loss.item())
             advance(losses)
+            if number + 1 == compared:
+                parameters = {name: p.detach().clone() for name, p in whole().named_parameters()}
         seconds = time.perf_counter() - started
     return Trained(
         losses=losses,
         steps_per_second=(len(batches) - 1) / seconds,
-        parameters={name: whole(parameter) for name, parameter in model.named_parameters()},
+        parameters=parameters,
     )
 
 
@@ -159,21 +166,17 @@ def progress(console: Console, name: str, steps: int) -> Iterator[Callable[[list
         yield advance
 
 
-def whole(parameter: torch.Tensor) -> torch.Tensor:
-    value = parameter.detach()
-    return value.full_tensor() if isinstance(value, DTensor) else value.clone()
-
-
 def comparison(parallel: Trained, alone: Trained) -> str:
     """One line: how far the parallel run is from the same run on one process, and how fast both were."""
-    loss = max(abs(a - b) / abs(b) for a, b in zip(parallel.losses, alone.losses, strict=True))
+    steps = len(alone.losses)
+    loss = max(abs(a - b) / abs(b) for a, b in zip(parallel.losses[:steps], alone.losses, strict=True))
     parameter = max(
         float((parallel.parameters[name] - value).norm() / value.norm()) for name, value in alone.parameters.items()
     )
     return (
-        f"final loss {parallel.losses[-1]:.4f} on 4 ranks, {alone.losses[-1]:.4f} on 1 process; largest relative "
-        f"difference: loss {loss:.1e}, parameters {parameter:.1e}; steps per second: {parallel.steps_per_second:.2f} "
-        f"on 4 ranks, {alone.steps_per_second:.2f} on 1 process"
+        f"loss after {steps} steps {parallel.losses[steps - 1]:.4f} on 4 ranks, {alone.losses[-1]:.4f} on 1 process; "
+        f"largest relative difference: loss {loss:.1e}, parameters {parameter:.1e}; steps per second: "
+        f"{parallel.steps_per_second:.2f} on 4 ranks, {alone.steps_per_second:.2f} on 1 process"
     )
 
 

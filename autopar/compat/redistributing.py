@@ -17,10 +17,19 @@ if TYPE_CHECKING:
 
 
 def full_tensor(dtensor: DTensor) -> torch.Tensor:
-    """`dtensor.full_tensor()`, on the host where gloo would end the process; differentiable, as that is."""
-    if not _on_gloo(dtensor):
-        return dtensor.full_tensor()
-    return _moved(dtensor, "cpu").full_tensor().to(dtensor.device)
+    """`dtensor.full_tensor()`, on the host where gloo would end the process; differentiable, as that is. Over one mesh
+    axis after the other: PyTorch warns where it is asked for several at once."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    if _on_gloo(dtensor):
+        return full_tensor(_moved(dtensor, "cpu")).to(dtensor.device)
+    placements: list[Placement] = list(dtensor.placements)
+    if all(type(placement) in (Replicate, Shard) for placement in placements):
+        for axis in reversed(range(len(placements))):
+            if placements[axis].is_shard():
+                placements[axis] = Replicate()
+                dtensor = dtensor.redistribute(placements=placements)
+    return dtensor.full_tensor()
 
 
 def redistributed(dtensor: DTensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
