@@ -39,7 +39,7 @@ LEFT_OUT = "..."
 TABLE_SECONDS = 10
 
 VOLATILE = (
-    r"\d+\.\d s(?= of search)",  # how long the machine took to plan
+    r"(?<=search took )\d+\.\d s",  # how long the machine took to plan
     r"\d+\.\d\d s(?= \d+\.\d%)",  # the same, in a table of plans
     r"captured, planned and compiled in \d+\.\d s",
     r"(?<=differ by )\d\.\de-\d\d",  # rounding: processors add up in other orders

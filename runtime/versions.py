@@ -220,7 +220,7 @@ class Versions:
         alike = [version.state for version in self.versions if version.form == form]
         try:
             captured, program = self.again(mode, self.root, [state.captured for state in alike], inputs)
-        except ValueError as error:
+        except Exception as error:  # of any class: the model's own too
             error.add_note(f"the module was captured again, for {mode}{self._differs(wanted)}")
             raise
         if isinstance(program, int):
@@ -241,7 +241,7 @@ class Versions:
     def _report_captured(self, wanted: Wanted, is_served: bool, seconds: float) -> None:
         """A line for each capture, and a warning when they do not end."""
         differs = self._differs(wanted)
-        served = ", which a program that there is serves" if is_served else ""
+        served = "; an existing program serves it" if is_served else ""
         logger.info("captured again in %.1f s, for %s%s%s", seconds, wanted.mode, differs, served)
         self.recaptures += bool(differs)
         if differs and self.recaptures >= RECAPTURES_MANY and not self.recaptures & (self.recaptures - 1):

@@ -91,7 +91,7 @@ def test_what_if_is_the_plan_for_what_was_asked(saved: str, tmp_path: Path) -> N
     after = Plan.load(path)
     assert after.solver == "fsdp" and after.provenance is not None and after.provenance.source is not None
     assert after.provenance.source.batch == 128 and after.provenance.inputs["args.0"] == "float32[128, 32]"
-    assert "what gave" in told.stdout and "samples/s a device" in told.stdout
+    assert "what changed" in told.stdout and "samples/s a device" in told.stdout
     assert "it is fsdp's plan instead of ddp's plan" in told.stdout
     shown = autopar_("diff", saved, path)
     assert shown.stdout == told.stdout

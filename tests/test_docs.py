@@ -170,9 +170,9 @@ def test_the_citation_has_the_version_and_the_project_as_author() -> None:
 
 def test_quotes_with_lines_left_out() -> None:
     agrees, rewritten = OUTPUTS["agrees"], OUTPUTS["rewritten"]
-    output = "a plan\n  step 3 ms\n  peak 4 GiB (5.1 s of search)\nend\n"
+    output = "a plan\n  step 3 ms\n  peak 4 GiB; search took 5.1 s\nend\n"
     assert agrees(output, output)
-    assert agrees("a plan\n...\n  peak 4 GiB (2.0 s\n    of search)\nend\n", output)
+    assert agrees("a plan\n...\n  peak 4 GiB; search\n    took 2.0 s\nend\n", output)
     assert agrees("...\n  step 3 ms\n...\n", output)
     assert not agrees("a plan\n", output)
     assert not agrees("a plan\n...\n  step 2 ms\n...\n", output)

@@ -125,16 +125,19 @@ Limit = Annotated[
     str | None,
     typer.Option(
         "--memory-limit",
-        help="Of a rank, such as 40GB; none: no limit. If not given: the devices' less a reserve and --headroom.",
+        help="Per rank, such as 40GB, or none. Default: device memory less the cluster's reserve and --headroom.",
     ),
 ]
 Headroom = Annotated[
     float | None,
-    typer.Option("--headroom", help="Part of the devices' memory that plans leave free beside the reserve; else 0.05."),
+    typer.Option("--headroom", help="Part of device memory to keep free beyond the cluster's reserve. Default: 0.05."),
 ]
 Effort = Annotated[
     float | None,
-    typer.Option("--effort", help="Seconds after which the search ends with its best; else when its work is done."),
+    typer.Option(
+        "--effort",
+        help="Time budget of the search in seconds; returns the best plan found. Default: run to completion.",
+    ),
 ]
 Pins = Annotated[
     list[str] | None,

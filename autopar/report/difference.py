@@ -77,7 +77,7 @@ class Difference:
                 yield _table(heading, changes)
                 yield Text("")
         if self.moved:
-            yield Text("what lives differently", style="bold")
+            yield Text("what is placed differently", style="bold")
             for row in self.moved[:MOST_ROWS]:
                 yield Padding(Text(row.names), (0, 0, 0, 2))
                 yield Padding(Text(f"{row.before} -> {row.after}"), (0, 0, 0, 4))
@@ -87,7 +87,7 @@ class Difference:
                 yield Padding(Text(line), (0, 0, 0, 2))
             yield Text("")
         if self.gave:
-            yield Text("what gave", style="bold")
+            yield Text("what changed", style="bold")
             for line in self.gave:
                 yield Padding(Text(line), (0, 0, 0, 2))
         if not any((self.asked, self.figures, self.collectives, self.moved)):
@@ -231,7 +231,7 @@ def _gave(before: Plan, after: Plan, operators: int | None, every: int) -> Itera
         yield "nothing: the plan stays as it is"
         return
     if operators:
-        yield f"{operators:,} of {every:,} places of decision take another choice"
+        yield f"{operators:,} of {every:,} decisions changed"
     old, new = _recomputed(before), _recomputed(after)
     if old != new:
         yield f"{new} of {_layers(after)} layers are recomputed in backward, instead of {old}"

@@ -104,7 +104,7 @@ class Explanation:
 
     def _print_omitted(self, console: Console) -> None:
         if self.omitted:
-            less = "take less time" if self.kind == "collective" else "cost more as if nothing overlapped"
+            less = "take less time" if self.kind == "collective" else "cost more without overlap"
             console.print(Text(f"  and {self.omitted} more, which {less}"))
 
     def _table(self, chosen: Alternative) -> Table:

@@ -104,13 +104,13 @@ def verdict(plan: Record, others: Sequence[Alternative]) -> Iterator[str]:
     """What decides, in a sentence or two."""
     timed = [o for o in others if o.seconds is not None and o.bytes is not None]
     if not timed:
-        yield "nothing else is possible here with all else as it is"
+        yield "no other choice is possible here while the rest of the plan stays"
         return
     fitting = [o for o in timed if plan.memory_limit_bytes is None or (o.bytes or 0) <= plan.memory_limit_bytes]
     quicker = [o for o in timed if (o.seconds or 0) < plan.seconds * (1 - SAME_PART)]
     for other in quicker:
         if other not in fitting:
-            yield f"memory binds: {other.words} would be quicker, and does not fit"
+            yield f"memory decides: {other.words} would be faster but does not fit"
             return
     if quicker:
         best = min(quicker, key=lambda o: o.seconds or 0)
@@ -123,13 +123,13 @@ def verdict(plan: Record, others: Sequence[Alternative]) -> Iterator[str]:
     same = [o for o in fitting if (o.seconds or 0) <= plan.seconds * (1 + SAME_PART)]
     if same:
         lean = sum(1 for o in same if (o.bytes or 0) < plan.bytes)
-        count = "one alternative is" if len(same) == 1 else f"{len(same)} alternatives are"
-        needs = f", and {lean} of them with less memory" if lean else ", but with as much memory or more"
-        yield f"nothing is quicker; {count} as quick{needs}"
+        ties = "one ties" if len(same) == 1 else f"{len(same)} tie"
+        needs = f", {lean} of them with less memory" if lean else ", without saving memory"
+        yield f"no alternative is faster; {ties}{needs}"
         return
     if fitting:
         best = min(fitting, key=lambda o: o.seconds or 0)
         longer = short_seconds((best.seconds or 0) - plan.seconds)
-        yield f"time decides: the next best, {best.words}, makes the step {longer} longer"
+        yield f"the next best, {best.words}, makes the step {longer} longer"
         return
     yield "memory decides: no alternative fits the limit"

@@ -58,11 +58,14 @@ def verdict(plan: Record) -> Iterator[tuple[str, str]]:
     yield _fits(plan)
     yield "step", _step(plan)
     yield "choice", _choice(plan)
-    searched = f"{plan.solve_seconds:.1f} s of search"
-    if bound := "; ".join(_bounds(plan)):
-        yield "bound", f"{bound} ({searched})"
+    searched = f"search took {plan.solve_seconds:.1f} s"
+    if bound := ", ".join(_bounds(plan)):
+        yield "bound", f"{bound}; {searched}"
     if (origin := plan.provenance) is not None and origin.is_cut:
-        yield "cut", f"{searched}, ended by effort={origin.effort_seconds:g}: more seconds may find a shorter step"
+        yield (
+            "cut",
+            f"{searched}, which ended its budget (effort={origin.effort_seconds:g}): more may find a shorter step",
+        )
     if plan.constraints:
         pins = [f"{name} {axis}={text}" for name, axes in plan.constraints.items() for axis, text in axes.items()]
         yield "pinned", ", ".join(pins)
@@ -108,7 +111,7 @@ def _choice(plan: Record) -> str:
     if origin.winner == EDITED:
         before = origin.candidates[0] if origin.candidates else None
         return f"edited by hand; before, the step was {short_seconds(before.seconds)}" if before else "edited by hand"
-    chosen = WINNERS.get(origin.winner, f"{origin.winner}'s plan, the shortest of the search and the presets")
+    chosen = WINNERS.get(origin.winner, f"preset {origin.winner}, faster than the searched plan and all other presets")
     limit = plan.memory_limit_bytes
     fitting = [c for c in origin.candidates if limit is None or c.bytes is None or c.bytes <= limit]
     rivals = [c for c in fitting if c.name not in WINNERS]
@@ -133,11 +136,11 @@ def _precise(candidate: Candidate) -> str:
 def _bounds(plan: Record) -> Iterator[str]:
     """How far the plan may be from the best one: by its step, and, where the solver proved it, by its objective."""
     if (gap := plan.gap) is not None:
-        shorter = "shorter" if gap < LEAST_GAP else f"more than {gap:.1%} shorter"
-        yield f"no plan's step is {shorter}: a rank computes for {short_seconds(plan.lower_bound_seconds)} at least"
+        floor = f"the compute floor ({short_seconds(plan.lower_bound_seconds)})"
+        yield f"at {floor}" if gap < LEAST_GAP else f"within {gap:.1%} of {floor}"
     if (gap := plan.objective_gap) is not None:
-        cheaper = "cheaper" if gap < LEAST_GAP else f"more than {gap:.1%} cheaper"
-        yield f"none that was searched is {cheaper} as if nothing overlapped"
+        cheapest = "the cheapest without overlap, as proved"
+        yield cheapest if gap < LEAST_GAP else f"within {gap:.1%} of {cheapest}"
 
 
 def step_bars(plan: Record) -> list[Bar]:
@@ -234,10 +237,9 @@ def _fewer(row: Row, rows: list[Row]) -> str:
 
 def warnings(plan: Record) -> Iterator[str]:
     if plan.is_edited:
-        yield (
-            "the decisions were edited since these figures were computed: autopar show, or "
-            "autopar.read_plan(path, model, ...), computes them again"
-        )
+        again = "autopar show computes them again" if plan.provenance and plan.provenance.source else ""
+        again = again or "autopar.read_plan(path, model, ...) computes them again"
+        yield f"the decisions were edited since these figures were computed: {again}"
     limit, left = plan.memory_limit_bytes, plan.headroom_bytes
     if limit is not None and left is not None and left < 0:
         yield f"the peak exceeds the memory limit by {short_bytes(-left)}"

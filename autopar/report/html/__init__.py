@@ -75,9 +75,9 @@ SECTIONS = {
     "timeline": "one step of a rank",
     "modules": "the model",
     "mesh": "the mesh",
-    "presets": "presets beside the plan",
+    "presets": "the plan and the presets",
     "segments": "blocks and segments",
-    "from": "where the plan is from",
+    "from": "provenance",
 }
 
 
