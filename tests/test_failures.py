@@ -114,7 +114,7 @@ def test_the_first_rank_says_what_all_ranks_meet() -> None:
     }
     for (words, kind), said, quiet in zip(wanted.items(), first, second, strict=True):
         lines = said.strip().splitlines()
-        assert words in lines[-1] and len(lines) <= 20, said
+        assert any(words in line for line in lines[-2:]) and len(lines) <= 20, said
         assert quiet.strip() == f"rank 1: {kind}, as the first rank says"
 
 

@@ -45,9 +45,14 @@ def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> lis
 
 
 class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode that looks at operators, and at control flow, and leaves them as they are."""
+    """A mode that looks at operators, and at control flow, and leaves them as they are. Dynamo, which traces the branches
+    of `torch.cond` in eager, works under it as without."""
 
     supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
