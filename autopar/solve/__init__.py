@@ -1,6 +1,5 @@
 """Solvers: functions from a `Problem` to a `Solution`."""
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,9 +11,9 @@ from .beam import solve_beam, solve_greedy
 from .dp import solve_dp
 from .effort import Meter
 from .exhaustive import solve_exhaustive
-from .expand import expand, expanded_options
+from .expand import border_states, expand, expanded_options
 from .ilp import solve_ilp
-from .problem import Problem, Solution, TooWide, evaluate
+from .problem import Problem, Repeat, Solution, TooWide, evaluate
 
 TAKES = ("bounded", "meter")
 """Arguments of `solve` that a solver may take beside the problem and `bytes_limit`."""
@@ -80,7 +79,12 @@ def solve(
     began = time.perf_counter()
     effort = (meter or Meter()).effort
     is_deep = expanded_options(problem) > effort.written_options
-    written = expand(problem, math.inf if is_deep else effort.border_states)
+
+    def stays(part: Problem, repeat: Repeat) -> bool:
+        # written out, a body that branches no longer does, and is wider
+        return is_deep or repeat.body.branch is not None or border_states(part, repeat) <= effort.border_states
+
+    written = expand(problem, stays)
     solution = row.run(written.problem, bytes_limit=bytes_limit, **{name: given[name] for name in row.takes})
     if not isinstance(solution, Solution):
         raise ValueError(f"solver {solver!r} returned a {type(solution).__name__}: it is to return a Solution")

@@ -1,9 +1,9 @@
-"""A problem without repeats, or without those that join in many states: their copies written out."""
+"""A problem without repeats, or without some of them: their copies written out."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from networkx.utils import UnionFind
@@ -39,10 +39,10 @@ def border_states(problem: Problem, repeat: Repeat) -> int:
     return math.prod(len(problem.variables[v].options) for v in repeat.left)
 
 
-def expand(problem: Problem, narrow: float = 0) -> Expanded:
-    """Write out every copy of every repeat, but for those whose borders have at most so many states (`narrow`). Joined
-    border variables become one, which costs what they cost together."""
-    if all(border_states(problem, repeat) <= narrow for repeat in problem.repeats):
+def expand(problem: Problem, stays: Callable[[Problem, Repeat], bool] = lambda part, repeat: False) -> Expanded:
+    """Write out every copy of every repeat but those of a part that are to stay. Joined border variables become one,
+    which costs what they cost together."""
+    if all(stays(problem, repeat) for repeat in problem.repeats):
         as_it_is = Layout(tuple(range(len(problem.variables))), tuple(range(len(problem.repeats))))
         return Expanded(problem=problem, layout=as_it_is)
     fresh: list[Variable] = []
@@ -69,7 +69,7 @@ def expand(problem: Problem, narrow: float = 0) -> Expanded:
         repeats: list[tuple[Layout, ...] | int] = []
         for repeat in part.repeats:
             border = [variables[v] for v in repeat.left]
-            if border_states(part, repeat) <= narrow:
+            if stays(part, repeat):
                 repeats.append(len(kept))
                 right = tuple(variables[v] for v in repeat.right)
                 kept.append(replace(repeat, name=prefix + repeat.name, left=tuple(border), right=right))

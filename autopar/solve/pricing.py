@@ -142,7 +142,7 @@ class Library:
         for repeat in problem.repeats:
             states = border_states(problem, repeat)
             if states**2 > self.meter.effort.table_entries:
-                raise TooWide(f"copies of {repeat.name} meet in {states} states: the matrix would be too large a table")
+                raise TooWide(f"copies of {repeat.name} meet in {states} states: their matrix is too large")
         factors = self.network(
             problem, {*keep, *(v for repeat in problem.repeats for v in (*repeat.left, *repeat.right))}
         )
@@ -317,6 +317,11 @@ class Pricing:
             entries, visits = compiled.schedule.entries, sum(len(step.inputs) for step in compiled.schedule.steps)
             if not self.library.meter.takes(ELIMINATED_WORK * entries * len(self.weights) + VISIT_WORK * visits):
                 raise TooWide(f"elimination would make {entries} entries, and the search's budget is spent")
+            for repeat in problem.repeats:
+                products = (repeat.count - 1).bit_length()
+                sums = len(self.weights) * products * border_states(problem, repeat) ** 3
+                if sums > self.library.meter.effort.product_sums:
+                    raise TooWide(f"{products} products of the matrix of {repeat.name} would take {sums} sums")
             tables = [table.priced(self.weights) for table in compiled.network.tables]
             for joint in compiled.repeats:
                 matrix = self.powers(joint.repeat).matrix(joint.repeat.count)
