@@ -21,7 +21,7 @@ from .agree import all_equal, together
 from .guard import Guard, report_changed
 from .handshake import Intent
 from .held import State
-from .inputs import Form, Inputs
+from .inputs import Form, Inputs, declared
 from .modes import Again, Mode
 from .padding import Padder
 from .verify import gathered
@@ -106,7 +106,9 @@ class Versions:
             autocast=captured.autocast,
         )
         self.root, self.loss_fn = vars(parallel)["_root"], getattr(again, "loss_fn", None)
-        self.versions: list[_Version] = [self._version(mode, Inputs.captured(captured).form, captured, state)]
+        self.named, self.identities = declared(self.root), captured.reads.identities
+        form = Inputs.captured(captured, self.root).form
+        self.versions: list[_Version] = [self._version(mode, form, captured, state)]
         self.chosen: dict[Wanted, _Version] = {}
         self.wanted: dict[tuple[Any, ...], Wanted] = {}
         self.device_type = state.device.type
@@ -132,7 +134,7 @@ class Versions:
         inputs' values."""
         try:
             self.base.registered.check()
-            inputs = Inputs.of(args, kwargs)
+            inputs = Inputs.of(args, kwargs, self.named, identities=self.identities)
             if self.padder is not None:
                 inputs = self.padder.padded(inputs)
             wanted = self.wants(inputs)
@@ -177,7 +179,7 @@ class Versions:
         differs = None
         bound = {path: gathered(inputs.leaves[path]) for path in version.pinned.inputs}
         with together(self.base.mesh):
-            differs = version.pinned.differs(bound)
+            differs = version.pinned.differs(bound, inputs.leaves)
         all_equal(
             differs is None,
             self.base.mesh,

@@ -56,8 +56,11 @@ class OtherWays(TorchFunctionMode):
             return func(*args)  # most calls are of attributes, which need nothing
         func, args, kwargs = self.here.call(func, args, kwargs or {})
         name = getattr(func, "__name__", "")
-        if message := self._refusal(func, name, args, sys._getframe(1).f_code.co_filename):
+        file = sys._getframe(1).f_code.co_filename
+        if message := self._refusal(func, name, args, file):
             refusing(message)()
+        if name in _STRIDES and not is_library(file):
+            return self.recorder.strides(name, args[0], func(*args, **kwargs))
         if name in _VALUES and compat.is_real(args[0]):
             self.recorder.valued.add(compat.memory_of(args[0]))
         if kwargs.get("generator") is not None:
@@ -118,6 +121,7 @@ class OtherWays(TorchFunctionMode):
 
 
 _VALUES = frozenset({"item", "tolist", "numpy", "__int__", "__float__", "__bool__", "__index__", "__complex__"})
+_STRIDES = frozenset({"stride", "is_contiguous", "storage_offset", "dim_order"})
 _GRAD: Any = torch.Tensor.grad
 
 
