@@ -28,8 +28,15 @@ def neutral() -> Iterator[None]:
         causal_biases(),
         torch.compiler.set_stance("force_eager"),
         _quiet_fakes(),
+        patched(torch.utils.dlpack, "to_dlpack", _to_dlpack),
+        patched(torch, "to_dlpack", _to_dlpack),
     ):
         yield
+
+
+def _to_dlpack(tensor: torch.Tensor) -> Any:
+    """`torch.to_dlpack`, which modes see."""
+    return tensor.__dlpack__()  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager

@@ -35,3 +35,16 @@ PACKING = (
     "forward packs sequences by their lengths{line}, and the shapes of a program do not depend on data: run the layer "
     "on the padded sequences, and mask what it makes of the padding"
 )
+READING_VALUES = (
+    "forward reads the values of a tensor{line}, as text (print, an f-string), with numpy or through dlpack, and they "
+    "depend on parameters, buffers, random numbers or inputs that were given without values: return the tensor as an "
+    "output, and print it or convert it outside of forward"
+)
+PICKLING = (
+    "forward pickles or copies a tensor{line} (pickle, torch.save, copy.copy), and a program would not do so again: "
+    "save it outside of forward, and copy with clone(), detach() or copy.deepcopy()"
+)
+ADDRESSING = (
+    "forward asks where a tensor lies in memory{line}, which is elsewhere on each rank: compare tensors with `is`, and "
+    "share memory outside of forward"
+)

@@ -19,7 +19,16 @@ from torch.overrides import TorchFunctionMode
 
 from autopar import compat
 
-from .asked import ASKING, PACKING, READING_GRADIENTS, WRITING_GRADIENTS, refusing
+from .asked import (
+    ADDRESSING,
+    ASKING,
+    PACKING,
+    PICKLING,
+    READING_GRADIENTS,
+    READING_VALUES,
+    WRITING_GRADIENTS,
+    refusing,
+)
 from .attention import attended
 from .concrete import StepRecorder
 from .here import Here
@@ -93,11 +102,15 @@ class OtherWays(TorchFunctionMode):
             return _write_data(*args)
         if func is torch.Tensor.__deepcopy__ and compat.is_fake(args[0]) and args[0].is_leaf:
             return _deep_copy(*args)
-        if func in (torch.Tensor.tolist, torch.Tensor.numpy):
-            values = self.recorder.read(torch.ops.aten.clone.default, args[:1], {})
+        if func in _WHOLE:
+            values = NotImplemented
+            if not compat.is_transformed():
+                values = self.recorder.read(torch.ops.aten.clone.default, args[:1], {})
             if values is not NotImplemented:
                 with compat.unmodified():
-                    return func(values, **kwargs)
+                    return func(values.requires_grad_(args[0].requires_grad), *args[1:], **kwargs)
+            if func is not torch.Tensor.tolist:  # whose numbers may be sizes
+                refusing(READING_VALUES)()
         if (place := _LISTS.get(func)) is not None:
             named = {**kwargs}
             args = (*args, named.pop("data")) if "data" in named else args
@@ -113,6 +126,10 @@ class OtherWays(TorchFunctionMode):
             return PACKING
         if name == "is_inference":
             return "" if is_library(file) else ASKING
+        if name == "share_memory_" or (name == "data_ptr" and not is_library(file)):
+            return ADDRESSING
+        if func is torch.Tensor.__reduce_ex__ and compat.is_fake(args[0]):
+            return PICKLING
         if func not in (_GRAD.__get__, _GRAD.__set__) or not args[0].is_leaf or not args[0].requires_grad:
             return ""
         if not self.recorder.is_given(args[0]) or file == torch._tensor.__file__:  # which copies it, and shows it
@@ -121,6 +138,10 @@ class OtherWays(TorchFunctionMode):
 
 
 _VALUES = frozenset({"item", "tolist", "numpy", "__int__", "__float__", "__bool__", "__index__", "__complex__"})
+_WHOLE = frozenset(
+    {getattr(torch.Tensor, name) for name in ("tolist", "numpy", "__array__", "__dlpack__", "__repr__", "__format__")}
+)
+"""Functions that make Python's values of a tensor's, or text."""
 _STRIDES = frozenset({"stride", "is_contiguous", "storage_offset", "dim_order"})
 _GRAD: Any = torch.Tensor.grad
 
