@@ -292,9 +292,9 @@ def line_of(code: CodeType, number: int) -> str:
 
 
 def is_of_model(frame: FrameType) -> bool:
-    """Whether code that runs is neither torch's, nor ours, nor Python's own."""
+    """Whether code that runs is none of torch, numpy, ours or Python itself."""
     name = frame.f_globals.get("__name__", "")
-    return not name.startswith(("torch.", "autopar.")) and not is_library(frame.f_code.co_filename)
+    return not name.startswith(("torch.", "autopar.", "numpy.")) and not is_library(frame.f_code.co_filename)
 
 
 def line_running() -> Line | None:

@@ -22,7 +22,7 @@ from torch import nn
 from autopar import compat
 from autopar.ir.rewrite import distinct
 
-from .asked import ASKING, SEEDING, refusing
+from .asked import ASKING, SEEDING, refusing, without_files
 from .captured import CaptureError
 from .looks import Drawn, Look, Reads, Same, is_library, listed
 from .repeat import Repeated
@@ -66,6 +66,7 @@ class Witness:
             self._observed(before.classes),
             compat.seeding(refusing(SEEDING)),
             compat.asking_for_inference(refusing(ASKING)),
+            without_files(),
         ):
             yield self.reads.identities
         _check_tensors(tensors, self._tensors())
