@@ -1330,6 +1330,19 @@ def test_what_is_set_on_the_model_itself_is_warned_of(mesh: DeviceMesh, caplog: 
     parallel.beta = model.beta = 0.125
     parallel(batch())
     assert "0.125" not in caplog.text
+    caplog.clear()
+    model.table, model.forward = model.table + 1, model.beside
+    model.dropout.eval()
+    model.add_module("more", nn.Linear(1, 1))
+    model.layer.register_buffer("late", torch.ones(1))
+    for _ in range(2):
+        parallel(batch())
+    said = [message.split(" of the model was ") for message in caplog.messages if "does not see" in message]
+    names = {name: what.split(" after")[0] for name, what in said}
+    assert len(said) == len(names) and names == {
+        "table": "changed", "forward": "changed", "dropout.training": "set to False", "more": "added or replaced",
+        "layer.late": "added or replaced",
+    }  # fmt: skip
 
 
 def test_what_is_noted_on_a_parameter_is_read_in_each_mode(mesh: DeviceMesh) -> None:
