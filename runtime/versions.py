@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from autopar import compat
 from autopar.passes.capture.captured import Captured
@@ -113,6 +114,26 @@ class Versions:
         self.wanted: dict[tuple[Any, ...], Wanted] = {}
         self.device_type = state.device.type
         self.calls, self.recaptures = 0, 0
+        self.lent: list[tuple[str, str, torch.Tensor, int]] = []
+        """Outputs of the last call that eager has in the memory of a parameter or buffer: path, name, what this rank
+        holds, and its version."""
+
+    def lend(self, state: State, results: Sequence[torch.Tensor]) -> None:
+        """Take note of the outputs of a call, which the caller must not write where eager's model would change."""
+        shares = {leaf.path: leaf.shares for leaf in state.captured.output_leaves if leaf.shares}
+        pairs = zip(state.output_paths, results, strict=True) if shares else ()
+        held = ((path, compat.local_tensor(x) if isinstance(x, DTensor) else x.detach()) for path, x in pairs)
+        self.lent = [(path, shares[path], x, compat.version(x)) for path, x in held if path in shares]
+
+    def _check_lent(self) -> None:
+        lent, self.lent = self.lent, []
+        for path, name, tensor, version in lent:
+            if compat.version(tensor) != version:
+                raise ValueError(
+                    f"{path}, which the last call returned, was written in place: eager returns the memory of {name} "
+                    f"there, which would change, and a parallel module returns a value. Write {name} of the module, or "
+                    f"write a clone() of the output"
+                )
 
     def wants(self, inputs: Inputs) -> Wanted:
         """What a call with these inputs wants of a program, in the mode that the module is in now."""
@@ -134,6 +155,7 @@ class Versions:
         inputs' values."""
         try:
             self.base.registered.check()
+            self._check_lent()
             inputs = Inputs.of(args, kwargs, self.named, identities=self.identities)
             if self.padder is not None:
                 inputs = self.padder.padded(inputs)

@@ -31,14 +31,15 @@ class Leaf:
     """A leaf of the inputs or of the output. `path` is the target of its graph input or output
     ("kwargs.input_ids", "output.logits"). A leaf that is not a tensor has `meta` None and is the
     Python constant that it was when the model was captured. `requires_grad` tells of an output whether
-    eager would differentiate it. `same` is the path of an earlier input that is the same object, where forward may
-    see that."""
+    eager would differentiate it, and `shares` the parameter or buffer in whose memory eager's lies.
+    `same` is the path of an earlier input that is the same object, where forward may see that."""
 
     path: str
     meta: TensorMeta | None = None
     constant: Any = None
     requires_grad: bool = False
     same: str = ""
+    shares: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

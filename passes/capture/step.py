@@ -230,9 +230,11 @@ class Step:
         loss = self._loss(output, pairs)
         described: list[Leaf] = []
         tensors: dict[str, torch.Tensor] = {}
+        memory = {compat.memory_of(tensor): name for name, tensor in self.held().items()}
         for path, value in pairs:
             if isinstance(value, torch.Tensor):
-                described.append(Leaf(path=path, meta=meta_of(value), requires_grad=value.requires_grad))
+                shares = memory.get(compat.memory_of(value), "")
+                described.append(Leaf(path=path, meta=meta_of(value), requires_grad=value.requires_grad, shares=shares))
                 tensors[path] = value
             elif is_constant(value):
                 described.append(Leaf(path=path, constant=value))
