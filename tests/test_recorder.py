@@ -7,6 +7,7 @@ which parameters have one), every buffer, every parameter.
 from __future__ import annotations
 
 import copy
+import os
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -138,6 +139,15 @@ def transformed(m: Net, x: torch.Tensor) -> torch.Tensor:
     return rows + slopes + torch.func.grad(lambda r: m.b(r).sin().sum())(x[1]).square().sum()
 
 
+def forward_mode(m: Net, x: torch.Tensor) -> torch.Tensor:
+    along = torch.func.jvp(m.a, (x,), (x.cos(),))[1].square().mean()
+    slopes = torch.func.jacfwd(lambda r: m.a(r).tanh())(x[0]).square().sum()
+    with torch.autograd.forward_ad.dual_level():
+        dual = m.c(torch.autograd.forward_ad.make_dual(x, x.sin()))
+        tangent = torch.autograd.forward_ad.unpack_dual(dual).tangent
+    return along + slopes + torch.func.hessian(lambda r: m.b(r).tanh().sum())(x.mean(0)).mean() + tangent.square().mean()
+
+
 def checkpointed(m: Net, x: torch.Tensor) -> torch.Tensor:
     h = checkpoint(lambda z: m.a(z).tanh(), x.clone().requires_grad_(), use_reentrant=True)
     return m.c(checkpoint(lambda z: checkpoint(m.b, z, use_reentrant=False).tanh(), h, use_reentrant=False)).mean()
@@ -202,7 +212,7 @@ def through_data(m: Net, x: torch.Tensor) -> torch.Tensor:
 
 FORWARDS = (
     frozen_by_turns, first_order, second_order, penalty, greedy, made_again, watched, overwritten, hooked, transformed,
-    checkpointed, counted_again, in_backward, normed, recurrent, complex_numbers, packed, through_data,
+    forward_mode, checkpointed, counted_again, in_backward, normed, recurrent, complex_numbers, packed, through_data,
 )  # fmt: skip
 
 
@@ -299,17 +309,18 @@ def test_hooks_that_are_registered_before_are_recorded() -> None:
 
 def test_the_second_recording_finds_what_no_account_sees(tmp_path: Path) -> None:
     """Both lines are named at which two calls part."""
-    file = tmp_path / "count"
-    file.write_text("1.0")
+    file = os.open(tmp_path / "count", os.O_RDWR | os.O_CREAT)
+    os.pwrite(file, b"1.0", 0)
 
     def counts(m: Net, x: torch.Tensor) -> torch.Tensor:
-        count = float(file.read_text())
-        file.write_text(str(count + 1))
+        count = float(os.pread(file, 3, 0))
+        os.pwrite(file, str(count + 1).encode(), 0)
         return m.a(x).mul(count).mean()
 
     first, second = (rf"aten\.mul\.Tensor with {n}\.0 \(.*test_recorder\.py:\d+ in counts\)" for n in (1, 2))
     with pytest.raises(CaptureError, match=f"{first} in the first call, and {second} in the second"):
         capture(net(counts), (X,))
+    os.close(file)
 
 
 def test_gradients_that_nobody_would_ask_for_are_refused() -> None:
