@@ -9,7 +9,7 @@ import logging
 import weakref
 from collections.abc import Callable, Sequence
 from operator import call, is_
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -80,37 +80,67 @@ def report_changed(paths: Sequence[str], *, possible: bool) -> None:
 
 
 class Original:
-    """The model that was given to parallelize. No program sees what is set on it afterwards: a warning says so once."""
+    """The model that was given to parallelize. No program sees what is set on it afterwards: a warning says so once for
+    each attribute that forward read, and for the modules and buffers that each module has. It keeps nothing of the
+    model's alive but what these attributes hold."""
 
     def __init__(self, model: nn.Module, mirror: nn.Module, reads: Reads) -> None:
         mirrors = dict(mirror.named_modules())
+        names = {path: tuple(sorted(reads.names.get(path, ()))) for path in mirrors}
         self.watched = [
-            (weakref.ref(module), mirrors[path], path, name, vars(module)[name])
+            _Watched(weakref.ref(module), mirrors[path], path, names[path], *_state(module, names[path]))
             for path, module in model.named_modules()
-            for name in sorted(reads.names.get(path, ()))
-            if name not in UNWATCHED and isinstance(vars(module).get(name, module), CONSTANTS)
         ]
 
     def warn(self) -> None:
-        """Of constants that differ from what they were, and from what the parallel module has."""
-        changed = [
-            i
-            for i, (module, _, _, name, value) in enumerate(self.watched)
-            if (original := module()) is not None and original.__dict__.get(name) is not value
-        ]
-        for i in reversed(changed):
-            module, mirror, path, name, value = self.watched.pop(i)
-            now = vars(module()).get(name)
-            if now != value and now != vars(mirror).get(name):
-                logger.warning(
-                    "%s of the model was set to %r after parallelize, which the parallel module does not see: it is a "
-                    "copy. Set it there",
-                    f"{path}.{name}" if path else name,
-                    now,
-                )
+        """Of what differs from what it was, and from what the parallel module has."""
+        for i, watched in enumerate(self.watched):
+            module = watched.module()
+            if module is None:
+                continue
+            values, held = _state(module, watched.names)
+            if held == watched.held and all(map(is_, values, watched.values)):
+                continue
+            mirror, outer = vars(watched.mirror), f"{watched.path}." if watched.path else ""
+            for name, then, now in zip(watched.names, watched.values, values, strict=True):
+                if not (_is_same(now, then) or _is_same(now, mirror.get(name))):
+                    _warn_of(outer + name, f"set to {now!r}" if isinstance(now, CONSTANTS) else "changed")
+            for name in {**watched.held, **held}:
+                if watched.held.get(name) != held.get(name):
+                    _warn_of(outer + name, "added or replaced" if name in held else "removed")
+            self.watched[i] = watched._replace(values=values, held=held)
 
 
-UNWATCHED = frozenset({"training"})
+class _Watched(NamedTuple):
+    """A module of the original, the attributes that forward read and their values, and what is registered with it, by
+    identity."""
+
+    module: weakref.ref[nn.Module]
+    mirror: nn.Module
+    path: str
+    names: tuple[str, ...]
+    values: list[Any]
+    held: dict[str, int]
+
+
+def _state(module: nn.Module, names: Sequence[str]) -> tuple[list[Any], dict[str, int]]:
+    fields = vars(module)
+    held = {**fields["_modules"], **fields["_buffers"]}
+    return list(map(fields.get, names)), {name: id(value) for name, value in held.items()}
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    return a is b or (isinstance(a, CONSTANTS) and isinstance(b, CONSTANTS) and a == b)
+
+
+def _warn_of(path: str, what: str) -> None:
+    logger.warning(
+        "%s of the model was %s after parallelize, which the parallel module does not see: it is a copy. Set it there",
+        path,
+        what,
+    )
+
+
 CONSTANTS = (type(None), bool, int, float, complex, str)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
@@ -14,16 +14,17 @@ from torch import nn
 from autopar.compat.outputs import current
 from autopar.ir.graph import TensorMeta, meta_of
 from autopar.ir.tree import flatten
-from autopar.passes.capture.captured import Captured, leaf_of, names_by
+from autopar.passes.capture.captured import Captured, leaf_of, names_by, repeated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """What a captured graph depends on of its inputs: their structure, the dtype and shape of every tensor, and every
-    Python constant. Keyword arguments have no order."""
+    """What a captured graph depends on of its inputs: their structure, the dtype and shape of every tensor, every
+    Python constant, which tensors are one object, and the order of keyword arguments, as far as forward sees these."""
 
     leaves: tuple[tuple[str, Any], ...]
-    """Path -> the meta of a tensor, or the type and value of a constant."""
+    """Path -> the meta of a tensor, the type and value of a constant, or `torch.Tensor` and the path of a tensor that
+    is the same object."""
     spec: pytree.TreeSpec = field(repr=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Form:
@@ -43,28 +44,36 @@ class Form:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Inputs:
-    """The inputs of a call. `leaves` are by path, those of keyword arguments in the order of their names."""
+    """The inputs of a call. `leaves` are by path; `identities` says whether the form tells which are one object."""
 
     leaves: Mapping[str, Any]
     form: Form
+    identities: bool = False
 
     @staticmethod
-    def of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Inputs:
-        """Raises ValueError for an input that is neither a tensor nor a constant."""
-        pairs, spec = flatten("", (tuple(args), {name: kwargs[name] for name in sorted(kwargs)}))
+    def of(
+        args: Sequence[Any], kwargs: Mapping[str, Any], named: Collection[str] = (), *, identities: bool = False
+    ) -> Inputs:
+        """`named` are the keyword arguments whose order forward does not see, and `identities` says whether it sees
+        which tensors are one object. Raises ValueError for an input that is neither a tensor nor a constant."""
+        first = sorted(name for name in kwargs if name in named)
+        pairs, spec = flatten("", (tuple(args), {name: kwargs[name] for name in dict.fromkeys((*first, *kwargs))}))
         pairs = [(path, current(value)) for path, value in pairs]
-        form = Form(leaves=tuple((path, _form(path, value)) for path, value in pairs), spec=spec)
-        return Inputs(leaves=dict(pairs), form=form)
+        same = repeated(pairs) if identities else {}
+        leaves = ((path, (torch.Tensor, same[path]) if path in same else _form(path, x)) for path, x in pairs)
+        return Inputs(leaves=dict(pairs), form=Form(leaves=tuple(leaves), spec=spec), identities=identities)
 
     @staticmethod
-    def captured(captured: Captured) -> Inputs:
-        """Those that a step was captured with, without values."""
-        leaves = [
-            leaf.constant if leaf.meta is None else torch.empty(leaf.meta.shape, dtype=leaf.meta.dtype, device="meta")
-            for leaf in captured.input_leaves
-        ]
-        args, kwargs = pytree.tree_unflatten(leaves, captured.input_spec)
-        return Inputs.of(args, kwargs)
+    def captured(captured: Captured, model: nn.Module) -> Inputs:
+        """Those that a step of the model was captured with, without values."""
+        values: dict[str, Any] = {}
+        for leaf in captured.input_leaves:
+            bare = values.get(leaf.same)
+            if leaf.meta is not None and bare is None:
+                bare = torch.empty(leaf.meta.shape, dtype=leaf.meta.dtype, device="meta")
+            values[leaf.path] = leaf.constant if leaf.meta is None else bare
+        args, kwargs = pytree.tree_unflatten([*values.values()], captured.input_spec)
+        return Inputs.of(args, kwargs, declared(model), identities=captured.reads.identities)
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -75,6 +84,24 @@ class Inputs:
         leaves = [tensors.get(path, value) for path, value in self.leaves.items()]
         args, kwargs = pytree.tree_unflatten(leaves, self.form.spec)
         return args, kwargs
+
+
+def each(
+    tensors: Mapping[str, torch.Tensor], change: Callable[[torch.Tensor], torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """What a function makes of tensors, by path: one tensor of those that are one."""
+    made: dict[int, torch.Tensor] = {}
+    for tensor in tensors.values():
+        if id(tensor) not in made:
+            made[id(tensor)] = change(tensor)
+    return {path: made[id(tensor)] for path, tensor in tensors.items()}
+
+
+def declared(model: nn.Module) -> frozenset[str]:
+    """The keyword arguments that forward declares: it does not see in which order a call gives them. (A decorator that
+    takes `**kwargs` does.)"""
+    parameters = signature(model.forward, follow_wrapped=False).parameters.values()
+    return frozenset(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
 
 
 class Names:
@@ -104,4 +131,6 @@ def _shown(leaf: Any) -> str:
     if isinstance(leaf, TensorMeta):
         return str(leaf)
     kind, value = leaf
+    if kind is torch.Tensor:
+        return f"the same tensor as {value}"
     return value if issubclass(kind, float | complex) else repr(value)

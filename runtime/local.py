@@ -16,7 +16,7 @@ from autopar.ir.graph import meta_of
 from autopar.ir.layout import Placement, Split
 
 from .held import State
-from .inputs import Inputs, Names
+from .inputs import Inputs, Names, each
 from .padding import Padder
 from .placements import contiguous_stride
 
@@ -70,7 +70,7 @@ class LocalBatches:
             shown = ", ".join(f"{path} has {size}" for path, size in sizes.items())
             raise ValueError(f"the inputs of a batch have different numbers of rows: {shown}")
         (rows,) = set(sizes.values())
-        split = {p: self._split(x) for p, x in inputs.tensors.items() if self._is_batched(names[p], x, rows)}
+        split = each({p: x for p, x in inputs.tensors.items() if self._is_batched(names[p], x, rows)}, self._split)
         args, kwargs = inputs.with_tensors(split)
         return type(batch)(kwargs) if named else args if listed else args[0]
 

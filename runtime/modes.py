@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from autopar.cluster.machine import Cluster
 from autopar.compat import hook_gradient, unwrapped
@@ -29,7 +30,7 @@ from autopar.planning.reports import Once
 from autopar.planning.training import Training
 
 from .agree import all_equal, on_first_rank, together
-from .inputs import Inputs
+from .inputs import Inputs, each
 from .verify import gathered
 
 logger = logging.getLogger("autopar")
@@ -118,7 +119,7 @@ class Modes:
         """`decided` is where the plans for inputs of other forms begin; all train alike, as `training` says. `once`
         knows what has been warned of."""
         self.once = Once() if once is None else once
-        self.form, self.decided = Inputs.captured(captured).form, decided
+        self.form, self.decided = Inputs.captured(captured, unwrapped(model)).form, decided
         self.model, _ = skeleton(unwrapped(model))
         self.captured, self.mesh, self.at_rest = captured, mesh, at_rest
         self.loss_fn, self.cluster, self.training = loss_fn, cluster, training
@@ -147,7 +148,7 @@ class Modes:
             parameter.requires_grad_(name in mode.trainable)
             hook_gradient(parameter, map(rebound.of, self.hooks.get(name, ())))
         # Python may read values of inputs: a DTensor is gathered, on all ranks alike
-        given = {path: gathered(tensor) for path, tensor in inputs.tensors.items()}
+        given = each(inputs.tensors, _whole)
         planner = serving = program = None
         with together(self.mesh), self.once.said():
             kind = self.mesh.device_type
@@ -195,5 +196,11 @@ class Modes:
         differentiated = {o.target for o in self.captured.graph.outputs if o.role == "gradient"}
         known = {leaf.path for leaf in self.captured.input_leaves}
         for path, tensor in given.items():
-            tensor.requires_grad_(path in differentiated if path in known else inputs.leaves[path].requires_grad)
+            if path in differentiated if path in known else inputs.leaves[path].requires_grad:
+                tensor.requires_grad_()
         return inputs.with_tensors(given)
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """An input on all ranks, which lies in memory as it is given."""
+    return gathered(tensor) if isinstance(tensor, DTensor) or tensor.is_inference() else tensor.detach()

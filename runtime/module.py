@@ -51,8 +51,8 @@ class ParallelModule(Filled, Standing):
     Plain tensors given to a call are the global batch on every rank, of which the rank takes its
     slice; a DTensor says what it holds. Replicated outputs are plain tensors, and the
     others are DTensors, or, with `whole_outputs`, are gathered. No output shares memory with a parameter, a buffer, an
-    input or another output. If the model has a loss, that alone is differentiated: backward raises ValueError where a
-    gradient reaches another output.
+    input or another output; those that in eager lie in the memory of a parameter or buffer must not be written. If the
+    model has a loss, that alone is differentiated: backward raises ValueError where a gradient reaches another output.
 
     `train()`, `eval()`, `torch.no_grad()`, `torch.autocast()` and `requires_grad_()` mean what they do on the model.
     `to(...)`, `cpu()`, `float()` and the like return the module where device and dtype stay, and raise ValueError where
@@ -236,6 +236,7 @@ class ParallelModule(Filled, Standing):
                 handshake.settle()
             if call.check is not None:
                 call.check.forward(dict(zip(state.output_paths, results, strict=True)), call.keys)
+        modes.lend(state, results)
         return state.captured.unflatten(dict(zip(state.output_paths, results, strict=True)))
 
     @property
@@ -255,7 +256,7 @@ class ParallelModule(Filled, Standing):
         for state in (_state(self), *(version.state for version in modes.versions)):
             one_for_all = (state.mesh, state.groups, state.executable, state.program, state.plan, state.captured)
             memo.update((id(part), part) for part in (*one_for_all, vars(state).get("parts")))
-        memo[id(modes.again)] = modes.again
+        memo[id(modes.again)], memo[id(modes.lent)] = modes.again, []
         vars(copied).update(copy.deepcopy(vars(self), memo))
         belong(vars(copied)["_root"], _state(copied))
         _state(copied).registered.again()

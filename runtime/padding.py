@@ -77,11 +77,12 @@ class Padder:
         if not tensors:
             return inputs
         args, kwargs = inputs.with_tensors(tensors)
-        return Inputs.of(args, kwargs)
+        return Inputs.of(args, kwargs, identities=inputs.identities)
 
     def _tensors(self, inputs: Inputs, parts: int) -> dict[str, torch.Tensor]:
         """Those that are padded, by path."""
         names, found, short, grown = self.names.of(inputs.tensors), {}, {}, False
+        made: dict[tuple[int, float], torch.Tensor] = {}
         for path, tensor in inputs.tensors.items():
             if isinstance(tensor, DTensor) or not tensor.dim():
                 continue
@@ -95,7 +96,10 @@ class Padder:
             shape = (rows, length, *tensor.shape[2:])[: tensor.dim()]
             grown |= rows != tensor.shape[0]
             if tuple(tensor.shape) != shape:
-                found[path] = _grown(tensor, shape, value, path)
+                key = id(tensor), value  # what is one tensor stays one
+                if key not in made:
+                    made[key] = _grown(tensor, shape, value, path)
+                found[path] = made[key]
         if grown and short:
             path, tensor = next(iter(short.items()))
             raise ValueError(

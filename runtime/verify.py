@@ -76,7 +76,8 @@ class Eager:
                         registry[key] = held[captured.tied.get(name, name)]
         inputs = {path: x.requires_grad_(path in given.trained) for path, x in given.inputs.items()}
         self.leaves |= {path: x for path, x in inputs.items() if x.requires_grad}  # type: ignore[misc]
-        leaves = [leaf.constant if leaf.meta is None else inputs[leaf.path] for leaf in captured.input_leaves]
+        given_as = ((leaf, leaf.same or leaf.path) for leaf in captured.input_leaves)
+        leaves = [leaf.constant if leaf.meta is None else inputs[path] for leaf, path in given_as]
         args, kwargs = captured.precision.cast_inputs(pytree.tree_unflatten(leaves, captured.input_spec))
         output = captured.precision.cast_outputs(model(*args, **kwargs))
         output = output if loss_fn is None else loss_fn(output)

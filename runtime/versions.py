@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from autopar import compat
 from autopar.passes.capture.captured import Captured
@@ -21,7 +22,7 @@ from .agree import all_equal, together
 from .guard import Guard, report_changed
 from .handshake import Intent
 from .held import State
-from .inputs import Form, Inputs
+from .inputs import Form, Inputs, declared
 from .modes import Again, Mode
 from .padding import Padder
 from .verify import gathered
@@ -106,11 +107,33 @@ class Versions:
             autocast=captured.autocast,
         )
         self.root, self.loss_fn = vars(parallel)["_root"], getattr(again, "loss_fn", None)
-        self.versions: list[_Version] = [self._version(mode, Inputs.captured(captured).form, captured, state)]
+        self.named, self.identities = declared(self.root), captured.reads.identities
+        form = Inputs.captured(captured, self.root).form
+        self.versions: list[_Version] = [self._version(mode, form, captured, state)]
         self.chosen: dict[Wanted, _Version] = {}
         self.wanted: dict[tuple[Any, ...], Wanted] = {}
         self.device_type = state.device.type
         self.calls, self.recaptures = 0, 0
+        self.lent: list[tuple[str, str, torch.Tensor, int]] = []
+        """Outputs of the last call that eager has in the memory of a parameter or buffer: path, name, what this rank
+        holds, and its version."""
+
+    def lend(self, state: State, results: Sequence[torch.Tensor]) -> None:
+        """Take note of the outputs of a call, which the caller must not write where eager's model would change."""
+        shares = {leaf.path: leaf.shares for leaf in state.captured.output_leaves if leaf.shares}
+        pairs = zip(state.output_paths, results, strict=True) if shares else ()
+        held = ((path, compat.local_tensor(x) if isinstance(x, DTensor) else x.detach()) for path, x in pairs)
+        self.lent = [(path, shares[path], x, x._version) for path, x in held if path in shares]
+
+    def _check_lent(self) -> None:
+        lent, self.lent = self.lent, []
+        for path, name, tensor, version in lent:
+            if tensor._version != version:
+                raise ValueError(
+                    f"{path}, which the last call returned, was written in place: eager returns the memory of {name} "
+                    f"there, which would change, and a parallel module returns a value. Write {name} of the module, or "
+                    f"write a clone() of the output"
+                )
 
     def wants(self, inputs: Inputs) -> Wanted:
         """What a call with these inputs wants of a program, in the mode that the module is in now."""
@@ -132,7 +155,8 @@ class Versions:
         inputs' values."""
         try:
             self.base.registered.check()
-            inputs = Inputs.of(args, kwargs)
+            self._check_lent()
+            inputs = Inputs.of(args, kwargs, self.named, identities=self.identities)
             if self.padder is not None:
                 inputs = self.padder.padded(inputs)
             wanted = self.wants(inputs)
@@ -177,7 +201,7 @@ class Versions:
         differs = None
         bound = {path: gathered(inputs.leaves[path]) for path in version.pinned.inputs}
         with together(self.base.mesh):
-            differs = version.pinned.differs(bound)
+            differs = version.pinned.differs(bound, inputs.leaves)
         all_equal(
             differs is None,
             self.base.mesh,

@@ -7,6 +7,7 @@ which parameters have one), every buffer, every parameter.
 from __future__ import annotations
 
 import copy
+import os
 import traceback
 import weakref
 from collections.abc import Callable
@@ -139,6 +140,17 @@ def transformed(m: Net, x: torch.Tensor) -> torch.Tensor:
     return rows + slopes + torch.func.grad(lambda r: m.b(r).sin().sum())(x[1]).square().sum()
 
 
+def forward_mode(m: Net, x: torch.Tensor) -> torch.Tensor:
+    along = torch.func.jvp(m.a, (x,), (x.cos(),))[1].square().mean()
+    slopes = torch.func.jacfwd(lambda r: m.a(r).tanh())(x[0]).square().sum()
+    with torch.autograd.forward_ad.dual_level():
+        dual = m.c(torch.autograd.forward_ad.make_dual(x, x.sin()))
+        tangent = torch.autograd.forward_ad.unpack_dual(dual).tangent
+    return (
+        along + slopes + torch.func.hessian(lambda r: m.b(r).tanh().sum())(x.mean(0)).mean() + tangent.square().mean()
+    )
+
+
 def checkpointed(m: Net, x: torch.Tensor) -> torch.Tensor:
     h = checkpoint(lambda z: m.a(z).tanh(), x.clone().requires_grad_(), use_reentrant=True)
     return m.c(checkpoint(lambda z: checkpoint(m.b, z, use_reentrant=False).tanh(), h, use_reentrant=False)).mean()
@@ -159,6 +171,15 @@ def counted_again(m: Net, x: torch.Tensor) -> torch.Tensor:
 
     outer = checkpoint(lambda z: checkpoint(inner, z.sin(), use_reentrant=False).tanh(), h, use_reentrant=False)
     return m.c(checkpoint(inner, outer, use_reentrant=True)).square().mean()
+
+
+def normed_again(m: Net, x: torch.Tensor) -> torch.Tensor:
+    """The second run draws what the first one drew: in training no norm reads its running statistics."""
+
+    def inner(z: torch.Tensor) -> torch.Tensor:
+        return F.dropout(m.norm(z), 0.3).tanh()
+
+    return m.c(checkpoint(inner, m.a(x), use_reentrant=False) + checkpoint(inner, m.b(x), use_reentrant=True)).mean()
 
 
 def in_backward(m: Net, x: torch.Tensor) -> torch.Tensor:
@@ -281,7 +302,7 @@ def test_a_recorded_step_is_what_eager_does_bit_by_bit(forward: Callable[[Net, t
         assert torch.equal(made.get(("update", name), made.get(("mutation", name), held[name])), b), name  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("forward", FORWARDS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("forward", (*FORWARDS, forward_mode, normed_again), ids=lambda f: f.__name__)
 def test_programs_of_recorded_steps_train_as_eager_does(forward: Callable[[Net, torch.Tensor], torch.Tensor]) -> None:
     result = check(net(forward), {"a": 2}, (X,), steps=3, plans=2)
     assert result.equal, result
@@ -338,17 +359,18 @@ def test_hooks_that_are_registered_before_are_recorded() -> None:
 
 def test_the_second_recording_finds_what_no_account_sees(tmp_path: Path) -> None:
     """Both lines are named at which two calls part."""
-    file = tmp_path / "count"
-    file.write_text("1.0")
+    file = os.open(tmp_path / "count", os.O_RDWR | os.O_CREAT)
+    os.pwrite(file, b"1.0", 0)
 
     def counts(m: Net, x: torch.Tensor) -> torch.Tensor:
-        count = float(file.read_text())
-        file.write_text(str(count + 1))
+        count = float(os.pread(file, 3, 0))
+        os.pwrite(file, str(count + 1).encode(), 0)
         return m.a(x).mul(count).mean()
 
     first, second = (rf"aten\.mul\.Tensor with {n}\.0 \(.*test_recorder\.py:\d+ in counts\)" for n in (1, 2))
     with pytest.raises(CaptureError, match=f"{first} in the first call, and {second} in the second"):
         capture(net(counts), (X,))
+    os.close(file)
 
 
 def test_gradients_that_nobody_would_ask_for_are_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -72,6 +73,84 @@ def compared(found: dict[str, Any], expected: dict[str, Any], what: str) -> None
     assert list(found) == list(expected), what
     for name, tensor in expected.items():
         assert_close(whole(found[name]), tensor.detach(), f"{name} of {what}")
+
+
+class Sees(nn.Module):
+    """A forward that is given, of a layer and the inputs of a call."""
+
+    def __init__(self, forward: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.function = nn.Linear(HIDDEN, HIDDEN), forward
+
+    def forward(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+        return self.function(self.layer, *args, **kwargs)
+
+
+def in_order(layer: nn.Module, **xs: torch.Tensor) -> torch.Tensor:
+    return torch.stack([(i + 1) * layer(x).square().mean() for i, x in enumerate(xs.values())]).sum()
+
+
+class Declares(Sees):
+    """It names its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__(in_order)
+
+    def forward(self, *, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return self.function(self.layer, a=a, b=b)
+
+
+def one_object(layer: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return (layer(x).square().mean() + layer(y).mean()) * (2 if x is y else 1)
+
+
+def unseen(layer: nn.Module, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+    return layer(x).square().mean() + (layer(x if y is None else y).mean())
+
+
+def contiguous(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return layer(x if x.is_contiguous() else 2 * x).square().mean()
+
+
+def offset(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return layer(x).square().mean() * (1 + x.storage_offset())
+
+
+ROWS, TURNED, BOTH = (
+    torch.randn(n, m, generator=torch.Generator().manual_seed(n)) for n, m in ((4, 8), (8, 4), (8, 8))
+)
+X, Y, STRIDED = ROWS, ROWS + 1, TURNED.t()
+SEEN: dict[Callable[..., torch.Tensor], tuple[list[Any], int]] = {
+    in_order: ([{"a": X, "b": Y}, {"b": Y, "a": X}, {"a": Y, "b": X}], 2),
+    Declares: ([{"a": X, "b": Y}, {"b": Y, "a": X}], 1),
+    one_object: ([(X, X), (X, Y), (Y, Y)], 2),
+    unseen: ([(X, X), (X, Y), (STRIDED, Y), (X, STRIDED)], 1),
+    contiguous: ([(X,), (STRIDED,), (Y,), (BOTH[4:],), (BOTH[1:5].clone(),)], 2),
+    offset: ([(BOTH[:4],), (BOTH[4:],), (X,)], 2),
+}
+"""What forward sees of how inputs are given: calls, and how many programs they need."""
+
+
+def seen(forward: Callable[..., torch.Tensor]) -> None:
+    calls, programs = SEEN[forward]
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+    net, beside = (forward() if isinstance(forward, type) else Sees(forward) for _ in range(2))
+    first = {"kwargs": calls[0]} if isinstance(calls[0], dict) else {"args": calls[0]}
+    module = autopar.parallelize(net, mesh, **first)
+    for call in calls:
+        args, kwargs = ((), call) if isinstance(call, dict) else (call, {})
+        found, expected = module(*args, **kwargs), beside(*args, **kwargs)
+        assert_close(whole(found), expected.detach(), "loss")
+        found.backward(), expected.backward()
+    for (name, p), q in zip(module.named_parameters(), beside.parameters(), strict=True):
+        assert_close(whole(p.grad), q.grad, name)
+    assert len(vars(module)["_modes"].versions) == programs
+
+
+@pytest.mark.parametrize("forward", SEEN, ids=lambda forward: forward.__name__)
+def test_what_forward_sees_of_how_inputs_are_given(forward: Callable[..., torch.Tensor]) -> None:
+    run(2, seen, forward)
 
 
 def any_form(shape: tuple[int, ...], solver: str, calls: int) -> None:

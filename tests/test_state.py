@@ -17,6 +17,7 @@ import functools
 import gc
 import io
 import itertools
+import linecache
 import logging
 import mmap
 import multiprocessing
@@ -28,6 +29,7 @@ import sys
 import threading
 import time
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -825,6 +827,53 @@ def test_what_nothing_sees_into_is_refused_by_name_where_forward_reads_it(mesh: 
     assert autopar.parallelize(model, mesh, (batch(),))(batch()).item() == pytest.approx(model(batch()).item())
 
 
+READING: dict[str, Callable[[Path], Any]] = {
+    "open": lambda path: open(path).read(),  # noqa: SIM115
+    "io.open": lambda path: io.open(path, "rb").read(),  # noqa: SIM115, UP020
+    "Path.read_text": Path.read_text,
+    "np.load": np.load,
+    "torch.load": torch.load,
+    "os.path.exists": os.path.exists,
+    "Path.is_file": Path.is_file,
+    "os.listdir": lambda path: os.listdir(path.parent),
+    "Path.glob": lambda path: [*path.parent.glob("*")],
+}
+
+
+class Opening(Base):
+    def __init__(self, path: Path, way: str) -> None:
+        super().__init__()
+        self.path, self.way = path, READING[way]
+
+    def beside(self, h: torch.Tensor) -> torch.Tensor:
+        return h * (2 if self.way(self.path) else 1)
+
+
+@pytest.mark.parametrize("way", READING)
+def test_files_that_forward_reads_are_refused(tmp_path: Path, way: str) -> None:
+    (tmp_path / "scale").write_text("2")
+    said = refusal(Opening(tmp_path / "scale", way))
+    assert "forward reads file" in said and str(tmp_path) in said and "test_state.py" in said
+    (tmp_path / "scale").read_text()
+
+
+def test_files_that_python_reads_for_forward_are_not() -> None:
+    class Imports(Base):
+        def beside(self, h: torch.Tensor) -> torch.Tensor:
+            import colorsys
+
+            warnings.warn("a line of code is shown", stacklevel=1)
+            logging.getLogger("model").warning("%s", linecache.getline(colorsys.__file__, 1))
+            with open(os.devnull, "w") as nothing:
+                nothing.write("a line")
+            return h
+
+    sys.modules.pop("colorsys", None)
+    linecache.clearcache()
+    with pytest.warns(UserWarning, match="a line of code"):
+        assert capture(Imports(), (batch(),))
+
+
 def test_what_is_reachable_and_not_read_is_let_be(mesh: DeviceMesh) -> None:
     class Tools:
         def __init__(self) -> None:
@@ -1281,6 +1330,19 @@ def test_what_is_set_on_the_model_itself_is_warned_of(mesh: DeviceMesh, caplog: 
     parallel.beta = model.beta = 0.125
     parallel(batch())
     assert "0.125" not in caplog.text
+    caplog.clear()
+    model.table, model.forward = model.table + 1, model.beside
+    model.dropout.eval()
+    model.add_module("more", nn.Linear(1, 1))
+    model.layer.register_buffer("late", torch.ones(1))
+    for _ in range(2):
+        parallel(batch())
+    said = [message.split(" of the model was ") for message in caplog.messages if "does not see" in message]
+    names = {name: what.split(" after")[0] for name, what in said}
+    assert len(said) == len(names) and names == {
+        "table": "changed", "forward": "changed", "dropout.training": "set to False", "more": "added or replaced",
+        "layer.late": "added or replaced",
+    }  # fmt: skip
 
 
 def test_what_is_noted_on_a_parameter_is_read_in_each_mode(mesh: DeviceMesh) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -368,6 +371,10 @@ NUMBERS: dict[str, Forward] = {
     "of the model's constant": lambda m, x: m.a(x)[: largest(LENGTHS)] if bool((LENGTHS > 1).all()) else x,
 }
 LENGTHS = torch.tensor([2, 4])
+NUMBERS |= {
+    "as text": lambda m, x: m.a(x)[: len(f"{LENGTHS.float().mean():.3f}{torch.ones(2)}") - 13],
+    "through dlpack": lambda m, x: m.a(x) * torch.from_dlpack(torch.ones(12)),
+}
 
 
 @pytest.mark.parametrize("number", NUMBERS)
@@ -390,6 +397,36 @@ def test_numbers_of_data_are_refused(forward: Forward) -> None:
     made = net(forward)
     with pytest.raises(CaptureError, match=r"depends on the data .*test_ways.py:\d+|cannot be captured"):
         capture(made.model, made.args)
+
+
+torch.save(torch.ones(12), FILE := io.BytesIO())
+
+
+OF_PYTHON: dict[str, tuple[Forward, str]] = {
+    "text": (lambda m, x: m.a(x) * len(str(m.a.weight)), "reads the values of a tensor"),
+    "text of a list": (lambda m, x: m.a(x) * len(f"{[m.count]}"), "reads the values of a tensor"),
+    "a number in a line": (lambda m, x: m.a(x) * len(f"{m.count:.4f}"), "reads the values of a tensor"),
+    "numpy": (lambda m, x: m.a(x) * m.count.numpy(), "reads the values of a tensor"),
+    "dlpack": (lambda m, x: m.a(x) * torch.from_dlpack(m.count), "reads the values of a tensor"),
+    "a capsule": (lambda m, x: m.a(x) * torch.from_dlpack(torch.to_dlpack(m.count)), "reads the values of a tensor"),
+    "a copy": (lambda m, x: m.a(x) + copy.copy(m.a.bias), "pickles or copies a tensor"),
+    "pickle": (lambda m, x: m.a(x) + len(pickle.dumps(m.a.bias)), "pickles or copies a tensor"),
+    "an address": (lambda m, x: m.a(x) if m.count.data_ptr() else x, "asks where a tensor lies in memory"),
+    "shared memory": (lambda m, x: m.a(x) * m.count.share_memory_(), "asks where a tensor lies in memory"),
+    "a storage": (lambda m, x: m.a(x) * x.new_empty(0).set_(m.count.untyped_storage()), "reads a tensor's storage"),
+    "a file": (lambda m, x: m.a(x) * torch.load(io.BytesIO(FILE.getvalue())), "bytes that forward loads"),
+    "a comparison": (lambda m, x: m.a(x) if torch.allclose(m.a.bias, m.b.bias) else x, "reads a number of a tensor"),
+}
+"""What Python takes of tensors that no program has."""
+
+
+@pytest.mark.parametrize("case", OF_PYTHON)
+def test_what_python_takes_of_tensors_is_refused_by_name(case: str) -> None:
+    forward, message = OF_PYTHON[case]
+    made = net(forward)
+    with pytest.raises(CaptureError, match=message) as raised:
+        capture(made.model, made.args)
+    assert "test_ways.py:" in str(raised.value)
 
 
 class Converts(nn.Module):

@@ -19,6 +19,11 @@ from .patching import patched
 from .tensors import stand_in, storage_span
 
 
+def _to_dlpack(tensor: torch.Tensor) -> Any:
+    """`torch.to_dlpack`, which modes see."""
+    return tensor.__dlpack__()
+
+
 def _settled(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
     """`module.to(dtype)` in forward does nothing where the module is so already (the router of Switch Transformers);
     by itself it swaps every parameter of fakes."""
@@ -151,6 +156,8 @@ _NEUTRAL: Sequence[tuple[Any, str, Any]] = (
     (nn.Module, "_apply", _settled),
     (_BatchNorm, "forward", _averaged),
     (torch.inference_mode, "__enter__", _without_inference),
+    (torch.utils.dlpack, "to_dlpack", _to_dlpack),
+    (torch, "to_dlpack", _to_dlpack),
     # whoever holds it by whatever name
     (_COND, "__code__", _branch.__code__),
     (utils, "setup_compilation_env", _refused),

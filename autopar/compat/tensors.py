@@ -85,7 +85,7 @@ def _lies(*values: Any) -> tuple[Any, ...] | None:
     key: list[Any] = []
     for x in values:
         if isinstance(x, FakeTensor):
-            if x.constant is not None or x.is_complex() or x.is_neg():
+            if x.constant is not None or x.is_complex() or x.is_neg() or x._is_zerotensor():
                 return None
             key.append((x.shape, x.stride(), x.storage_offset(), x.dtype, x.requires_grad, x.fake_device))
         elif isinstance(x, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
@@ -124,7 +124,8 @@ class _Made:
             if x is None:
                 lies.append(None)
                 continue
-            if type(x) is not FakeTensor or x.constant is not None or x.is_complex() or x.is_neg():
+            bare = type(x) is FakeTensor and x.constant is None and not x._is_zerotensor()
+            if not bare or x.is_complex() or x.is_neg():
                 return None
             viewed = memory_of(x) in given
             if any(x is other for other in args) or (viewed and memory_of(x) != memory_of(args[0])):

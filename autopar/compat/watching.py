@@ -45,8 +45,8 @@ def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> lis
 
 
 class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode that looks at operators, and at control flow, and leaves them as they are. Dynamo, which traces the branches
-    of `torch.cond` in eager, works under it as without."""
+    """A mode that looks at operators, and at control flow, and leaves them as they are. Dynamo, which traces the
+    branches of `torch.cond` in eager, works under it as without."""
 
     supports_higher_order_operators = True
 
@@ -131,8 +131,9 @@ def annotated(func: Any, args: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
 
 def decides_by_data(error: Exception) -> bool:
     """Whether tracing stopped where Python code asks for a value of a tensor: a branch, an index, a size."""
-    # the other is what indexing by a tensor without data says
-    return isinstance(error, GuardOnDataDependentSymNode) or "its data is not allocated yet" in str(error)
+    # the last is what indexing by a tensor without data says
+    data = GuardOnDataDependentSymNode, DataDependentOutputException
+    return isinstance(error, data) or "its data is not allocated yet" in str(error)
 
 
 def leaves_numbers(error: Exception) -> bool:
@@ -142,7 +143,7 @@ def leaves_numbers(error: Exception) -> bool:
 
 def unrecordable(error: Exception) -> str | None:
     """The operator of which torch has no fake, if a step could not be recorded for that."""
-    unknown = UnsupportedOperatorException, DynamicOutputShapeException, DataDependentOutputException
+    unknown = UnsupportedOperatorException, DynamicOutputShapeException
     return str(error.func) if isinstance(error, unknown) else None
 
 

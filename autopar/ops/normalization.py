@@ -20,6 +20,10 @@ from .template import Name, Named, assemble, roles
 
 CHANNEL = "c"
 
+STATISTICS = {"aten._native_batch_norm_legit_functional.default": ((3, 4), 3)}
+"""Operators that count in running statistics, which these operands are and their first so many results do not depend
+on: captured norms are operators of their own in evaluation."""
+
 
 def _names(rank: int) -> tuple[str, ...]:
     """Batch, channels and spatial dims."""

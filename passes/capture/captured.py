@@ -1,7 +1,7 @@
 """What capture knows about a step: its graph, its leaves, and how a call is bound to them."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -31,12 +31,15 @@ class Leaf:
     """A leaf of the inputs or of the output. `path` is the target of its graph input or output
     ("kwargs.input_ids", "output.logits"). A leaf that is not a tensor has `meta` None and is the
     Python constant that it was when the model was captured. `requires_grad` tells of an output whether
-    eager would differentiate it."""
+    eager would differentiate it, and `shares` the parameter or buffer in whose memory eager's lies.
+    `same` is the path of an earlier input that is the same object, where forward may see that."""
 
     path: str
     meta: TensorMeta | None = None
     constant: Any = None
     requires_grad: bool = False
+    same: str = ""
+    shares: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +103,8 @@ class Captured:
             elif not isinstance(value, torch.Tensor) or meta_of(value) != leaf.meta:
                 shown = meta_of(value) if isinstance(value, torch.Tensor) else repr(value)
                 raise ValueError(f"input {path} is {shown}, and the model was captured with {leaf.meta}")
+            elif leaf.same and value is not given[leaf.same]:
+                raise ValueError(f"input {path} is another tensor than {leaf.same}, and was the same one when captured")
             else:
                 tensors[path] = value
         return tensors
@@ -129,6 +134,13 @@ def leaf_of(path: str, value: Any) -> Leaf:
             f"containers that torch.utils._pytree knows"
         )
     return Leaf(path=path, constant=value)
+
+
+def repeated(pairs: Iterable[tuple[str, Any]]) -> dict[str, str]:
+    """The paths of tensors that are the same object as an earlier one -> the path of that."""
+    first: dict[int, str] = {}
+    found = ((path, first.setdefault(id(x), path)) for path, x in pairs if isinstance(x, torch.Tensor))
+    return {path: earlier for path, earlier in found if earlier != path}
 
 
 def input_names(model: nn.Module, paths: Sequence[str]) -> dict[str, str]:

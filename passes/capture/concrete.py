@@ -39,17 +39,26 @@ class Pinned:
     inputs: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """Path of an input -> its name in the steps."""
     constants: Mapping[str, torch.Tensor] = field(default_factory=lambda: MappingProxyType({}))
+    strides: Mapping[str, tuple[int, ...]] = field(default_factory=lambda: MappingProxyType({}))
+    """Path of an input -> its strides, and its offset where that counts; empty where Python asked for none."""
+    asked: tuple[str, ...] = ()
+    """Lines that asked for strides."""
 
     def __bool__(self) -> bool:
-        return bool(self.inputs)
+        return bool(self.inputs or self.strides)
 
     def __str__(self) -> str:
-        lines = list(dict.fromkeys(answer.line for answer in self.answers.values()))
+        lines = list(dict.fromkeys((*(answer.line for answer in self.answers.values()), *self.asked)))
         more = f" and {len(lines) - 1} more" if len(lines) > 1 else ""
-        return f"values of {', '.join(self.inputs)}{lines[0] if lines else ''}{more}"
+        what = [f"{what} of {', '.join(of)}" for what, of in (("values", self.inputs), ("strides", self.strides)) if of]
+        return f"{' and '.join(what)}{lines[0] if lines else ''}{more}"
 
-    def differs(self, inputs: Mapping[str, torch.Tensor]) -> str | None:
-        """The first line that reads something else of these inputs, by path."""
+    def differs(self, inputs: Mapping[str, torch.Tensor], given: Mapping[str, Any] | None = None) -> str | None:
+        """The first line that reads something else of these inputs, by path, which lie in memory as those `given`."""
+        given = inputs if given is None else given
+        for path, strides in self.strides.items():
+            if strides_of(given[path], offset=len(strides) > given[path].dim()) != strides:
+                return self.asked[0]
         with compat.unmodified():
             values = {**self.constants, **{name: inputs[path].detach().cpu() for path, name in self.inputs.items()}}
             for step in self.steps:
@@ -58,6 +67,11 @@ class Pinned:
                 if answer and not (len(leaves) == len(answer.leaves) and all(map(same_value, leaves, answer.leaves))):
                     return answer.line
         return None
+
+
+def strides_of(tensor: torch.Tensor, *, offset: bool) -> tuple[int, ...]:
+    """How a tensor lies in memory."""
+    return (*tensor.stride(), int(tensor.storage_offset())) if offset else tensor.stride()
 
 
 def _run(node: Node, values: dict[str, torch.Tensor]) -> list[Any]:
@@ -105,6 +119,8 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
         self.unread: list[tuple[str, tuple[str, ...]]] = []
         """Lines that ask for a value that is not concrete, each with the inputs that were given without values, if that
         is why."""
+        self.strided: dict[str, str] = {}
+        """Lines that ask how a tensor lies in memory, and what they ask last."""
         self.paths: dict[str, str] = {}  # name of an input -> path
         self._inputs: dict[int, str] = {}  # memory of an input -> path
         self._origins: dict[int, Origin] = {}  # by autograd's number
@@ -262,6 +278,14 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
 
     # -- reading
 
+    def strides(self, name: str, tensor: torch.Tensor, answer: Any) -> Any:
+        """The answer to a line that asks how a tensor lies in memory, which depends on how inputs do."""
+        line = line_shown()
+        if self.strided.get(line) != "storage_offset":
+            self.strided[line] = name
+        path = self._inputs.get(compat.memory_of(tensor), "")
+        return answer + self.sources[path].storage_offset() if path and name == "storage_offset" else answer
+
     def read(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The result of a function that asks for values, if its tensors are concrete, or NotImplemented."""
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
@@ -320,8 +344,10 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
 
     def pinned(self) -> Pinned:
         """What was read of inputs."""
+        offset = "storage_offset" in self.strided.values()
+        strides = {path: strides_of(x, offset=offset) for path, x in self.sources.items() if self.strided}
         if not self._asked:
-            return Pinned()
+            return Pinned(strides=MappingProxyType(strides), asked=tuple(self.strided))
         steps: list[Node] = []
         needed = {id(node) for node in self._steps([node for _, node, _ in self._asked])}
         begin = 0
@@ -334,6 +360,8 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
             answers=MappingProxyType({asking.name: answer for _, asking, answer in self._asked}),
             inputs=MappingProxyType({path: name for name, path in self.paths.items() if name in names}),
             constants=MappingProxyType({name: x for name, x in self.constants.items() if name in names}),
+            strides=MappingProxyType(strides),
+            asked=tuple(self.strided),
         )
 
 

@@ -15,6 +15,7 @@ import torch.utils._pytree as pytree
 from autopar import compat
 from autopar.ir.graph import Node, called
 from autopar.ir.rewrite import reading
+from autopar.ops.normalization import STATISTICS
 from autopar.ops.randomness import FILLS, may_draw
 
 from .captured import CaptureError
@@ -113,6 +114,7 @@ def once(
     alike: dict[str, str] = {}  # values that are equal to an earlier one, for which that stands in keys
     kept: list[Node] = []
     made: dict[Any, list[int]] = {}
+    norms: dict[Any, tuple[str, ...]] = {}
     counts: Counter[Any] = Counter()
     for given, run in zip(nodes, again, strict=True):
         node = reading(given, same)
@@ -140,6 +142,11 @@ def once(
                     f"checkpoint what changes these values (a buffer that it counts up), or pass "
                     f"preserve_rng_state=False"
                 )
+        if node.op in STATISTICS:
+            kept_apart, count = STATISTICS[node.op]
+            read = replace(node, args=tuple(None if k in kept_apart else x for k, x in enumerate(node.args)))
+            outputs = norms.setdefault((read.form, tuple(alike.get(name, name) for name in read.inputs)), node.outputs)
+            alike.update(zip(node.outputs[:count], outputs[:count], strict=True))
         if node.op in _PASSES_ON:
             alike[node.name] = operands[0]
         elif before and not random:

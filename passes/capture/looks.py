@@ -4,6 +4,7 @@ and what a function names and holds."""
 from __future__ import annotations
 
 import collections
+import dis
 import functools
 import itertools
 import logging
@@ -50,12 +51,18 @@ def defaults_of(function: types.FunctionType) -> dict[str, Any]:
 
 
 def names_of(code: types.CodeType) -> set[str]:
-    """Names that a function's code mentions, functions inside of it too."""
+    """Names that a function's code mentions, functions inside of it too, and "is" if it compares identities (other than
+    with a constant: `x is None`)."""
     names = set(code.co_names)
+    if _IS in (ops := code.co_code[::2]) and any(b == _IS and a != _CONSTANT for a, b in itertools.pairwise(ops)):
+        names.add("is")
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             names |= names_of(constant)
     return names
+
+
+_IS, _CONSTANT = dis.opmap["IS_OP"], dis.opmap["LOAD_CONST"]
 
 
 def listed(names: Sequence[str], most: int = 5) -> str:
@@ -87,10 +94,12 @@ ABSENT = Same("absent")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reads:
     """What was read while a model was traced: attributes of modules by path, and of other objects by class. `__dict__`
-    stands for all of them. `values` are the tensors whose numbers became Python's."""
+    stands for all of them. `values` are the tensors whose numbers became Python's. `identities` says that the code may
+    see which inputs are one object."""
 
     names: Mapping[str | type, frozenset[str]] = field(default_factory=dict)
     values: frozenset[str] = frozenset()
+    identities: bool = False
 
     def of(self, owner: str | type) -> frozenset[str] | None:
         """The attributes that count, of the module at a path or of the objects of a class; None for all."""

@@ -190,6 +190,11 @@ class Recorder(compat.Watching):  # type: ignore[no-untyped-call]
                 return tuple([value(item) for item in x])
             if isinstance(x, _SYMBOLS):
                 symbols.append(x)
+            elif isinstance(x, _STORAGES):
+                raise ValueError(
+                    f"{kind.op} reads a tensor's storage, which shards do not have, or bytes that forward loads: use "
+                    f"the tensor itself, and load constants in the constructor, into buffers"
+                )
             return x
 
         node_args = tuple([value(x) for x in args])
@@ -233,6 +238,7 @@ _LIFTED_MOST = 64
 """Constants up to this size are one where they are equal."""
 
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_STORAGES = (torch.UntypedStorage, torch.TypedStorage)
 
 
 def _is_none(x: Any) -> bool:
@@ -289,9 +295,9 @@ def line_of(code: CodeType, number: int) -> str:
 
 
 def is_of_model(frame: FrameType) -> bool:
-    """Whether code that runs is neither torch's, nor ours, nor Python's own."""
+    """Whether code that runs is none of torch, numpy, ours or Python itself."""
     name = frame.f_globals.get("__name__", "")
-    return not name.startswith(("torch.", "autopar.")) and not is_library(frame.f_code.co_filename)
+    return not name.startswith(("torch.", "autopar.", "numpy.")) and not is_library(frame.f_code.co_filename)
 
 
 def line_running() -> Line | None:

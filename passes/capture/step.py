@@ -18,7 +18,7 @@ from autopar.ir.graph import GraphInput, GraphOutput, meta_of
 from autopar.ir.precision import Precision
 from autopar.ir.tree import flatten
 
-from .captured import CaptureError, Leaf, is_constant
+from .captured import CaptureError, Leaf, is_constant, repeated
 from .concrete import StepRecorder, same_value
 from .conversion import identifier
 from .functional import Functional
@@ -121,6 +121,8 @@ class Step:
             self.paths.setdefault(id(module), path)
         self.recorder: StepRecorder | None = None
         """The last one."""
+        self.same: Mapping[str, str] = {}
+        """Paths of inputs that are an earlier one, and its path, once it is known that forward may see it."""
 
     @property
     def unread(self) -> Sequence[tuple[str, tuple[str, ...]]]:
@@ -142,7 +144,8 @@ class Step:
         return {name: tensor for name, tensor in tensors if tensor is not None and self.canonical[name] == name}
 
     def record(self, watched: contextlib.AbstractContextManager[Any]) -> Recording:
-        """Runs and records one step. `watched` is around all Python of the model."""
+        """Runs and records one step. `watched` is around all Python of the model, and says whether that may see which
+        inputs are one object."""
         sources = {path: self.here.tensor(value) for path, value in self.pairs if isinstance(value, torch.Tensor)}
         checks: dict[str, None] = {}
         generators = Generators(self.model)
@@ -155,7 +158,8 @@ class Step:
             inputs = self._enter(recorder, held)
             recorder.given = frozenset(recorder.values)
             ways = OtherWays(generators, recorder, self.here)
-            with watched, generators.watched(), self.mode, without_checks(checks):
+            with watched as identities, generators.watched(), self.mode, without_checks(checks):
+                self.same = repeated(self.pairs) if identities else {}
                 with ways, recorder:
                     where.modes = compat.function_modes()
                     outcome, tensors = self._forward()
@@ -213,7 +217,10 @@ class Step:
 
     def _forward(self) -> tuple[Outcome, dict[str, torch.Tensor]]:
         """What the model returns, and its tensors by path."""
-        leaves = [self.fakes[path] if isinstance(value, torch.Tensor) else value for path, value in self.pairs]
+        leaves = [
+            self.fakes[self.same.get(path, path)] if isinstance(value, torch.Tensor) else value
+            for path, value in self.pairs
+        ]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         args, kwargs = self.precision.cast_inputs((args, kwargs))
         output = self.precision.cast_outputs(self.model(*args, **kwargs))
@@ -223,9 +230,11 @@ class Step:
         loss = self._loss(output, pairs)
         described: list[Leaf] = []
         tensors: dict[str, torch.Tensor] = {}
+        memory = {compat.memory_of(tensor): name for name, tensor in self.held().items()}
         for path, value in pairs:
             if isinstance(value, torch.Tensor):
-                described.append(Leaf(path=path, meta=meta_of(value), requires_grad=value.requires_grad))
+                shares = memory.get(compat.memory_of(value), "")
+                described.append(Leaf(path=path, meta=meta_of(value), requires_grad=value.requires_grad, shares=shares))
                 tensors[path] = value
             elif is_constant(value):
                 described.append(Leaf(path=path, constant=value))

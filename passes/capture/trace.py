@@ -177,7 +177,7 @@ def _capture(
     return Captured(
         graph=with_rest(graph, model),
         input_spec=input_spec,
-        input_leaves=input_leaves,
+        input_leaves=tuple(replace(leaf, same=step.same.get(leaf.path, "")) for leaf in input_leaves),
         output_spec=outcome.spec,
         output_leaves=outcome.leaves,
         loss=outcome.loss if differentiated else None,

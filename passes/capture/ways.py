@@ -20,7 +20,16 @@ from torch.overrides import TorchFunctionMode
 
 from autopar import compat
 
-from .asked import ASKING, PACKING, READING_GRADIENTS, WRITING_GRADIENTS, refusing
+from .asked import (
+    ADDRESSING,
+    ASKING,
+    PACKING,
+    PICKLING,
+    READING_GRADIENTS,
+    READING_VALUES,
+    WRITING_GRADIENTS,
+    refusing,
+)
 from .attention import attended
 from .concrete import StepRecorder
 from .here import Here
@@ -43,7 +52,7 @@ class OtherWays(TorchFunctionMode):
             **TRACED,
             F.ctc_loss: functools.partial(selected_loss, recorder),
             _DATA.__set__: recorder.replace,
-            **{func: functools.partial(self._read, func) for func in (torch.Tensor.tolist, torch.Tensor.numpy)},
+            **{func: functools.partial(self._read, func) for func in _WHOLE},
         }
 
     def __torch_function__(
@@ -57,8 +66,11 @@ class OtherWays(TorchFunctionMode):
             with self:
                 return Selected.__torch_function__(func, types, args, kwargs)
         name = getattr(func, "__name__", "")
-        if message := self._refusal(func, name, args, sys._getframe(1).f_code.co_filename):
+        file = sys._getframe(1).f_code.co_filename
+        if message := self._refusal(func, name, args, file):
             refusing(message)()
+        if name in _STRIDES and not is_library(file):
+            return self.recorder.strides(name, args[0], func(*args, **kwargs))
         if name in _VALUES and compat.is_real(args[0]):
             self.recorder.valued.add(compat.memory_of(args[0]))
         if (generator := kwargs.pop("generator", None)) is not None:
@@ -67,11 +79,15 @@ class OtherWays(TorchFunctionMode):
 
     def _read(self, func: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """The numbers of a tensor, where they are known."""
-        values = self.recorder.read(torch.ops.aten.clone.default, (tensor,), {})
-        if values is NotImplemented:
-            return func(tensor, *args, **kwargs)
-        with compat.unmodified():
-            return func(values, *args, **kwargs)
+        values: Any = NotImplemented
+        if not compat.is_transformed():
+            values = self.recorder.read(torch.ops.aten.clone.default, (tensor,), {})
+        if values is not NotImplemented:
+            with compat.unmodified():
+                return func(values.requires_grad_(tensor.requires_grad), *args, **kwargs)
+        if func is not torch.Tensor.tolist:  # whose numbers may be sizes
+            refusing(READING_VALUES)()
+        return func(tensor, *args, **kwargs)
 
     def _refusal(self, func: Any, name: str, args: tuple[Any, ...], file: str) -> str:
         """Why forward cannot call a function, from code of a file; empty where it can."""
@@ -79,6 +95,10 @@ class OtherWays(TorchFunctionMode):
             return PACKING
         if name == "is_inference":
             return "" if is_library(file) else ASKING
+        if name == "share_memory_" or (name == "data_ptr" and not is_library(file)):
+            return ADDRESSING
+        if func is torch.Tensor.__reduce_ex__ and compat.is_fake(args[0]):
+            return PICKLING
         if func not in (_GRAD.__get__, _GRAD.__set__) or not args[0].is_leaf or not args[0].requires_grad:
             return ""
         if not self.recorder.is_given(args[0]) or file == _METHODS:  # which copy it, and show it
@@ -87,6 +107,11 @@ class OtherWays(TorchFunctionMode):
 
 
 _VALUES = frozenset({"item", "tolist", "numpy", "__int__", "__float__", "__bool__", "__index__", "__complex__"})
+_WHOLE = frozenset(
+    {getattr(torch.Tensor, name) for name in ("tolist", "numpy", "__array__", "__dlpack__", "__repr__", "__format__")}
+)
+"""Functions that make Python's values of a tensor's, or text."""
+_STRIDES = frozenset({"stride", "is_contiguous", "storage_offset", "dim_order"})
 _GRAD: Any = torch.Tensor.grad
 _METHODS = torch.Tensor.__repr__.__code__.co_filename
 

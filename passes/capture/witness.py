@@ -22,7 +22,7 @@ from torch import nn
 from autopar import compat
 from autopar.ir.rewrite import distinct
 
-from .asked import ASKING, SEEDING, refusing
+from .asked import ASKING, SEEDING, refusing, without_files
 from .captured import CaptureError
 from .looks import Drawn, Look, Reads, Same, is_library, listed
 from .repeat import Repeated
@@ -49,11 +49,12 @@ class Witness:
         return Reads(
             names={owner: frozenset(names) for owner, names in self.read.items()},
             values=frozenset(p for p, tensor in self.seen.tensors if compat.memory_of(tensor) in self.valued),
+            identities=not self.seen.names.isdisjoint({"is", "id"}),
         )
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Around all Python of the first step."""
+    def watching(self) -> Iterator[bool]:
+        """Around all Python of the first step. Gives whether that may see which inputs are one object."""
         before, tensors = self._look(), self._tensors()
         self.looks = [before]
         kept = [p for p, fact in before.facts.items() if fact == Same(torch.is_inference_mode_enabled)]
@@ -63,8 +64,9 @@ class Witness:
             self._observed(before.classes),
             compat.seeding(refusing(SEEDING)),
             compat.asking_for_inference(refusing(ASKING)),
+            without_files(),
         ):
-            yield
+            yield self.reads.identities
         _check_tensors(tensors, self._tensors())
         self.looks.append(after := self._look())
         drawn = [path for path in before.differs(after) if isinstance(after.facts.get(path), Drawn)]
@@ -75,9 +77,9 @@ class Witness:
             )
 
     @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
+    def again(self) -> Iterator[bool]:
         """Around all Python of the second step."""
-        yield
+        yield self.reads.identities
         self.looks.append(self._look())
 
     def settle(self, steps: Repeated) -> None:
