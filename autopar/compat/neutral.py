@@ -27,6 +27,7 @@ def neutral() -> Iterator[None]:
         _without_inference(),
         causal_biases(),
         torch.compiler.set_stance("force_eager"),
+        torch.jit.optimized_execution(False),  # a scripted function's first runs are profiled, and the others rewritten
         _quiet_fakes(),
         patched(torch.utils.dlpack, "to_dlpack", _to_dlpack),
         patched(torch, "to_dlpack", _to_dlpack),
