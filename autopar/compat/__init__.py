@@ -89,6 +89,8 @@ from .watching import hook_registries as hook_registries
 from .watching import hooks_gradient as hooks_gradient
 from .watching import is_stepped_in_backward as is_stepped_in_backward
 from .watching import leaves_numbers as leaves_numbers
+from .watching import COLLECTIVES as COLLECTIVES
+from .watching import is_of_sparse as is_of_sparse
 from .watching import SETTINGS as SETTINGS
 from .watching import SETTINGS_AT_WORK as SETTINGS_AT_WORK
 from .watching import asking_for_inference as asking_for_inference
