@@ -42,6 +42,8 @@ class Witness:
         self.looks: list[Look] = []
         """What Python could reach before the first step, after it, and after the second."""
         self.read: set[tuple[str, str]] = set()
+        self.rewritten: set[str] = set()
+        """Attributes that forward set after it had read them."""
         self.fields: dict[type, set[str]] = {}
         self.valued: set[int] = set()  # storages of tensors whose numbers became Python's
 
@@ -110,6 +112,16 @@ class Witness:
                 f"it with copy_(), pass it in as an input and return it as an output, or leave it out of forward"
             )
         changed = before.differs(after)
+        read_too = {f"{path}.{name}" if path else name for path, name in self.read}
+        crossing = [path for path in changed if path in read_too] if self.rewritten.intersection(changed) else []
+        if crossing:
+            logger.warning(
+                "forward reads %s before it writes there: a program does neither, and what calls with inputs of one "
+                "form leave there does not reach those of another (a table for the longest input so far is made anew "
+                "for each length). Make it in the constructor, for the longest input that there may be",
+                listed(crossing),
+            )
+        changed = [path for path in changed if path not in crossing]
         if changed:
             shown = [path for path in changed if _is_shown(path, self.modules)]
             (logger.warning if shown else logger.info)(
@@ -185,6 +197,13 @@ class Witness:
     def _observed(self, classes: set[type]) -> Iterator[None]:
         """Take note of the attributes that are read, of modules and of the objects of these classes."""
         paths, read, fields = self.paths, self.read, self.fields
+        setattribute = nn.Module.__setattr__
+
+        def to_module(module: nn.Module, name: str, value: Any) -> None:
+            path = paths.get(id(module))
+            if path is not None and (path, name) in read:
+                self.rewritten.add(f"{path}.{name}" if path else name)
+            setattribute(module, name, value)
 
         def of_module(module: nn.Module, name: str) -> Any:
             if name != "__dict__" or not is_library(sys._getframe(1).f_code.co_filename):
@@ -197,6 +216,7 @@ class Witness:
         def observing() -> Iterator[None]:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(compat.patched(nn.Module, "__getattribute__", of_module))
+                stack.enter_context(compat.patched(nn.Module, "__setattr__", to_module))
                 for cls in classes:
                     if not issubclass(cls, (nn.Module, type)):
                         noted = fields.setdefault(cls, set())
