@@ -118,11 +118,9 @@ class Original:
         mirrors, names = dict(mirror.named_modules()), dict[str, list[str]]()
         for path, name in sorted(reads.modules):
             names.setdefault(path, []).append(name)
+        read = ((path, module, tuple(names.get(path, ()))) for path, module in model.named_modules())
         self.watched = [
-            _Watched(
-                weakref.ref(module), mirrors[path], path, held := tuple(names.get(path, ())), *_state(module, held)
-            )
-            for path, module in model.named_modules()
+            _Watched(weakref.ref(module), mirrors[path], path, own, *_state(module, own)) for path, module, own in read
         ]
 
     def warn(self) -> None:

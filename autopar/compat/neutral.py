@@ -27,7 +27,8 @@ def neutral() -> Iterator[None]:
         _without_inference(),
         causal_biases(),
         torch.compiler.set_stance("force_eager"),
-        torch.jit.optimized_execution(False),  # a scripted function's first runs are profiled, and the others rewritten
+        # a scripted function's first runs are profiled, and the others rewritten
+        torch.jit.optimized_execution(False),  # type: ignore[attr-defined]
         _quiet_fakes(),
         patched(torch.utils.dlpack, "to_dlpack", _to_dlpack),
         patched(torch, "to_dlpack", _to_dlpack),
@@ -37,7 +38,7 @@ def neutral() -> Iterator[None]:
 
 def _to_dlpack(tensor: torch.Tensor) -> Any:
     """`torch.to_dlpack`, which modes see."""
-    return tensor.__dlpack__()  # type: ignore[no-untyped-call]
+    return tensor.__dlpack__()
 
 
 @contextlib.contextmanager

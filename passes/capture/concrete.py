@@ -71,7 +71,7 @@ class Pinned:
 
 def strides_of(tensor: torch.Tensor, *, offset: bool) -> tuple[int, ...]:
     """How a tensor lies in memory."""
-    return (*tensor.stride(), tensor.storage_offset()) if offset else tensor.stride()
+    return (*tensor.stride(), int(tensor.storage_offset())) if offset else tensor.stride()
 
 
 def _run(node: Node, values: dict[str, torch.Tensor]) -> list[Any]:

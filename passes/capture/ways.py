@@ -103,7 +103,7 @@ class OtherWays(TorchFunctionMode):
         if func is torch.Tensor.__deepcopy__ and compat.is_fake(args[0]) and args[0].is_leaf:
             return _deep_copy(*args)
         if func in _WHOLE:
-            values = NotImplemented
+            values: Any = NotImplemented
             if not compat.is_transformed():
                 values = self.recorder.read(torch.ops.aten.clone.default, args[:1], {})
             if values is not NotImplemented:
@@ -394,10 +394,11 @@ def stft(
     is_usual = 0 < length <= n_fft and hop > 0 and return_complex and align_to_window is None
     is_complex = input.is_complex() or (window is not None and window.is_complex())
     if not is_usual or input.dim() not in (1, 2) or (window is not None and window.shape != (length,)):
-        return torch.stft(
+        usual: Tensor = torch.stft(
             input, n_fft, hop_length, win_length, window, center, pad_mode, normalized, onesided, return_complex,
             align_to_window,
         )  # fmt: skip
+        return usual
     x = input.reshape(1, -1, input.shape[-1])
     x = F.pad(x, (n_fft // 2, n_fft // 2), pad_mode) if center else x
     frames = x.unfold(-1, n_fft, hop)
@@ -406,7 +407,7 @@ def stft(
         weights = input.new_ones(length) if window is None else window
         frames = frames * F.pad(weights, (left, n_fft - length - left))
     half = onesided if onesided is not None else not is_complex
-    spectrum = (torch.fft.rfft if half else torch.fft.fft)(frames, norm="ortho" if normalized else "backward")
+    spectrum: Tensor = (torch.fft.rfft if half else torch.fft.fft)(frames, norm="ortho" if normalized else "backward")
     return spectrum.transpose(-1, -2).reshape(*input.shape[:-1], spectrum.shape[-1], spectrum.shape[-2])
 
 
