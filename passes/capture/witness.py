@@ -24,7 +24,7 @@ from autopar.ir.rewrite import distinct
 
 from .asked import ASKING, SEEDING, refusing, without_files
 from .captured import CaptureError
-from .looks import Drawn, Look, Reads, Same, is_library, listed
+from .looks import Drawn, Look, Reads, Same, codes_of, is_library, listed, names_of
 from .repeat import Repeated
 from .state import look
 
@@ -41,6 +41,10 @@ class Witness:
         self.paths = {id(module): path for path, module in self.modules.items()}
         self.looks: list[Look] = []
         """What Python could reach before the first step, after it, and after the second."""
+        codes = (code for module in model.modules() for code in codes_of(module.forward, module))
+        loss = codes_of(loss_fn) if loss_fn is not None else ()
+        self.identities = any(names_of(code) & {"is", "id"} for code in (*codes, *loss))
+        """Whether forward may see which inputs are one object."""
         self.read: set[tuple[str, str]] = set()
         self.rewritten: set[str] = set()
         """Attributes that forward set after it had read them."""
@@ -53,7 +57,7 @@ class Witness:
             modules=frozenset(self.read),
             fields={cls: frozenset(names) for cls, names in self.fields.items()},
             values=frozenset(p for p, tensor in self.seen.tensors if compat.memory_of(tensor) in self.valued),
-            identities=not self.seen.names.isdisjoint({"is", "id"}),
+            identities=self.identities,
         )
 
     @contextlib.contextmanager
@@ -70,7 +74,7 @@ class Witness:
             compat.asking_for_inference(refusing(ASKING)),
             without_files(),
         ):
-            yield self.reads.identities
+            yield self.identities
         _check_tensors(tensors, self._tensors())
         self.looks.append(after := self._look())
         drawn = [path for path in before.differs(after) if isinstance(after.facts.get(path), Drawn)]
@@ -83,7 +87,7 @@ class Witness:
     @contextlib.contextmanager
     def again(self) -> Iterator[bool]:
         """Around all Python of the second step."""
-        yield self.reads.identities
+        yield self.identities
         self.looks.append(self._look())
 
     def settle(self, steps: Repeated) -> None:
