@@ -38,7 +38,7 @@ HERE = Path(__file__).parent
 DATA = HERE / "published.toml"
 PAGE = HERE.parent / "docs" / "published.md"
 LIBRARY = HERE.parent / "autopar" / "cluster" / "library"
-BEGIN, END = "<!-- begin: python benchmarks/published.py --write -->", "<!-- end -->"
+BEGIN, END = "<!-- begin, 900 s: python benchmarks/published.py --write -->", "<!-- end -->"
 
 Row = dict[str, Any]
 

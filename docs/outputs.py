@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 MARK = re.compile(r"<!-- output, (?P<seconds>\d+) s: (?P<command>.+?) -->\n+```\w*\n(?P<text>.*?)^```$", re.M | re.S)
-WRITTEN = r"<!-- begin: (?P<command>python benchmarks/\w+\.py) --write -->"
+WRITTEN = r"<!-- begin(?:, (?P<seconds>\d+) s)?: (?P<command>python benchmarks/\w+\.py) --write -->"
 TABLE = re.compile(rf"{WRITTEN}\n(?P<text>.*?)^<!-- end -->", re.M | re.S)
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
 ABOVE = "the block above"
@@ -82,9 +82,8 @@ def quotes(page: Path) -> Iterator[Quote]:
             script=before[-1] if command == ABOVE else "",
         )
     for found in TABLE.finditer(text):
-        yield Quote(
-            page=page, command=found["command"], seconds=TABLE_SECONDS, text=found["text"], span=found.span("text")
-        )
+        seconds = int(found["seconds"] or TABLE_SECONDS)
+        yield Quote(page=page, command=found["command"], seconds=seconds, text=found["text"], span=found.span("text"))
 
 
 @dataclass

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,10 +13,12 @@ from typing import Any
 import models
 import pytest
 import torch
+import torch.distributed as dist
 from models import Case, assert_same, case, eager, simulated
 from ranks import outcomes, run
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.nn.functional import all_reduce
 from torch.nn.functional import cross_entropy
 
 import autopar
@@ -211,6 +215,51 @@ def test_random_operators_that_cannot_be_made_parallel(
     model = nn.Sequential(nn.Linear(16, 8), Function(function))
     message = refused(plan, Case(model=model, batch=models.vectors))
     assert where in message and "draw these numbers outside of the model" in message
+
+
+class Parts(nn.Module):
+    """A buffer that is a part of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 8)
+        self.register_buffer("table", torch.ones(10))
+        self.register_buffer("part", self.table[:8])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.layer(x) * self.part).mean()
+
+
+class Hooks(nn.Sequential):
+    """It registers one more in each call."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self[0].register_forward_hook(lambda module, args, out: 2 * out)
+        return super().forward(x).sum()
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "a collective": (
+        lambda: nn.Sequential(nn.Linear(16, 8), Function(lambda x: all_reduce(x))),
+        "calls a collective, allreduce, and a parallel module issues all collectives itself",
+    ),
+    "a sparse tensor": (
+        lambda: nn.Sequential(nn.Linear(16, 8), Function(lambda x: torch.sparse.mm(x.detach().to_sparse(), x.t()))),
+        r"computes with a sparse tensor \(.*test_bad_input",
+    ),
+    "hooks that pile up": (lambda: Hooks(nn.Linear(16, 8)), r"registers hooks \(0._forward_hooks\) in each call"),
+    "a part of a buffer": (Parts, "take part of table in forward, where it is used"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_that_no_graph_holds_is_told_what_to_do(name: str) -> None:
+    made, message = MODELS[name]
+    with contextlib.ExitStack() as stack:
+        if name == "a collective":
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            stack.callback(dist.destroy_process_group)
+        assert re.search(message, refused(plan, Case(model=made(), batch=models.vectors, loss_fn=torch.sum)))
 
 
 def test_a_penalty_on_gradients_in_forward() -> None:

@@ -182,6 +182,20 @@ def normed_again(m: Net, x: torch.Tensor) -> torch.Tensor:
     return m.c(checkpoint(inner, m.a(x), use_reentrant=False) + checkpoint(inner, m.b(x), use_reentrant=True)).mean()
 
 
+def asking_for_gradients(m: Net, x: torch.Tensor) -> torch.Tensor:
+    """Of an input, which the next call is given without."""
+    return m.c(checkpoint(lambda z: m.a(z).tanh(), x.requires_grad_(), use_reentrant=True)).square().mean()
+
+
+@torch.jit.script  # type: ignore[untyped-decorator]
+def activation(x, w):  # type: ignore[no-untyped-def]
+    return torch.sin(x) * w
+
+
+def scripted(m: Net, x: torch.Tensor) -> torch.Tensor:
+    return m.c(activation(m.a(x), m.b.bias)).square().mean()
+
+
 def in_backward(m: Net, x: torch.Tensor) -> torch.Tensor:
     """Backward calls what forward may: attention, tensors of lists of tensors."""
 
@@ -262,7 +276,8 @@ def a_buffer_set(m: Net, x: torch.Tensor) -> torch.Tensor:
 FORWARDS = (
     an_old_alias, rounded_for_one_product, swapped, clipped, written_since, a_buffer_set,
     frozen_by_turns, first_order, second_order, penalty, greedy, made_again, watched, overwritten, hooked, transformed,
-    checkpointed, counted_again, in_backward, normed, recurrent, complex_numbers, packed, through_data,
+    checkpointed, asking_for_gradients, counted_again, in_backward, normed, recurrent, complex_numbers, packed,
+    through_data,
 )  # fmt: skip
 
 
@@ -302,7 +317,7 @@ def test_a_recorded_step_is_what_eager_does_bit_by_bit(forward: Callable[[Net, t
         assert torch.equal(made.get(("update", name), made.get(("mutation", name), held[name])), b), name  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("forward", (*FORWARDS, forward_mode, normed_again), ids=lambda f: f.__name__)
+@pytest.mark.parametrize("forward", (scripted, *FORWARDS, forward_mode, normed_again), ids=lambda f: f.__name__)
 def test_programs_of_recorded_steps_train_as_eager_does(forward: Callable[[Net, torch.Tensor], torch.Tensor]) -> None:
     result = check(net(forward), {"a": 2}, (X,), steps=3, plans=2)
     assert result.equal, result

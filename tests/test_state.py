@@ -415,6 +415,22 @@ def test_a_warning_says_what_the_parallel_module_does_not_write(caplog: pytest.L
     assert any("forward writes state, which no later call reads" in message for message in caplog.messages)
 
 
+def test_a_warning_says_what_calls_of_other_forms_do_not_see(caplog: pytest.LogCaptureFixture) -> None:
+    class Longest(Base):
+        longest, table = 0, None
+
+        def beside(self, h: torch.Tensor) -> torch.Tensor:
+            if len(h) > self.longest:
+                self.longest = len(h)
+                self.table = torch.arange(self.longest, dtype=h.dtype)[:, None] / self.longest
+            assert self.table is not None
+            return h * self.table[: len(h)]
+
+    capture(Longest(), (batch(),))
+    (said,) = [message for message in caplog.messages if message.startswith("forward ")]
+    assert "reads longest, table before it writes there" in said and "inputs of one form" in said
+
+
 # ------------------------------------------------------------------------------------- whatever class holds it
 
 

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import autopar
 from autopar.passes.capture.captured import CaptureError
 from autopar.passes.capture.trace import capture
+from autopar.passes.capture.ways import stft
 from autopar.passes.codegen.program import codegen
 from autopar.passes.lower.bucket import bucket
 from autopar.planning.planner import Planner
@@ -347,6 +348,31 @@ def test_labels_that_nobody_knows_and_something_else_reads_are_refused() -> None
 def test_a_tensor_made_of_a_list_of_tensors_holds_their_numbers(build: str) -> None:
     """And no gradient reaches them."""
     assert_equal_to_eager(net(lambda m, x: m.b(m.a(x)) * LISTS[build](m.a(x))))
+
+
+FRAMES: dict[str, dict[str, Any]] = {
+    "of a window": {"window": torch.hann_window(8, dtype=torch.float64)},
+    "of a narrow window": {"window": torch.hann_window(6, dtype=torch.float64), "win_length": 6, "hop_length": 3},
+    "without a window": {"win_length": 5, "normalized": True, "pad_mode": "constant"},
+    "both sides": {"center": False, "onesided": False},
+}
+
+
+@pytest.mark.filterwarnings("ignore:A window was not provided")
+@pytest.mark.parametrize("x", [torch.linspace(-1, 2, 40).double().cos(), torch.randn(3, 41).double()], ids=["1", "2"])
+@pytest.mark.parametrize("frames", FRAMES)
+def test_frames_in_memory_are_windows(x: torch.Tensor, frames: str) -> None:
+    expected = torch.stft(x, 8, return_complex=True, **FRAMES[frames])
+    torch.testing.assert_close(stft(x, 8, return_complex=True, **FRAMES[frames]), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_spectra_train() -> None:
+    def forward(m: Net, x: torch.Tensor) -> torch.Tensor:
+        window = torch.hann_window(8, dtype=x.dtype)
+        spectra = torch.stft(m.a(x), 8, window=window, return_complex=True)
+        return m.b(torch.istft(spectra * 0.5, 8, window=window)).tanh() + spectra.abs().mean()
+
+    assert_equal_to_eager(net(forward))
 
 
 # ---------------------------------------------------------------------------------------- constants

@@ -183,6 +183,8 @@ def neutral() -> Iterator[None]:
         stack.callback(torch._C._set_mkldnn_enabled, torch._C._get_mkldnn_enabled())
         torch._C._set_mkldnn_enabled(False)
         stack.enter_context(torch.compiler.set_stance("force_eager"))
+        # a scripted function's first runs are profiled, and the others rewritten
+        stack.enter_context(torch.jit.optimized_execution(False))  # type: ignore[attr-defined]
         yield
 
 

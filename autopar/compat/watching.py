@@ -141,6 +141,11 @@ def leaves_numbers(error: Exception) -> bool:
     return "nbacked symbol" in str(error) or "SymInt" in str(error) or "data dependent" in str(error).lower()
 
 
+def is_of_sparse(error: Exception) -> bool:
+    """Whether a step could not be recorded for a sparse tensor, which has no storage."""
+    return "storage of Sparse" in str(error)
+
+
 def unrecordable(error: Exception) -> str | None:
     """The operator of which torch has no fake, if a step could not be recorded for that."""
     unknown = UnsupportedOperatorException, DynamicOutputShapeException
@@ -238,5 +243,8 @@ SETTINGS: dict[str, Callable[[], Any]] = {
 }
 """What torch answers for the whole process, by the name of the function that Python asks. The first two decide what
 operators make without being asked."""
+
+COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor"})
+"""The namespaces of operators that communicate."""
 
 SETTINGS_AT_WORK = frozenset({"get_default_dtype", "get_default_device"})

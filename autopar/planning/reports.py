@@ -54,9 +54,9 @@ def report_captured(captured: Captured) -> None:
     if names := captured.without_gradient:
         shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
         logger.warning(
-            "%d trainable parameters get no gradient, since nothing that is differentiated depends on them: %s",
-            len(names),
+            "no gradient reaches %s, on which nothing that is differentiated depends (trainable: %d)",
             shown,
+            len(names),
             extra=about("no gradient", names),
         )
     if captured.pinned:

@@ -156,6 +156,12 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
                 f"the model has control flow that depends on data, torch's {kind.name}, which one graph cannot hold: "
                 f"write the loop out in Python, or as operators on all of its steps"
             )
+        if func.namespace in compat.COLLECTIVES:
+            raise ValueError(
+                f"forward calls a collective, {kind.name}, and a parallel module issues all collectives itself: its "
+                f"forward is that of one device on the global batch. Leave it out, and what divides by the number of "
+                f"ranks"
+            )
         if kind.reads or compat.sizes_by_values(func, args):
             result = self.read(func, args, kwargs)
             if result is not NotImplemented:

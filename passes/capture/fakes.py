@@ -40,9 +40,11 @@ def canonical_names(model: nn.Module) -> dict[str, str]:
                 storage, begin, end = compat.storage_span(tensor)
                 for other_begin, other_end, other in spans.setdefault(storage, []):
                     if begin < other_end and other_begin < end:
+                        way = "tie them by making them one nn.Parameter"
+                        if not isinstance(tensor, nn.Parameter):
+                            way = f"take {name} of {other} in forward, where it is used"
                         raise CaptureError(
-                            f"{other} and {name} are two tensors on the same memory: tie them by making them one "
-                            f"nn.Parameter, or give each its own memory"
+                            f"{other} and {name} are two tensors on the same memory: {way}, or give each its own memory"
                         )
                 spans[storage].append((begin, end, name))
     return names

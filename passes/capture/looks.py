@@ -6,6 +6,8 @@ from __future__ import annotations
 import collections
 import dis
 import functools
+import gc
+import inspect
 import itertools
 import logging
 import operator
@@ -60,6 +62,28 @@ def names_of(code: types.CodeType) -> set[str]:
         if isinstance(constant, types.CodeType):
             names |= names_of(constant)
     return names
+
+
+def codes_of(function: Any, module: nn.Module | None = None) -> Iterator[types.CodeType]:
+    """A person's code that runs where a function of a module is called: its own, and of functions that it names."""
+    own = _unwrapped(function)
+    if own is None:
+        return
+    yield own.__code__
+    cells = dict(zip(own.__code__.co_freevars, own.__closure__ or (), strict=True))
+    for name in names_of(own.__code__) | cells.keys():
+        cell = cells.get(name)
+        found = own.__globals__.get(name) if cell is None else next(iter(gc.get_referents(cell)), None)
+        for held in (found, vars(module).get(name) if module else None, getattr(type(module), name, None)):
+            if (named := _unwrapped(held)) is not None:
+                yield named.__code__
+
+
+def _unwrapped(function: Any) -> types.FunctionType | None:
+    function = getattr(function, "__func__", function)
+    function = inspect.unwrap(function) if isinstance(function, types.FunctionType) else function
+    is_own = isinstance(function, types.FunctionType) and not is_library(function.__code__.co_filename)
+    return function if is_own else None
 
 
 _IS, _CONSTANT = dis.opmap["IS_OP"], dis.opmap["LOAD_CONST"]

@@ -43,6 +43,11 @@ def refusal(error: Exception, model: nn.Module, unread: Sequence[tuple[str, tupl
             f"{subject}: torch cannot say how large the results of {op} are{line_raised(error)} before it computes "
             f"them. Compute them outside of the model, or by other operators"
         )
+    if compat.is_of_sparse(error):
+        return CaptureError(
+            f"{type(model).__name__} computes with a sparse tensor{line_raised(error)}, and shards are dense: use its "
+            f"to_dense(), or index_add and gather"
+        )
     reason, _, _ = str(error).partition("\n\n")  # what follows is torch's own state
     return CaptureError(f"{type(model).__name__} cannot be captured{line_raised(error)}: {reason}")
 

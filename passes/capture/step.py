@@ -188,8 +188,10 @@ class Step:
             GraphOutput(name=None if x.grad is None else recorder.known(x.grad), role="gradient", target=name)
             for name, x in trained.items()
         ]
-        for tensor in trained.values():
+        for tensor in (*trained.values(), *self.fakes.values()):
             tensor.grad = None
+        for path, fake in self.fakes.items():
+            fake.requires_grad_(path in trained)  # each call is given another one
         return Recording(
             recorder=recorder,
             inputs=inputs,

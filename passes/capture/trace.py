@@ -221,7 +221,7 @@ def _without_gradient(model: nn.Module, graph: JointGraph, loss: str | None) -> 
     missing = tuple(name for name in trainable if name not in reached)
     if missing and len(missing) == len(trainable):
         raise NothingTrainedError(
-            f"{len(missing)} trainable parameters get no gradient from {loss or 'any output'}: {listed(missing, 10)}. "
-            f"Call requires_grad_(False) on them, or use them in what is differentiated"
+            f"no trainable parameter ({listed(missing, 10)}) gets a gradient from {loss or 'any output'}: use them in "
+            f"what is differentiated, or call requires_grad_(False) on them"
         )
     return missing

@@ -24,7 +24,7 @@ from autopar.ir.rewrite import distinct
 
 from .asked import ASKING, SEEDING, refusing, without_files
 from .captured import CaptureError
-from .looks import Drawn, Look, Reads, Same, is_library, listed
+from .looks import Drawn, Look, Reads, Same, codes_of, is_library, listed, names_of
 from .repeat import Repeated
 from .state import look
 
@@ -41,7 +41,13 @@ class Witness:
         self.paths = {id(module): path for path, module in self.modules.items()}
         self.looks: list[Look] = []
         """What Python could reach before the first step, after it, and after the second."""
+        codes = (code for module in model.modules() for code in codes_of(module.forward, module))
+        loss = codes_of(loss_fn) if loss_fn is not None else ()
+        self.identities = any(names_of(code) & {"is", "id"} for code in (*codes, *loss))
+        """Whether forward may see which inputs are one object."""
         self.read: dict[str | type, set[str]] = {}
+        self.rewritten: set[str] = set()
+        """Attributes that forward set after it had read them."""
         self.valued: set[int] = set()  # storages of tensors whose numbers became Python's
 
     @property
@@ -49,7 +55,7 @@ class Witness:
         return Reads(
             names={owner: frozenset(names) for owner, names in self.read.items()},
             values=frozenset(p for p, tensor in self.seen.tensors if compat.memory_of(tensor) in self.valued),
-            identities=not self.seen.names.isdisjoint({"is", "id"}),
+            identities=self.identities,
         )
 
     @contextlib.contextmanager
@@ -66,7 +72,7 @@ class Witness:
             compat.asking_for_inference(refusing(ASKING)),
             without_files(),
         ):
-            yield self.reads.identities
+            yield self.identities
         _check_tensors(tensors, self._tensors())
         self.looks.append(after := self._look())
         drawn = [path for path in before.differs(after) if isinstance(after.facts.get(path), Drawn)]
@@ -79,7 +85,7 @@ class Witness:
     @contextlib.contextmanager
     def again(self) -> Iterator[bool]:
         """Around all Python of the second step."""
-        yield self.reads.identities
+        yield self.identities
         self.looks.append(self._look())
 
     def settle(self, steps: Repeated) -> None:
@@ -96,12 +102,29 @@ class Witness:
             if not kept:
                 asks = sorted(before.names & _ASKS)
                 kept = [f"something that changes by itself ({listed(asks)})" if asks else "something"]
+            hooks = [path for path in kept if path.rpartition(".")[2] in _HOOKS]
+            if hooks:
+                raise CaptureError(
+                    f"forward registers hooks ({listed(hooks)}) in each call, and they pile up, in eager too: register "
+                    f"them in the constructor, or remove() each within forward"
+                )
             raise CaptureError(
                 f"forward keeps {listed(kept)} from one call for the next: a program would keep what the first call "
                 f"saw{f' ({parting})' if parting else ''}. Register a tensor as a buffer (register_buffer) and write "
                 f"it with copy_(), pass it in as an input and return it as an output, or leave it out of forward"
             )
         changed = before.differs(after)
+        owners = [(f"{path}." if path else "", names) for path, names in self.read.items() if isinstance(path, str)]
+        read_too = {outer + name for outer, names in owners for name in names}
+        crossing = [path for path in changed if path in read_too] if self.rewritten.intersection(changed) else []
+        if crossing:
+            logger.warning(
+                "forward reads %s before it writes there: a program does neither, and what calls with inputs of one "
+                "form leave there does not reach those of another (a table for the longest input so far is made anew "
+                "for each length). Make it in the constructor, for the longest input that there may be",
+                listed(crossing),
+            )
+        changed = [path for path in changed if path not in crossing]
         if changed:
             shown = [path for path in changed if _is_shown(path, self.modules)]
             (logger.warning if shown else logger.info)(
@@ -176,6 +199,13 @@ class Witness:
     def _observed(self, classes: set[type]) -> Iterator[None]:
         """Take note of the attributes that are read, of modules and of the objects of these classes."""
         paths, read = self.paths, self.read
+        setattribute = nn.Module.__setattr__
+
+        def to_module(module: nn.Module, name: str, value: Any) -> None:
+            path = paths.get(id(module))
+            if path is not None and name in read.get(path, ()):
+                self.rewritten.add(f"{path}.{name}" if path else name)
+            setattribute(module, name, value)
 
         def of_module(module: nn.Module, name: str) -> Any:
             path = paths.get(id(module))
@@ -185,6 +215,7 @@ class Witness:
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(compat.patched(nn.Module, "__getattribute__", of_module))
+            stack.enter_context(compat.patched(nn.Module, "__setattr__", to_module))
             for cls in classes:
                 if not issubclass(cls, (nn.Module, type)):
                     noted = read.setdefault(cls, set())
@@ -226,6 +257,8 @@ def _check_tensors(before: Mapping[str, tuple[Any, ...]], after: Mapping[str, tu
                 f"program would keep what the first call saw"
             )
 
+
+_HOOKS = frozenset({"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"})
 
 _ASKS = frozenset(
     {
