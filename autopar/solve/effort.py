@@ -36,8 +36,8 @@ class Effort:
     """Of the table of one tensor, over what its producer and its readers may take."""
     border_states: int = 256
     """In which copies of a repeat may meet: matrices over more take longer than all copies written out."""
-    product_sums: float = 4e9
-    """In the products of the matrix of a repeat, at all prices of memory together: some 8 seconds of one core."""
+    product_sums: float = 5e8
+    """In the products of the matrix of a repeat, at all prices of memory together: about a second of one core."""
     written_options: int = 20_000
     """Of all copies of a problem: up to so many, those that meet in more states are written out, and messages pass
     through all of them where no choice with a repeated middle is found."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -10,7 +10,7 @@ from autopar.ir.graph import TensorMeta
 from autopar.ir.layout import REPLICATE, Layout
 from autopar.passes.space.problem import ProblemBuilder
 from autopar.passes.space.space import Space
-from autopar.passes.space.tables import Moved
+from autopar.passes.space.tables import Movement
 from autopar.solve.problem import Tensor
 
 
@@ -34,18 +34,18 @@ class FreeBuilder(ProblemBuilder):
         self.free: dict[int, dict[int, int]] = {}
         """By the identity of a table's costs, which tensors share."""
 
-    def _tensor(self, *args: Any) -> Tensor:
-        tensor = super()._tensor(*args)
-        copied = {field.name: getattr(tensor, field.name) for field in fields(Tensor)}
-        return FreeTensor(**copied, free=self.free[id(tensor.costs)])
+    def _tensors(self, *args: Any) -> Iterator[Tensor]:
+        for tensor in super()._tensors(*args):
+            copied = {field.name: getattr(tensor, field.name) for field in fields(Tensor)}
+            yield FreeTensor(**copied, free=self.free[id(tensor.costs)])
 
-    def _table(self, moved: Moved, produced: Any, wanted: Any) -> Any:
-        table = super()._table(moved, produced, wanted)
-        layouts = dict.fromkeys(produced)
+    def _table(self, movement: Movement, made: Any, wanted: Any) -> Any:
+        table = super()._table(movement, made, wanted)
         items = list(dict.fromkeys(item for of_reader in wanted for each in of_reader for item in each))
+        meta = movement.ways[0].meta
         self.free[id(table.costs)] = {
-            code: _bits(self._is_free(moved.meta, layout, there) for there, _ in items)
-            for code, (layout, _) in enumerate(layouts)
+            code: _bits(each is None or self._is_free(meta, each[0], item.layout) for item in items)
+            for code, each in enumerate(dict.fromkeys(made))
         }
         return table
 
