@@ -439,7 +439,7 @@ OF_PYTHON: dict[str, tuple[Forward, str]] = {
     "pickle": (lambda m, x: m.a(x) + len(pickle.dumps(m.a.bias)), "pickles or copies a tensor"),
     "an address": (lambda m, x: m.a(x) if m.count.data_ptr() else x, "asks where a tensor lies in memory"),
     "shared memory": (lambda m, x: m.a(x) * m.count.share_memory_(), "asks where a tensor lies in memory"),
-    "a storage": (lambda m, x: m.a(x) * x.new_empty(0).set_(m.count.untyped_storage()), "sets .* to UntypedStorage"),
+    "a storage": (lambda m, x: m.a(x) * x.new_empty(0).set_(m.count.untyped_storage()), "reads a tensor's storage"),
     "a file": (lambda m, x: m.a(x) * torch.load(io.BytesIO(FILE.getvalue())), "bytes that forward loads"),
     "a comparison": (lambda m, x: m.a(x) if torch.allclose(m.a.bias, m.b.bias) else x, "reads a number of a tensor"),
 }

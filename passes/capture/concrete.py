@@ -167,6 +167,8 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
             if result is not NotImplemented:
                 return result if kind.reads else pytree.tree_map_only(torch.Tensor, self._constant, result)
         if kind.replaces:
+            if not isinstance(args[1], torch.Tensor):
+                self.note(func, args, kwargs, args[0])  # which refuses storages
             self.replace(*args[:2])
             return args[0]
         if kind.indexes:
