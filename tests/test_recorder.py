@@ -458,6 +458,7 @@ class Holding(nn.Module):
         plain = self.b.forward
         self.b.forward = lambda x: plain(x).tanh() + x * self.mask
         self.b.parent = weakref.ref(self)
+        self.listed = [lambda: self.scale]
         self.a.weight.register_hook(lambda gradient, model=self: gradient * model.scale)
 
     def keep(self, module: nn.Module, args: Any, out: torch.Tensor) -> None:
@@ -465,9 +466,19 @@ class Holding(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.mask = x[:, :1]
-        y = self.b(self.a(x))
+        y = self.b(self.a(x)) * self.listed[0]()
         assert self.b.parent() is self
         return y.square().mean() + self.seen["a"].abs().mean()
+
+
+def test_what_a_person_holds_stays_theirs() -> None:
+    """A function of the model reads a list of functions that hold on to the model: the list is the person's."""
+    model = net(lambda m, x: m.a(x).mean())
+    functions: list[Callable[[], float]] = [lambda: float(model.training)]
+    held, first = functions, functions[0]
+    model.a.register_forward_hook(lambda module, args, out: out * held[0]())
+    capture(model, (X,))
+    assert functions[0] is first
 
 
 def test_what_holds_on_to_the_model_holds_on_to_what_runs() -> None:

@@ -147,7 +147,7 @@ def copied(model: nn.Module, memo: Mapping[int, Any]) -> tuple[nn.Module, "Rebou
     for module in made.modules():
         vars(module).pop(STANDS_FOR, None)
         for name, value in [*vars(module).items()]:
-            if name not in _REGISTRIES and (other := rebound.of(value)) is not value:
+            if name not in _REGISTRIES and (other := rebound.within(value)) is not value:
                 vars(module)[name] = other
     return made, rebound
 
@@ -166,9 +166,20 @@ class Rebound:
     def __init__(self, memo: dict[int, Any]) -> None:
         self.memo, self.made = memo, dict[int, Any]()
 
+    def within(self, value: Any) -> Any:
+        """The same as `of` for an attribute of the copy, whose dictionaries and lists are its own: they get other
+        values."""
+        if not isinstance(value, (dict, list)):
+            return self.of(value)
+        if id(value) not in self.made:
+            self.made[id(value)] = value
+            for key, item in [*(value.items() if isinstance(value, dict) else enumerate(value))]:
+                if (other := self.within(item)) is not item:
+                    value[key] = other
+        return value
+
     def of(self, value: Any) -> Any:
-        """The same for the copy; the value itself where it holds on to nothing that was copied. Dictionaries and lists
-        stay, with other values."""
+        """The same for the copy; the value itself where it holds on to nothing that was copied."""
         if isinstance(value, FunctionType):
             return self._function(value)
         if isinstance(value, MethodType) and id(value.__self__) in self.memo:
@@ -178,10 +189,6 @@ class Rebound:
             return value if function is value.func else functools.partial(function, *value.args, **value.keywords)
         if isinstance(value, weakref.ref) and id(value()) in self.memo:
             return weakref.ref(self.memo[id(value())])
-        if isinstance(value, (dict, list)):
-            for key, item in [*(value.items() if isinstance(value, dict) else enumerate(value))]:
-                if (other := self.of(item)) is not item:
-                    value[key] = other
         return value
 
     def _function(self, function: FunctionType) -> Any:
