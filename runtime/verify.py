@@ -25,7 +25,7 @@ from autopar.ir.program import ProgramOutput
 from autopar.ir.tree import flatten
 from autopar.ops.lockstep import run
 from autopar.passes.capture.captured import Captured
-from autopar.passes.capture.fakes import copied, gradient_hooks, skeleton
+from autopar.passes.capture.fakes import Rebound, copied, gradient_hooks, skeleton
 from autopar.passes.codegen.precision import at_rest
 
 from .agree import together
@@ -148,6 +148,7 @@ class Verifier:
     def __init__(self, model: nn.Module, loss_fn: Callable[[Any], torch.Tensor] | None, steps: int) -> None:
         self.model, rebound = skeleton(unwrapped(model))
         self.loss_fn, self.steps = rebound.of(loss_fn), steps
+        self.memo = rebound.memo
         self.hooks = {name: [*map(rebound.of, hooks)] for name, hooks in gradient_hooks(unwrapped(model)).items()}
         self.calls, self.done = 0, 0
         self.later = 0
@@ -178,7 +179,8 @@ class Verifier:
         hooks = {name: [*map(rebound.of, each)] for name, each in self.hooks.items()}
         for module, other in zip(model.modules(), modules, strict=True):
             module.training = other.training
-            vars(module).update(_plain(vars(other), vars(module)))
+            for name, value in _plain(vars(other), vars(module)).items():
+                vars(module)[name] = Rebound(rebound.memo).within(Rebound(self.memo).within(value))
         return Check(
             step=self.calls, state=state, model=model, loss_fn=rebound.of(self.loss_fn), given=given, hooks=hooks
         )
