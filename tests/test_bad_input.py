@@ -557,6 +557,10 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
 """What no model could be called with; the dtype is seen where a kernel refuses it, as in eager PyTorch."""
 
 
+OF_EAGER: dict[str, type[Exception]] = {"dtype": RuntimeError, "no tensor": TypeError}
+"""What eager raises of these."""
+
+
 def calls() -> dict[str, str]:
     """What this rank is told at each of the calls of one module, and at one with other data on each rank."""
     made = case("gpt2")
@@ -564,7 +568,7 @@ def calls() -> dict[str, str]:
     given = {name: kwargs for name, (kwargs, _) in CALLS.items()}
     given["data"] = models.tokens(torch.distributed.get_rank())[1]
     return {
-        name: refused(module, kind=RuntimeError if name == "dtype" else ValueError, **kwargs)
+        name: refused(module, kind=OF_EAGER.get(name, ValueError), **kwargs)
         for name, kwargs in given.items()
     }
 

@@ -336,5 +336,5 @@ def warned_once() -> list[list[str]]:
 def test_what_a_model_lacks_is_said_once() -> None:
     for found in run(2, warned_once):
         for said in found:
-            for what in ("get no gradient", "no rule", "sparse=True"):
+            for what in ("no gradient reaches", "no rule", "sparse=True"):
                 assert len([line for line in said if what in line]) == 1, (what, said)

@@ -161,7 +161,7 @@ def test_presets_dtypes_and_bad_input() -> None:
             check(model, MESH, (x,), **given)
     with torch.device("meta"), pytest.raises(ValueError, match="is on meta: a model that is run must have values"):
         check(nn.Linear(6, 4), MESH, (x,))
-    with pytest.raises(ValueError, match=r"does not run in PyTorch as it is given|raises RuntimeError"):
+    with pytest.raises(RuntimeError, match=r"shapes cannot be multiplied"):
         check(model, MESH, (torch.randn(4, 5),))
 
 

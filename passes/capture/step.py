@@ -141,7 +141,7 @@ class Step:
     def held(self) -> dict[str, torch.Tensor]:
         """The parameters and buffers that the model has now, by their first names."""
         tensors = ((name, registry[key]) for name, (registry, key) in self.places.items() if key in registry)
-        return {name: tensor for name, tensor in tensors if tensor is not None and self.canonical[name] == name}
+        return {name: tensor for name, tensor in tensors if tensor is not None and self.canonical.get(name) == name}
 
     def record(self, watched: contextlib.AbstractContextManager[Any]) -> Recording:
         """Runs and records one step. `watched` is around all Python of the model, and says whether that may see which
