@@ -32,6 +32,13 @@ from autopar.testing import check
 X = torch.randn(5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
+@pytest.fixture(autouse=True)
+def bare() -> None:
+    """The input as no forward has seen it."""
+    X.requires_grad_(False)
+    X.grad = None
+
+
 class Net(nn.Module):
     """Layers for a forward that is given."""
 
