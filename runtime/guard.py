@@ -94,9 +94,11 @@ class Original:
 
     def warn(self) -> None:
         """Of what differs from what it was, and from what the parallel module has."""
+        gone = False
         for i, watched in enumerate(self.watched):
             module = watched.module()
             if module is None:
+                gone = True
                 continue
             values, held = _state(module, watched.names)
             if held == watched.held and all(map(is_, values, watched.values)):
@@ -109,6 +111,8 @@ class Original:
                 if watched.held.get(name) != held.get(name):
                     _warn_of(outer + name, "added or replaced" if name in held else "removed")
             self.watched[i] = watched._replace(values=values, held=held)
+        if gone:
+            self.watched = [watched for watched in self.watched if watched.module() is not None]
 
 
 class _Watched(NamedTuple):
@@ -125,8 +129,9 @@ class _Watched(NamedTuple):
 
 def _state(module: nn.Module, names: Sequence[str]) -> tuple[list[Any], dict[str, int]]:
     fields = vars(module)
-    held = {**fields["_modules"], **fields["_buffers"]}
-    return list(map(fields.get, names)), {name: id(value) for name, value in held.items()}
+    modules, buffers = fields["_modules"], fields["_buffers"]
+    held = {name: id(value) for name, value in {**modules, **buffers}.items()} if modules or buffers else {}
+    return [*map(fields.get, names)], held
 
 
 def _is_same(a: Any, b: Any) -> bool:

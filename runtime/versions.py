@@ -123,12 +123,13 @@ class Versions:
         shares = {leaf.path: leaf.shares for leaf in state.captured.output_leaves if leaf.shares}
         pairs = zip(state.output_paths, results, strict=True) if shares else ()
         held = ((path, compat.local_tensor(x) if isinstance(x, DTensor) else x.detach()) for path, x in pairs)
-        self.lent = [(path, shares[path], x, x._version) for path, x in held if path in shares]
+        lent = [(path, shares[path], x) for path, x in held if path in shares]
+        self.lent = [(*each, version) for each, version in zip(lent, compat.versions(x for *_, x in lent), strict=True)]
 
     def _check_lent(self) -> None:
         lent, self.lent = self.lent, []
         for path, name, tensor, version in lent:
-            if tensor._version != version:
+            if compat.versions([tensor]) != [version]:
                 raise ValueError(
                     f"{path}, which the last call returned, was written in place: eager returns the memory of {name} "
                     f"there, which would change, and a parallel module returns a value. Write {name} of the module, or "

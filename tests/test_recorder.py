@@ -453,6 +453,29 @@ def test_two_parameters_in_one_memory_are_refused() -> None:
         capture(net(shared), (X,))
 
 
+HELD = torch.ones(6, dtype=torch.float64)
+
+
+def test_memory_of_what_is_not_the_models_is_not_replaced() -> None:
+    def held(m: Net, x: torch.Tensor) -> torch.Tensor:
+        HELD.data = HELD * 2
+        return m.a(x * HELD).mean()
+
+    def given(m: Net, x: torch.Tensor) -> torch.Tensor:
+        x.data = x * 2
+        return m.a(x).mean()
+
+    def shared(m: Net, x: torch.Tensor) -> torch.Tensor:
+        m.a.bias.data = HELD
+        return m.a(x).mean()
+
+    messages = {held: "writes .*HELD in place", given: r"writes input args\.0 in place", shared: "change together"}
+    for forward, message in messages.items():
+        with pytest.raises(CaptureError, match=message):
+            capture(net(forward), (X,))
+    assert torch.equal(HELD, torch.ones(6, dtype=torch.float64))
+
+
 def test_an_error_that_the_model_catches_is_none() -> None:
     assert check(net(caught), {"a": 2}, (X,)).equal
 

@@ -237,7 +237,7 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
                 f"tensor of its shape and dtype"
             )
         if not compat.is_fake(tensor):
-            raise compat.WritesReal(".data", tensor)
+            raise compat.WritesReal(tensor)
         if self.name(tensor) in self.paths:
             raise compat.WritesInput(self.paths[self.known(tensor)])
         if not compat.is_fake(value):

@@ -132,11 +132,10 @@ class Step:
     @property
     def sized(self) -> str:
         """The first line whose result is as large as data say, in words."""
-        recorder = self.recorder
-        lines = (
-            [] if recorder is None else [recorder.lines[name] for name in recorder.of_data if name in recorder.lines]
-        )
-        return line_of(*lines[0]) if lines else ""
+        if self.recorder is None:
+            return ""
+        lines = (self.recorder.lines.get(name) for name in self.recorder.of_data)
+        return next((line_of(*line) for line in lines if line is not None), "")
 
     def held(self) -> dict[str, torch.Tensor]:
         """The parameters and buffers that the model has now, by their first names."""

@@ -102,7 +102,7 @@ class Witness:
             if not kept:
                 asks = sorted(before.names & _ASKS)
                 kept = [f"something that changes by itself ({listed(asks)})" if asks else "something"]
-            hooks = [path for path in kept if path.rpartition(".")[2] in _HOOKS]
+            hooks = [path for path in kept if path.rpartition(".")[2] in compat.HOOKS]
             if hooks:
                 raise CaptureError(
                     f"forward registers hooks ({listed(hooks)}) in each call, and they pile up, in eager too: register "
@@ -257,8 +257,6 @@ def _check_tensors(before: Mapping[str, tuple[Any, ...]], after: Mapping[str, tu
                 f"program would keep what the first call saw"
             )
 
-
-_HOOKS = frozenset({"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"})
 
 _ASKS = frozenset(
     {
