@@ -30,7 +30,7 @@ from autopar.planning.request import Request
 from autopar.planning.training import Recompute, Training
 from autopar.report.comparison import Comparison
 from autopar.report.telling import Ticker, following
-from autopar.runtime.agree import all_equal, follow_world_timeout, on_first_rank, raise_together
+from autopar.runtime.agree import all_equal, follow_world_timeout, on_first_rank, raise_together, telling
 from autopar.runtime.modes import Modes
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.padding import Padder, Padding
@@ -310,7 +310,7 @@ def parallelize(
         padder = None if padding is None else Padder(padding, model)
         if padder is not None:
             args, kwargs = padder.example(args, kwargs)
-        with once.said():
+        with once.said(), telling("capturing the model", mesh):
             planner = Planner(
                 model,
                 mesh_of(mesh),

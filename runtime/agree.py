@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar import compat
 from autopar.ir.graph import WAIT, Node
 from autopar.ir.program import Program, source_line
+from autopar.report.telling import Ticker
 
 T = TypeVar("T")
 
@@ -68,6 +69,11 @@ def exchange(value: T, mesh: DeviceMesh) -> list[T]:
                 dist.all_gather_object(gathered, values, group=group)
             values = list(itertools.chain.from_iterable(gathered))
     return values
+
+
+def telling(doing: str, mesh: DeviceMesh) -> Ticker:
+    """Tells on standard error of the mesh's first rank what is done within it, if that takes a while."""
+    return Ticker(f"autopar: {doing}", enabled=not any(mesh.get_coordinate() or (1,)))
 
 
 def on_first_rank(function: Callable[[], T], mesh: DeviceMesh) -> T:
@@ -156,10 +162,13 @@ def together(mesh: DeviceMesh, kind: type[Exception] = Exception) -> Iterator[No
     raise_together(error, mesh)
 
 
-def first_different(digests: Mapping[str, int], mesh: DeviceMesh) -> str | None:
-    """The first name whose number differs between ranks, or None."""
+def all_alike(digests: Mapping[str, int], mesh: DeviceMesh, message: str) -> None:
+    """Raise the same ValueError on every rank unless each name has the same number on all. `message` says what differs
+    and what to do, with `{name}` for the first name that does."""
     everyone = exchange(digests, mesh)
-    return next((name for name in digests if any(other.get(name) != digests[name] for other in everyone)), None)
+    for name in digests:
+        if any(other.get(name) != digests[name] for other in everyone):
+            raise agreed(ValueError(message.format(name=name)), mesh)
 
 
 def all_equal(value: Any, mesh: DeviceMesh, message: str) -> None:

@@ -15,7 +15,7 @@ from autopar.compat import is_real, local_tensor, storage_span
 from autopar.ir.program import ProgramInput
 from autopar.passes.capture.looks import listed
 
-from .agree import agreed, digest, first_different, together
+from .agree import all_alike, digest, together
 from .finite import finite
 from .gathers import Gathers
 from .held import State
@@ -38,12 +38,12 @@ def _agree_on_first(state: State, inputs: Inputs) -> None:
     with together(state.mesh):
         _prepared(state, inputs)
         digests = {path: digest(t) for path, t in inputs.tensors.items() if not isinstance(t, DTensor)}
-    if (path := first_different(digests, state.mesh)) is not None:
-        text = (
-            f"input {path} differs between ranks: a plain tensor is the global batch and must be the same on "
-            f"every rank. Give a DTensor if each rank has its own slice (see input_placements)"
-        )
-        raise agreed(ValueError(text), state.mesh)
+    all_alike(
+        digests,
+        state.mesh,
+        "input {name} differs between ranks: a plain tensor is the global batch and must be the same on every rank. "
+        "Give a DTensor if each rank has its own slice (see input_placements)",
+    )
     state.called = True
 
 

@@ -24,12 +24,11 @@ from autopar.passes.capture.captured import Captured
 from autopar.passes.lower.accumulate import Accumulation, accumulation
 
 from .agree import (
-    agreed,
+    all_alike,
     all_equal,
     coordinate_of,
     device_of,
     digest,
-    first_different,
     process_groups,
     raise_together,
     together,
@@ -224,12 +223,12 @@ class State:
                 parts[name] = self.part(name, value)
                 if not isinstance(value, DTensor) and is_real(value):
                     digests[name] = digest(value)
-        if (different := first_different(digests, self.mesh)) is not None:
-            text = (
-                f"the ranks have different values for {different!r}: seed every rank equally before building the "
-                f"model, or build it on meta and call materialize(state_dict)"
-            )
-            raise agreed(ValueError(text), self.mesh)
+        all_alike(
+            digests,
+            self.mesh,
+            "the ranks have different values for '{name}': seed every rank equally before building the model, or build "
+            "it on meta and call materialize(state_dict)",
+        )
         for name, tensor in parts.items():
             adopt(self, name, tensor)
 

@@ -18,7 +18,7 @@ from autopar import compat
 from autopar.passes.capture.captured import Captured
 from autopar.passes.capture.concrete import Pinned, same_value
 
-from .agree import all_equal, together
+from .agree import all_equal, telling, together
 from .guard import Guard, report_changed
 from .handshake import Intent
 from .held import State
@@ -244,7 +244,8 @@ class Versions:
         began = time.monotonic()
         alike = [version.state for version in self.versions if version.form == form]
         try:
-            captured, program = self.again(mode, self.root, [state.captured for state in alike], inputs)
+            with telling(f"capturing again, for {mode}", self.base.mesh):
+                captured, program = self.again(mode, self.root, [state.captured for state in alike], inputs)
         except Exception as error:  # of any class: the model's own too
             error.add_note(f"the module was captured again, for {mode}{self._differs(wanted)}")
             raise
