@@ -229,7 +229,16 @@ class CollectiveError(RuntimeError):
 
     def __init__(self, fact: str, guess: str = "") -> None:
         super().__init__(fact, guess)
-        self.fact, self.guess = fact, guess
+
+    @property
+    def fact(self) -> str:
+        fact: str = self.args[0]
+        return fact
+
+    @property
+    def guess(self) -> str:
+        guess: str = self.args[1]
+        return guess
 
     def __str__(self) -> str:
         return f"{self.fact}. {self.guess}" if self.guess else self.fact
@@ -239,7 +248,8 @@ class CollectiveError(RuntimeError):
 def watched(what: str, axis: str, group: dist.ProcessGroup) -> Iterator[None]:
     """Raises CollectiveError, from what the backend raised, in the place of that."""
     try:
-        yield
+        with _outlasting():
+            yield
     except RuntimeError as error:
         if not _is_of_backend(error):
             raise
@@ -248,35 +258,48 @@ def watched(what: str, axis: str, group: dist.ProcessGroup) -> Iterator[None]:
 
 def explanation(what: str, axis: str, group: dist.ProcessGroup, error: Exception) -> CollectiveError:
     """The error for a collective that failed with a backend's `error`."""
-    _outlast_launcher()
     rank = dist.get_rank()
     others = [other for other in dist.get_process_group_ranks(group) if other != rank]
     named = f"rank {others[0]}" if len(others) == 1 else f"ranks {', '.join(map(str, others))}"
     fact = f"rank {rank}: {what} over mesh axis {axis!r}, with {named}, failed"
-    if is_timeout(error):
-        return CollectiveError(
-            f"{fact}: it did not end within the timeout of the process group",
-            f"{named[0].upper()}{named[1:]} may be slow, may wait in another collective, or may have ended: look at "
-            f"the log of {named}, and give the process group a longer timeout if a step takes that long",
-        )
-    return CollectiveError(
-        fact,
-        f"A peer has probably died, or ended with an error of its own: look at the log of {named} for what came first",
+    guess = (
+        f"A peer has probably died, or ended with an error of its own: look at the log of {named} for what came first"
     )
+    if is_timeout(error):
+        fact += ": it did not end within the timeout of the process group"
+        guess = (
+            f"{named[0].upper()}{named[1:]} may be slow, may wait in another collective, or may have ended: look at "
+            f"the log of {named}, and give the process group a longer timeout if a step takes that long"
+        )
+    explained = CollectiveError(fact, guess)
+    explained.add_note(f"The backend says: {error}".splitlines()[0])
+    return explained
 
 
-def _outlast_launcher() -> None:
-    """Launchers end all ranks by SIGTERM once one has ended. From now on that ends this process some seconds later, so
-    that it can say what it waited for."""
+@contextmanager
+def _outlasting() -> Iterator[None]:
+    """Launchers end all ranks by SIGTERM once one has ended. Within it, and once a backend has failed in it, that ends
+    this process some seconds later, so that it can say what it waited for."""
     is_main = threading.current_thread() is threading.main_thread()
-    if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, _end_later)
+    failed = False
+    try:
+        yield
+    except RuntimeError as error:
+        failed = _is_of_backend(error)
+        raise
+    finally:
+        if not failed:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-        def later(number: int, frame: object) -> None:
-            timer = threading.Timer(_LAST_SECONDS, os._exit, (128 + number,))
-            timer.daemon = True
-            timer.start()
 
-        signal.signal(signal.SIGTERM, later)
+def _end_later(number: int, frame: object) -> None:
+    timer = threading.Timer(_LAST_SECONDS, os._exit, (128 + number,))
+    timer.daemon = True
+    timer.start()
 
 
 _LAST_SECONDS = 5.0
@@ -307,13 +330,14 @@ def located(
     function: Callable[[list[torch.Tensor]], Any], program: Program, groups: Groups, lines: Mapping[int, Node]
 ) -> Callable[[list[torch.Tensor]], Any]:
     """A function of the program's source, whose exceptions say where they come from. `lines` holds the instruction
-    on each line of the file that the source was compiled as. Costs nothing until something is raised."""
+    on each line of the file that the source was compiled as."""
     started = {i.outputs[0]: i for i in (*program.forward, *program.backward) if i.collective}
     file = function.__code__.co_filename
 
     def run(arguments: list[torch.Tensor]) -> Any:
         try:
-            return function(arguments)
+            with _outlasting():
+                return function(arguments)
         except Exception as error:
             instruction = lines.get(_line(error, file))
             if instruction is None:

@@ -14,6 +14,7 @@ from autopar import compat
 from autopar.compat import is_real, local_tensor, storage_span
 from autopar.ir.program import ProgramInput
 from autopar.passes.capture.looks import listed
+from autopar.passes.capture.shown import presented
 
 from .agree import all_alike, digest, together
 from .finite import finite
@@ -187,6 +188,7 @@ class ProgramStep(torch.autograd.Function):
         return outputs
 
     @staticmethod
+    @presented()
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         handshake = ctx.state.handshake
         handshake.backwards += 1

@@ -150,7 +150,8 @@ class Handshake:
             if (told := self._cause()) is None:
                 told, all_spoke = self._notes()
                 told = told if all_spoke else f"{error.guess}. {told}"
-            raise CollectiveError(error.fact, told) from error
+            error.args = (error.fact, told)
+            raise
         except Exception as error:
             self.failures += 1
             if self.channel is not None:

@@ -32,12 +32,19 @@ from autopar.runtime.execute import compile
 DIES = 3
 
 
-def a_rank_dies(where: str) -> None:
-    """Trains, and rank 3 is killed: before a forward pass, before a backward pass, or while ranks compare."""
+def a_rank_dies(where: str, is_launched: bool = False) -> None:
+    """Trains, and rank 3 is killed: before a forward pass, before a backward pass, or while ranks compare. A launcher
+    that sees it sends SIGTERM to the others."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "fs"))
+    processes = [0] * 4
+    dist.all_gather_object(processes, os.getpid())
 
     def dies_before(what: str) -> None:
         if what == where and dist.get_rank() == DIES:
+            if is_launched:
+                time.sleep(1.0)  # the others wait for it
+                for process in processes[:DIES]:
+                    os.kill(process, signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGKILL)
 
     if dist.get_rank() == DIES:
@@ -52,12 +59,14 @@ def a_rank_dies(where: str) -> None:
         loss.backward()
 
 
-@pytest.mark.parametrize("where", ["forward", "backward", "comparison"])
-def test_a_rank_that_is_killed(where: str) -> None:
+@pytest.mark.parametrize(
+    ("where", "is_launched"), [("forward", False), ("backward", False), ("comparison", False), ("backward", True)]
+)
+def test_a_rank_that_is_killed(where: str, is_launched: bool) -> None:
     """Every other rank ends too, and says in what, over which mesh axis and with which rank: rank 0 has none of its
     groups in common with rank 3, and ends when the others did. By itself: `outcomes` ends a rank 10 s after another
     one, with another error."""
-    found = outcomes(4, a_rank_dies, where)
+    found = outcomes(4, a_rank_dies, where, is_launched)
     assert "the process died" in str(found[DIES].error)
     what = {
         "forward": "all_gather in",

@@ -51,7 +51,7 @@ def raised_by_model(error: BaseException) -> str:
 def _is_in_words(error: BaseException) -> bool:
     """Whether our own code raised it for people, and did not stumble."""
     at = _innermost(error)
-    if not isinstance(error, ValueError) or at is None:
+    if at is None or not (isinstance(error, ValueError) or type(error).__module__.startswith("autopar.")):
         return False
     return dis.opname[at.tb_frame.f_code.co_code[at.tb_lasti]] == "RAISE_VARARGS"
 
