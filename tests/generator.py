@@ -218,6 +218,12 @@ def built(tree: Tree) -> Program:
         return _Builder().program(tree)
 
 
+def _own_module() -> nn.Module:
+    """A module of a class of its own, which statements may write."""
+    own: nn.Module = type("Model", (nn.Module,), {})()
+    return own
+
+
 class _Builder:
     def __init__(self) -> None:
         self.numbers = itertools.count(1)
@@ -225,7 +231,7 @@ class _Builder:
     def program(self, tree: Tree) -> Program:
         names = vars(_module({}))
         exec("\n".join(line for _, line in IMPORTS), names)
-        names["self"] = names["model"] = nn.Module()
+        names["self"] = names["model"] = _own_module()
         names["g"] = torch.Generator().manual_seed(0)
         scope = Scope(names, [])
         added = self._statement(tree.start, START[tree.start.kind], "x", scope)
@@ -298,7 +304,7 @@ class _Builder:
         value = names[x].detach().clone().requires_grad_(names[x].requires_grad)
         names[match[1]] = value * 1 if value.requires_grad else value  # as most values, no leaf
         if own_class:
-            names["self"] = nn.Module()
+            names["self"] = _own_module()
             names["self"].number = 0
         owner = ("layer" if "number" in text else "block") if own_class else scope.owner
         inner = Scope(names, [match[1]] if own_class else [*scope.values, match[1]], owner, keeps=True)

@@ -301,3 +301,6 @@ def test_a_program_shares_no_state_with_another() -> None:
     program = drawn(0, must="a function with state")
     one, other = (eager(program)[-1].loss for _ in range(2))
     assert torch.equal(one, other)
+    before = {**vars(torch.nn.Module)}
+    assert "type(self).k" in drawn(600856).source
+    assert vars(torch.nn.Module) == before
