@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 MARK = re.compile(r"<!-- output, (?P<seconds>\d+) s: (?P<command>.+?) -->\n+```\w*\n(?P<text>.*?)^```$", re.M | re.S)
 WRITTEN = r"<!-- begin(?:, (?P<seconds>\d+) s)?: (?P<command>python benchmarks/\w+\.py) --write -->"

@@ -24,7 +24,7 @@ import autopar.ops  # which has torch know autopar's operators
 ROOT = Path(__file__).parent.parent
 OUTPUTS = runpy.run_path(str(ROOT / "docs/outputs.py"))
 HOOKS = runpy.run_path(str(ROOT / "docs/hooks.py"))
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NAMED = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
@@ -147,7 +147,7 @@ def test_the_site_has_every_page_and_name() -> None:
     """`tests/all.sh` builds it."""
     navigation = yaml.unsafe_load((ROOT / "mkdocs.yml").read_text())["nav"]
     listed = [page for part in navigation for pages in part.values() for entry in pages for page in entry.values()]
-    there = {path.name for path in (ROOT / "docs").glob("*.md")}
+    there = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
     assert sorted(listed) == sorted(there | {"index.md", "contributing.md", "changelog.md"})
     shown = set(re.findall(r"^::: autopar\.(\w+)$", text_of("api.md"), flags=re.MULTILINE))
     assert shown | {"CLUSTERS"} == {*autopar.__all__, "lab"}

@@ -28,7 +28,7 @@ from autopar.ir.layout import Split
 from autopar.planning.planner import Planner
 
 ROOT = Path(__file__).parent.parent
-README, *_ = PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+README, *_ = PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MODULES = runpy.run_path(str(ROOT / "docs/modules.py"))
 PICTURES = runpy.run_path(str(ROOT / "docs/images/draw.py"))
 
