@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import version
+from itertools import takewhile
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 from typer.core import TyperCommand, TyperGroup
 
-from autopar.report.telling import notes
+from autopar.report.telling import SAID, notes
 
 from .configured import FILE, configured
 
@@ -53,6 +55,15 @@ COMMANDS: Mapping[str, Command] = {
 }
 
 
+QUIET = ("--quiet", "-q")
+
+
+def _quiet(
+    quiet: Annotated[bool, typer.Option(*QUIET, help="Print results and errors, and no progress.")] = False,
+) -> None:
+    """Every command has this option, though none takes it: what is said on standard error asks `telling.SAID`."""
+
+
 class Commands(TyperGroup):
     """Lists commands without importing them."""
 
@@ -78,14 +89,20 @@ class Commands(TyperGroup):
         every = typer.Typer()
         module.add(every)
         command = typer.main.get_group(every).commands[name]
+        if isinstance(command, TyperCommand):  # a group has commands of its own
+            every.command("quiet")(_quiet)
+            (option,) = typer.main.get_group(every).commands["quiet"].params
+            option.expose_value = False
+            command.params.append(option)
         if is_help:
             return name, command, rest
         options = {text.lstrip("-"): parameter for parameter in command.params for text in parameter.opts}
         try:
             found = configured(name, options, rest)
         except ValueError as error:
-            notes().print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+            Console(stderr=True, highlight=False).print(f"error: {error}", style="red", markup=False, soft_wrap=True)
             raise typer.Exit(2) from None
+        SAID["quiet"] = any(word in QUIET for word in takewhile(lambda word: word != "--", rest))
         FROM_FILE[:] = found.words
         if found.words:
             notes().print(f"{FILE}: {shlex.join(found.words)}", style="dim", markup=False, soft_wrap=True)
