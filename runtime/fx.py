@@ -51,11 +51,12 @@ def graph_module(program: Program, *, device: torch.device | str | None = None) 
         """What a node calls in the place of a function: a method by its name, since methods cannot be imported."""
         if not callable(value) or isinstance(value, fx.Proxy):
             return value
-        kind, target, first = "call_function", value, ()
+        kind, target, first = "call_function", value, list[Any]()
+        name = getattr(value, "__name__", "")
         if value in OPS:
-            target, first = adapted, (OPS[value],)
-        elif value is getattr(torch.Tensor, value.__name__, None):
-            kind, target = "call_method", value.__name__
+            target, first = adapted, [OPS[value]]
+        elif value is getattr(torch.Tensor, name, None):
+            kind, target = "call_method", name
 
         def record(*args: Any, **kwargs: Any) -> fx.Proxy:
             proxy: fx.Proxy = tracer.create_proxy(kind, target, (*first, *args), kwargs)

@@ -64,6 +64,19 @@ def _quiet(
     """Every command has this option, though none takes it: what is said on standard error asks `telling.SAID`."""
 
 
+def command_of(name: str) -> Any:
+    """A command, or a group of them, each with the option of every command."""
+    every = typer.Typer()
+    import_module(f".{COMMANDS[name].module}", __name__).add(every)
+    every.command("quiet")(_quiet)
+    commands = typer.main.get_group(every).commands
+    (option,) = commands["quiet"].params
+    option.expose_value = False  # type: ignore[misc]
+    for leaf in getattr(commands[name], "commands", {name: commands[name]}).values():
+        leaf.params.append(option)
+    return commands[name]
+
+
 class Commands(TyperGroup):
     """Lists commands without importing them."""
 
@@ -85,15 +98,7 @@ class Commands(TyperGroup):
             hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(COMMANDS)}"
             ctx.fail(f"No such command {name!r}: {hint}")
         is_help = "--help" in rest
-        module = import_module(f".{COMMANDS[name].module}", __name__)
-        every = typer.Typer()
-        module.add(every)
-        command = typer.main.get_group(every).commands[name]
-        if isinstance(command, TyperCommand):  # a group has commands of its own
-            every.command("quiet")(_quiet)
-            (option,) = typer.main.get_group(every).commands["quiet"].params
-            option.expose_value = False
-            command.params.append(option)
+        command = command_of(name)
         if is_help:
             return name, command, rest
         options = {text.lstrip("-"): parameter for parameter in command.params for text in parameter.opts}

@@ -334,17 +334,18 @@ def show_command(
     else:
         with working("writing the program" if program else READING):
             shown = plan.program() if program else plan.joint_graph()
-            if form == FX:
+            if form == FX and save is not None:
                 torch.save(fx.graph_module(plan.program()), save)
-                common.wrote(save)
-                return
-            writers = {"dot": export.to_dot, common.JSON: lambda it: json.dumps(export.to_json(it))}
-            written = writers.get(form, str)(shown)
+            elif form == "dot":
+                written = export.to_dot(shown)
+            else:
+                written = json.dumps(export.to_json(shown)) if form == common.JSON else str(shown)
     if save is None:
         typer.echo(written)
-    else:
+        return
+    if form != FX:
         save.write_text(written + "\n")
-        common.wrote(save)
+    common.wrote(save)
 
 
 FX = "fx"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
-from autopar.ir.graph import JointGraph, Node, Ref, TensorMeta, producers
+from autopar.ir.graph import GraphInput, GraphOutput, JointGraph, Node, Ref, TensorMeta, producers
 from autopar.ir.layout import describe
 from autopar.ir.program import Program, ProgramInput, ProgramOutput, RankIndex
 
@@ -54,10 +54,12 @@ def to_dot(graph: JointGraph | Program) -> str:
     """The graph in Graphviz's language: `dot -Tsvg`. Boxes are operators and collectives, ellipses are what goes in and
     comes out, edges are tensors with their shapes; a box's tooltip is the module that it is for."""
     nodes = list(_nodes(graph))
+    inputs: tuple[GraphInput | ProgramInput, ...] = graph.inputs
+    outputs: tuple[GraphOutput | ProgramOutput, ...] = graph.outputs
     made = {name: f"n{number}" for name, number in producers([node for _, node in nodes]).items()}
-    made |= {i.name: f"i{number}" for number, i in enumerate(graph.inputs)}
+    made |= {i.name: f"i{number}" for number, i in enumerate(inputs)}
     lines = ["digraph {", "  node [shape=box, style=filled, fontname=Helvetica]", "  edge [fontname=Helvetica]"]
-    for number, given in enumerate(graph.inputs):
+    for number, given in enumerate(inputs):
         lines.append(f"  i{number} [shape=ellipse, fillcolor=white, label={_quoted(f'{given.role} {given.target}')}]")
     for number, (phase, node) in enumerate(nodes):
         fill = FILLS["collective" if node.op.startswith("collective.") else phase]
@@ -66,7 +68,7 @@ def to_dot(graph: JointGraph | Program) -> str:
         lines.append(f"  n{number} [fillcolor={_quoted(fill)}, label={label}, tooltip={_quoted(node.module)}]")
         for name in dict.fromkeys(node.inputs):
             lines.append(f"  {made[name]} -> n{number} [label={_quoted(str(graph.metas[name]))}]")
-    for number, result in enumerate(graph.outputs):
+    for number, result in enumerate(outputs):
         if result.name is not None:
             label = _quoted(f"{result.role} {result.target}")
             lines.append(f"  o{number} [shape=ellipse, fillcolor=white, label={label}]")
