@@ -71,7 +71,7 @@ def command_of(name: str) -> Any:
     every.command("quiet")(_quiet)
     commands = typer.main.get_group(every).commands
     (option,) = commands["quiet"].params
-    option.expose_value = False  # type: ignore[misc]
+    option.expose_value = False
     for leaf in getattr(commands[name], "commands", {name: commands[name]}).values():
         leaf.params.append(option)
     return commands[name]
