@@ -1,8 +1,8 @@
 """The program of one rank as a `torch.fx.GraphModule`.
 
 It is recorded from the source that ranks run (`execute.SourceWriter`): each function that the source calls becomes a
-node. One module holds forward and backward, and runs on every rank: it takes the process groups and the rank's
-coordinate from the mesh that it is called with.
+node. One module holds forward and backward, and runs on every rank: it takes the process groups, the rank's coordinate
+and the device from the mesh that it is called with.
 """
 
 import builtins
@@ -24,14 +24,13 @@ MESH = "mesh"
 OPS = {function: op for op, function in ADAPTED.items()}
 
 
-def graph_module(program: Program, *, device: torch.device | str | None = None) -> fx.GraphModule:
+def graph_module(program: Program) -> fx.GraphModule:
     """The program of a plan as a module of torch.fx, which `torch.save` saves and every rank of the mesh runs.
 
     Called with a `DeviceMesh` that has the program's axes, and with what a rank holds of `program.inputs`, in their
     order, it returns `(outputs, gradients)`: what the rank holds of `program.outputs`, those of forward and those of
     backward, in their order. Call it within `torch.no_grad()`. The `meta` of a node says which "value" of the program
     it computes, and for which "module" of the model; a module that was saved has no `meta`, as always with torch.fx.
-    `device` is where factory functions make their tensors, if not where the model was captured.
     """
     graph = fx.Graph()
     tracer = GraphAppendingTracer(graph)
@@ -44,7 +43,8 @@ def graph_module(program: Program, *, device: torch.device | str | None = None) 
     spread = [size > 1 for size in program.mesh]
     groups: Any = tuple(mesh.get_group(a) if s else None for a, s in zip(program.axes, spread, strict=True))
     ranks: Any = tuple(mesh.get_local_rank(a) if s else 0 for a, s in zip(program.axes, spread, strict=True))
-    writer = SourceWriter(program, ranks, groups, None if device is None else torch.device(device))
+    device: Any = tracer.create_proxy("call_function", getattr, (mesh, "device_type"), {})
+    writer = SourceWriter(program, ranks, groups, device)
     source = writer.source("watched")
 
     def recorded(value: Any) -> Any:
@@ -76,7 +76,7 @@ def graph_module(program: Program, *, device: torch.device | str | None = None) 
     outputs, saved = scope["forward"]([inputs[i.name] for i in program.inputs if i.role != "tangent"])
     gradients = scope["backward"]([*saved, *(inputs[i.name] for i in program.inputs if i.role == "tangent")])
     graph.output(fx.node.map_aggregate((outputs, gradients), lambda value: getattr(value, "node", value)))
-    for proxy in (*groups, *ranks):
+    for proxy in (*groups, *ranks, device):
         if isinstance(proxy, fx.Proxy) and not proxy.node.users:
             graph.erase_node(proxy.node)
     graph.lint()
