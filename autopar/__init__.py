@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from autopar.report.simulation import Simulation, simulate
     from autopar.runtime.attempts import init_process_group
     from autopar.runtime.clip import clip_grad_norm_
+    from autopar.runtime.fx import graph_module
     from autopar.runtime.metrics import Metrics
     from autopar.runtime.padding import Padding
     from autopar.solve import Solver, register_solver
@@ -47,6 +48,7 @@ MODULES = {
     "autopar.report.simulation": ("Simulation", "simulate"),
     "autopar.runtime.attempts": ("init_process_group",),
     "autopar.runtime.clip": ("clip_grad_norm_",),
+    "autopar.runtime.fx": ("graph_module",),
     "autopar.runtime.metrics": ("Metrics",),
     "autopar.runtime.padding": ("Padding",),
     "autopar.solve": ("Solver", "register_solver"),
@@ -91,6 +93,7 @@ __all__ = [
     "compare",
     "difference",
     "fit",
+    "graph_module",
     "init_process_group",
     "parallelize",
     "plan",

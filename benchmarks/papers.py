@@ -2,7 +2,7 @@
 
 ATP, Par4D, MeshSlice and CFP. Every figure of ours comes from the links and prices that plans are made with
 (`tests/paper_figures.py`), or from the programs of the presets (`tests/papers.py`). Where ours differs, a line says
-why. Takes ten seconds; the figure needs matplotlib: `pip install 'autopar[figure]'`.
+why. Takes ten seconds; the figure, which `--figure` asks for, needs matplotlib: `pip install 'autopar[figure]'`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ sys.path[0] = str(Path(__file__).parents[1] / "tests")
 import paper_figures as figures  # noqa: E402
 import papers  # noqa: E402
 import torch  # noqa: E402
-from matplotlib.figure import Figure  # noqa: E402
 from torch import nn  # noqa: E402
 
+from autopar.cli.common import drawable  # noqa: E402
 from autopar.passes.blocks.partition import blocks  # noqa: E402
 from autopar.passes.capture.trace import capture  # noqa: E402
 from autopar.planning.plan import table  # noqa: E402
@@ -249,6 +249,8 @@ def cfp() -> dict[str, Any]:
 
 def draw(figures: Mapping[str, Any], path: Path) -> None:
     """Fig. 12 of ATP, V.C of Par4D, Fig. 13 of MeshSlice."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(14, 4), layout="constrained")
     first, second, third = figure.subplots(1, 3)
     curves = figures["ATP"]["figure 12"]
@@ -267,7 +269,7 @@ def draw(figures: Mapping[str, Any], path: Path) -> None:
     for name, by_mesh in figures["MeshSlice"]["utilization"].items():
         (line,) = third.plot(list(by_mesh), [b for _, b in by_mesh.values()], marker="o", label=name)
         third.plot(list(by_mesh), [a for a, _ in by_mesh.values()], ":", color=line.get_color(), label=f"{name}, Y-stn")
-    third.set(title="MeshSlice Fig. 13, Table 2", xlabel="rows x columns", ylabel="part of the peak")
+    third.set(title="MeshSlice Fig. 13, Table 2", xlabel="rows x columns", ylabel="utilization")
     third.legend()
     figure.savefig(path)
 
@@ -275,12 +277,17 @@ def draw(figures: Mapping[str, Any], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, default=Path("papers.json"))
-    parser.add_argument("--figure", type=Path, default=Path("papers.svg"))
+    parser.add_argument("--figure", type=Path, help="where to draw, such as papers.svg")
     options = parser.parse_args()
+    try:
+        drawable(options.figure)
+    except ValueError as error:
+        parser.error(str(error))
     figures = {"ATP": atp(), "Par4D": par4d(), "MeshSlice": meshslice(), "CFP": cfp()}
     options.json.write_text(json.dumps(figures, indent=1) + "\n")
-    draw(figures, options.figure)
-    print(f"\nwritten to {options.json} and {options.figure}")
+    if options.figure is not None:
+        draw(figures, options.figure)
+    print(f"\nwritten to {' and '.join(str(path) for path in (options.json, options.figure) if path is not None)}")
 
 
 if __name__ == "__main__":

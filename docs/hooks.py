@@ -7,7 +7,6 @@ page as a file sees the sentence before that line, which says what the site show
 from __future__ import annotations
 
 import ast
-import importlib
 import inspect
 import itertools
 import re
@@ -101,15 +100,11 @@ def table(*head: str, rows: Iterator[tuple[object, ...]]) -> str:
 
 def commands(page: str) -> str:
     """Every command of the command line with its options, from the parser."""
-    import typer
-
-    from autopar.cli import COMMANDS
+    from autopar.cli import COMMANDS, command_of
 
     parts = []
     for name, about in COMMANDS.items():
-        every = typer.Typer()
-        importlib.import_module(f"autopar.cli.{about.module}").add(every)
-        command = typer.main.get_group(every).commands[name]
+        command = command_of(name)
         parts += [f"## {name}", *_command(f"autopar {name}", command, about.help)]
         for inner in getattr(command, "commands", {}).values():
             parts += [f"### {name} {inner.name}", *_command(f"autopar {name} {inner.name}", inner, "")]

@@ -160,25 +160,28 @@ class SourceWriter:
         device: torch.device | None,
     ) -> None:
         self.program, self.coordinate, self.groups, self.device = program, coordinate, groups, device
+        self.index = cache(lambda index: index.at(coordinate))
         self.bound: dict[str, Any] = {}
         self.lines: dict[int, Node] = {}
         """Number of a line of the source -> the instruction on it."""
 
-    def executable(self) -> Executable:
+    def source(self, style: Source = "plain") -> str:
+        """The source of `forward` and `backward`."""
         program = self.program
-        saved = program.saved
         given = [i.name for i in program.inputs if i.role != "tangent"]
         results = [o.name for o in program.outputs if not o.backward]
         tangents = [i.name for i in program.inputs if i.role == "tangent"]
         gradients = [o.name for o in program.outputs if o.backward]
+        lines = self.function("forward", given, program.forward, (*results, *program.saved), 1, style)
+        lines.append(f"    return {self.tuple(results)}, {self.tuple(program.saved)}")
+        lines.append("")
+        saved = [*program.saved, *tangents]
+        lines += self.function("backward", saved, program.backward, gradients, len(lines) + 1, style)
+        lines.append(f"    return {self.tuple(gradients)}")
+        return "\n".join(lines) + "\n"
 
-        def written(style: Source) -> str:
-            lines = self.function("forward", given, program.forward, (*results, *saved), 1, style)
-            lines.append(f"    return {self.tuple(results)}, {self.tuple(saved)}")
-            lines.append("")
-            lines += self.function("backward", [*saved, *tangents], program.backward, gradients, len(lines) + 1, style)
-            lines.append(f"    return {self.tuple(gradients)}")
-            return "\n".join(lines) + "\n"
+    def executable(self) -> Executable:
+        program = self.program
 
         def functions(source: str) -> dict[str, Callable[[list[torch.Tensor]], Any]]:
             scope = {**self.bound, MARK: record_function, CLOCK: clocked}
@@ -203,9 +206,9 @@ class SourceWriter:
             clock.end(str(of.collective), program.axes[of.args[-1]])
             return result
 
-        source = written("plain")
+        source = self.source()
         plain = functions(source)
-        others = cache(lambda style: functions(written(style)))
+        others = cache(lambda style: functions(self.source(style)))
         without_autograd = torch.no_grad()
 
         def runs(name: str) -> Callable[[list[torch.Tensor]], Any]:
@@ -307,7 +310,7 @@ class SourceWriter:
         if isinstance(value, Ref):
             return self.local(value.name)
         if isinstance(value, RankIndex):
-            return str(value.at(self.coordinate))
+            value = self.index(value)
         if isinstance(value, tuple | list):
             return "[" + ", ".join(map(self.value, value)) + "]"
         if value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):

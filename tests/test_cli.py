@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -134,16 +137,38 @@ def test_the_states_of_the_optimizer_count(optimizer: str, states: int) -> None:
 def test_compare_takes_meshes_and_clusters(tmp_path: Path) -> None:
     arguments = ["compare", "test_cli:build", "--set", "width=8", "--batch", "8", "--solver", "ddp", "--solver", "dp"]
     arguments += ["--mesh", "a=2", "--mesh", "a=4", "--cluster", "dgx-a100", "--cluster", "local"]
-    shown = autopar_(*arguments, "--json")
+    shown = autopar_(*arguments, "--json", "--out", str(tmp_path / "plans"))
     assert shown.exit_code == 0, shown.output
-    found = json.loads(shown.stdout)
-    assert set(found) == {f"{s} a={n} {c}" for s in ("ddp", "dp") for n in (2, 4) for c in ("dgx-a100", "local")}
-    for name, plan in found.items():
-        solver, mesh, cluster = name.split()
-        assert (plan["solver"], plan["cluster"], plan["mesh"]) == (solver, cluster, {"a": int(mesh[2:])})
+    rows = {row["plan"]: row for row in json.loads(shown.stdout)["rows"]}
+    assert set(rows) == {f"{s} a={n} {c}" for s in ("ddp", "dp") for n in (2, 4) for c in ("dgx-a100", "local")}
+    saved = [Plan.load(path) for path in (tmp_path / "plans").iterdir()]
+    assert {(p.solver, p.cluster, p.mesh["a"]) for p in saved} == {
+        (s, c, n) for s in ("ddp", "dp") for n in (2, 4) for c in ("dgx-a100", "local")
+    }
+    for plan in saved:
+        row = rows[f"{plan.solver} a={plan.mesh['a']} {plan.cluster}"]
+        assert (row["step_seconds"], row["peak_memory_bytes"]) == (plan.seconds, plan.bytes)
+        assert (row["solver"], row["mesh"], row["cluster"]) == (plan.solver, f"a={plan.mesh['a']}", plan.cluster)
     text = autopar_(*arguments).stdout
     assert text.count("all_reduce") >= 4  # the gradients of data parallel plans
-    assert text.splitlines()[0].split()[:3] == ["solver", "step", "peak"]
+    assert text.splitlines()[0].split()[:3] == ["plan", "step", "peak"]
+
+
+def test_compare_and_fit_print_tables_for_other_programs(tmp_path: Path) -> None:
+    """CSV has figures in base units, Markdown as people read them; what has no plan is a row too."""
+    model = ["test_cli:build", "--set", "width=8", "--batch", "1"]
+    compare = ["compare", *model, "--mesh", "a=2", "--solver", "ddp", "--solver", "megatron"]
+    found = {row["plan"]: row for row in json.loads(autopar_(*compare, "--format", "json").stdout)["rows"]}
+    rows = {row["plan"]: row for row in csv.DictReader(io.StringIO(autopar_(*compare, "--format", "csv").stdout))}
+    assert float(rows["megatron"]["step_seconds"]) == found["megatron"]["step_seconds"] > 0
+    assert rows["ddp"]["step_seconds"] == "" and "splits the batch" in rows["ddp"]["error"]
+    head, rule, *lines = autopar_(*compare, "--format", "markdown").stdout.splitlines()
+    assert head.startswith("| plan | solver | mesh |") and set(rule) <= set("| -") and len(lines) == 2
+    assert {len(re.findall(r"(?<!\\)\|", line)) for line in (head, rule, *lines)} == {head.count("|")}
+    fit = ["fit", *model, "--devices", "2", "--strategy", "megatron", "--keep", str(tmp_path / "kept.sqlite")]
+    (trial,) = csv.DictReader(io.StringIO(autopar_(*fit, "--format", "csv").stdout))
+    assert float(trial["samples_per_second"]) == pytest.approx(1 / float(trial["step_seconds"]))
+    assert "(did you mean 'markdown'?)" in autopar_(*fit, "--format", "markdwn").output.replace("\n", " ")
 
 
 def test_compare_on_another_mesh_is_what_a_planner_for_it_finds() -> None:

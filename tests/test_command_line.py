@@ -13,7 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 import autopar
-from autopar.cli import COMMANDS, app, names
+from autopar.cli import COMMANDS, app, command_of, names
 from autopar.cost.optimizers import OPTIMIZERS
 from autopar.planning.costs import COSTS
 from autopar.planning.presets import PRESETS
@@ -70,6 +70,8 @@ def test_the_list_of_commands_is_that_of_the_modules() -> None:
         import_module(f"autopar.cli.{module}").add(every)
         there |= dict.fromkeys(typer.main.get_group(every).commands, module)  # type: ignore[attr-defined]
     assert there == {name: command.module for name, command in COMMANDS.items()}
+    every = [leaf for one in map(command_of, COMMANDS) for leaf in getattr(one, "commands", {"": one}).values()]
+    assert all("--quiet" in [o for parameter in leaf.params for o in parameter.opts] for leaf in every)
     shown = autopar_("--help").stdout
     assert all(f" {name} " in shown for name in COMMANDS)
 

@@ -41,6 +41,20 @@ def test_figures_are_the_plans() -> None:
     assert asked == {"solver": ("ddp", "fsdp")}
 
 
+def test_json_has_figures_with_their_units() -> None:
+    before, after = plan("ddp"), plan("fsdp")
+    told = json.loads(json.dumps(between("ddp", "fsdp").to_json()))
+    assert (told["before"]["step_seconds"], told["after"]["step_seconds"]) == (before.seconds, after.seconds)
+    assert (told["before"]["solver"], told["after"]["peak_memory_bytes"]) == ("ddp", after.bytes)
+    step = next(change for change in told["figures"] if change["what"] == "step")
+    assert step == {"what": "step", "before": before.seconds, "after": after.seconds, "unit": "seconds"}
+    sent = {change["what"]: change["after"] for change in told["collectives"]}
+    assert after.timing is not None
+    for row in after.timing.communication:
+        assert sent.get(f"{row.kind} {row.axis}", {"bytes": row.bytes})["bytes"] == row.bytes
+    assert any(change["before"] is None and change["after"]["count"] > 0 for change in told["collectives"])
+
+
 def test_what_moved_is_grouped_by_layers() -> None:
     moved = between("ddp", "megatron").moved
     assert len(moved) < len(plan("ddp").parameters)

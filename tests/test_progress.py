@@ -136,6 +136,24 @@ def test_no_command_works_in_silence(command: str, folder: Path, monkeypatch: py
     assert fits(done.output, 80)
 
 
+@pytest.mark.parametrize("command", WORKING)
+def test_quiet_commands_print_their_results_alone(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(telling, "NEXT_SECONDS", 0.01)
+    done = CliRunner().invoke(app, [command, *WORKING[command], "--quiet"])
+    assert done.exit_code == 0 and done.stderr == ""
+    assert done.stdout or command == "report"
+    failed = CliRunner().invoke(app, ["show", "no-such-plan.json", "-q"])
+    assert failed.exit_code == 2 and "error: no-such-plan.json" in failed.stderr
+
+
+def test_the_next_command_is_as_loud_as_ever(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    for options, lines in ((["-q"], 0), ([], 1)):
+        done = CliRunner().invoke(app, ["report", "plan.json", "-o", "plan.html", *options])
+        assert done.stderr.count("wrote plan.html") == lines
+
+
 @pytest.mark.parametrize("arguments", [("clusters",), ("clusters", "perlmutter")])
 @pytest.mark.parametrize("width", [80, 120])
 def test_what_other_commands_print_fits(
@@ -202,6 +220,29 @@ def test_a_pipe_is_told_what_is_done_every_two_seconds(
     lines = told.err.splitlines()
     assert lines[0] == "reading the model, 0 s" and lines[-1] == "searching: 40%, 0 s"
     assert "searching, 0 s" in lines
+
+
+def test_lines_in_a_pipe_come_ever_more_slowly(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run of 7 minutes is some 35 lines, not 230: here it is 200 times as fast."""
+    for name in ("FIRST_SECONDS", "EVERY_SECONDS", "PATIENT_SECONDS", "MOST_SECONDS"):
+        monkeypatch.setattr(telling, name, getattr(telling, name) / 200)
+    with telling.Ticker("searching"):
+        time.sleep(420 / 200)
+    assert 10 <= len(capsys.readouterr().err.splitlines()) <= 40
+
+
+def test_the_innermost_speaks_alone(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("FIRST_SECONDS", "NEXT_SECONDS", "EVERY_SECONDS"):
+        monkeypatch.setattr(telling, name, 0.02)
+    with telling.Ticker("reading the model", follows=True):
+        with telling.Ticker("loading PyTorch"):
+            time.sleep(0.1)
+        inner = capsys.readouterr().err
+        time.sleep(0.1)
+    assert {line.split(",")[0] for line in inner.splitlines()} == {"loading PyTorch"}
+    assert {line.split(",")[0] for line in capsys.readouterr().err.splitlines()} == {"reading the model"}
 
 
 def test_what_is_quick_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,8 @@ is done is kept."""
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from autopar.cli import app
 from autopar.planning.fit import trials
 from autopar.planning.fit.kept import Kept, key_of
 from autopar.planning.fit.trials import Progress, hand_mesh
+from autopar.planning.planner import Planner
 from autopar.report.fit import Fit
 
 STRATEGIES = ("ddp", "fsdp", "megatron")
@@ -147,6 +150,27 @@ def test_the_time_that_is_left_is_that_of_what_was_computed() -> None:
     progress.done, progress.computed, progress.seconds = 4.0, 2.0, 100.0  # the other 2 were kept
     progress.told("two", 2.0)
     assert told == [(0.0, "one"), (0.4, "two, about 5 min left")]
+
+
+def test_a_fit_that_a_signal_ends_prints_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `timeout` ends it, in its third trial."""
+    planned, plans = Planner.planned, list[str]()
+
+    def slow(self: Planner, request: Any) -> Any:
+        plans.append(request.solver)
+        if len(plans) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return planned(self, request)
+
+    monkeypatch.setattr(Planner, "planned", slow)
+    command = ["fit", "test_explain:build", "--devices", "4", "--cluster", "dgx-a100", "--keep", str(tmp_path / "done")]
+    command += [word for strategy in STRATEGIES for word in ("--strategy", strategy)]
+    ended = CliRunner().invoke(app, command)
+    assert ended.exit_code == 128 + signal.SIGTERM and plans == list(STRATEGIES)
+    assert "4 devices: 2 of 2 fit" in ended.stdout and "megatron" not in ended.stdout
+    assert "4 devices, so far: " in ended.stderr and "ended early" in ended.stderr
+    whole = CliRunner().invoke(app, command)
+    assert "2 answers were known" in whole.stderr and "4 devices: 3 of 3 fit" in whole.stdout
 
 
 @pytest.mark.parametrize("width", [80, 120])

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import autopar
 from autopar.cli import app
 from autopar.cost.timeline import COMPUTE
+from autopar.planning.texts import short_seconds
 from autopar.report.figure import draw_timeline
 from autopar.report.simulation import merged
 
@@ -104,8 +105,18 @@ def test_the_command_simulates_plans_and_models(tmp_path: Path) -> None:
     assert sum(row["exposed_seconds"] for row in told["communication"]) == pytest.approx(told["exposed_seconds"])
     assert len(json.loads(trace.read_text())["traceEvents"]) > 3 and figure.stat().st_size > 1000
     made.save(plan)
-    again = CliRunner().invoke(app, ["simulate", "test_trace:build", "--plan", str(plan), "--cluster", "dgx-a100"])
-    assert again.exit_code == 0 and "on mesh dp=2, tp=2" in again.stdout and "of the peak" in again.stdout
+    of_model = ["--model", "test_trace:build"]
+    again = CliRunner().invoke(app, ["simulate", str(plan), *of_model, "--cluster", "dgx-a100", "--json"])
+    there = autopar.read_plan(plan, model, args, loss_fn=loss_fn, cluster="dgx-a100")
+    assert again.exit_code == 0, again.output
+    same = json.loads(again.stdout)
+    assert (same["cluster"], same["seconds"]) == ("dgx-a100", pytest.approx(there.seconds))
+    assert same["utilization"] == pytest.approx(there.utilization)
+    here = CliRunner().invoke(app, ["simulate", str(plan), *of_model])
+    assert f"step {short_seconds(made.seconds)}, MFU {made.utilization:.1%}" in here.stdout
+    assert "give --model" in CliRunner().invoke(app, ["simulate", str(plan)]).stderr.replace("\n", " ")
+    other = CliRunner().invoke(app, ["simulate", str(plan), "--solver", "fsdp"])
+    assert other.exit_code == 2 and "--solver does not go with a saved plan" in other.stderr
     missing = CliRunner().invoke(app, ["simulate", "test_trace:build"])
     assert missing.exit_code == 2 and "--mesh is missing" in missing.stderr
     alone = CliRunner().invoke(app, [*arguments, "--real", "x.json"])

@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import version
+from itertools import takewhile
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 from typer.core import TyperCommand, TyperGroup
 
-from autopar.report.telling import notes
+from autopar.report.telling import SAID, notes
 
 from .configured import FILE, configured
 
@@ -53,6 +55,28 @@ COMMANDS: Mapping[str, Command] = {
 }
 
 
+QUIET = ("--quiet", "-q")
+
+
+def _quiet(
+    quiet: Annotated[bool, typer.Option(*QUIET, help="Print results and errors, and no progress.")] = False,
+) -> None:
+    """Every command has this option, though none takes it: what is said on standard error asks `telling.SAID`."""
+
+
+def command_of(name: str) -> Any:
+    """A command, or a group of them, each with the option of every command."""
+    every = typer.Typer()
+    import_module(f".{COMMANDS[name].module}", __name__).add(every)
+    every.command("quiet")(_quiet)
+    commands = typer.main.get_group(every).commands
+    (option,) = commands["quiet"].params
+    option.expose_value = False
+    for leaf in getattr(commands[name], "commands", {name: commands[name]}).values():
+        leaf.params.append(option)
+    return commands[name]
+
+
 class Commands(TyperGroup):
     """Lists commands without importing them."""
 
@@ -74,18 +98,16 @@ class Commands(TyperGroup):
             hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(COMMANDS)}"
             ctx.fail(f"No such command {name!r}: {hint}")
         is_help = "--help" in rest
-        module = import_module(f".{COMMANDS[name].module}", __name__)
-        every = typer.Typer()
-        module.add(every)
-        command = typer.main.get_group(every).commands[name]
+        command = command_of(name)
         if is_help:
             return name, command, rest
         options = {text.lstrip("-"): parameter for parameter in command.params for text in parameter.opts}
         try:
             found = configured(name, options, rest)
         except ValueError as error:
-            notes().print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+            Console(stderr=True, highlight=False).print(f"error: {error}", style="red", markup=False, soft_wrap=True)
             raise typer.Exit(2) from None
+        SAID["quiet"] = any(word in QUIET for word in takewhile(lambda word: word != "--", rest))
         FROM_FILE[:] = found.words
         if found.words:
             notes().print(f"{FILE}: {shlex.join(found.words)}", style="dim", markup=False, soft_wrap=True)

@@ -9,14 +9,15 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, ParamSpec, Protocol, TypeVar
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from autopar.planning.rendering import page_width, rendered, tables
+from autopar.planning.rendering import Row, comma_separated, markdown, page_width, rendered, tables
 from autopar.report.telling import Ticker, following, notes
 
 from .later import Later
@@ -67,8 +68,13 @@ def reports_bad_input(command: Callable[P, T]) -> Callable[P, T]:
 
 
 def fail(what: object) -> NoReturn:
-    notes().print(f"error: {what}", style="red", markup=False, soft_wrap=True)
+    Console(stderr=True, highlight=False).print(f"error: {what}", style="red", markup=False, soft_wrap=True)
     raise typer.Exit(BAD_INPUT)
+
+
+def wrote(path: Path) -> None:
+    """Says where a file is."""
+    notes().print(f"wrote {path}", soft_wrap=True, markup=False)
 
 
 def integers(text: str, option: str) -> tuple[int, ...]:
@@ -85,7 +91,7 @@ def progress(enabled: bool = True) -> Iterator[Callable[[float, str], None]]:
     console = notes()
     if not enabled:
         yield lambda part, what: None
-    elif console.is_terminal:
+    elif console.is_terminal and not console.quiet:
         columns = (
             BarColumn(),
             TextColumn("{task.percentage:3.0f}%"),
@@ -159,6 +165,9 @@ Again = Annotated[
 Micros = Annotated[
     int, typer.Option("--micro-batches", min=1, help="Calls of a step, each of --batch; gradients are reduced once.")
 ]
+Format = Annotated[
+    str | None, typer.Option("--format", help="text, json, csv (figures in seconds and bytes) or markdown.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print all as JSON, for scripts, instead of as text.")]
 UsedIn = Annotated[
     str | None,
@@ -171,6 +180,42 @@ ReducedIn = Annotated[
 Full = Annotated[bool, typer.Option("--full", help="All that the plan says, instead of one page.")]
 CLUSTER_HELP = "A name of the library (see autopar clusters), or a TOML file"
 SOLVER_HELP = f"One of {', '.join(SOLVERS)}; or a preset: {', '.join(PRESETS)}."
+
+
+TEXT, JSON, CSV, MARKDOWN = TABULAR = ("text", "json", "csv", "markdown")
+"""The formats of commands that print rows."""
+
+
+def chosen(form: str | None, as_json: bool, among: Sequence[str] = TABULAR) -> str:
+    """The format that --format or --json asks for, text if neither does."""
+    if form is not None and form not in among:
+        close = get_close_matches(form, among, n=1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        raise ValueError(f"--format is {form!r}{hint}: give {', '.join(among[:-1])} or {among[-1]}")
+    if as_json and form not in (None, JSON):
+        raise ValueError(f"--json and --format {form} were both given: give one of them")
+    return form or (JSON if as_json else TEXT)
+
+
+class Tabular(Protocol):
+    """An answer that consists of rows."""
+
+    def rows(self) -> list[Row]: ...
+
+    def to_json(self) -> Any: ...
+
+    def text(self, width: int) -> str: ...
+
+
+def print_rows(answer: Tabular, form: str) -> None:
+    """Prints an answer in one of the formats TABULAR."""
+    written = {
+        TEXT: lambda: answer.text(page_width()),
+        JSON: lambda: json.dumps(answer.to_json()),
+        CSV: lambda: comma_separated(answer.rows()),
+        MARKDOWN: lambda: markdown(answer.rows()),
+    }
+    typer.echo(written[form]())
 
 
 def writable(path: Path | None, option: str) -> None:

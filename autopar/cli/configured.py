@@ -10,6 +10,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from autopar.planning.saved import is_plan
+
 FILE = Path("autopar.toml")
 
 KEYS = (
@@ -20,9 +22,6 @@ KEYS = (
 
 READERS = ("plan", "fit", "compare", "simulate", "profile")
 """Commands that read it: those that are given a model and plan it."""
-
-OF_PLAN = ("mesh", "cluster")
-"""What `simulate --plan` takes from the plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,15 +36,16 @@ class Configured:
 
 def configured(command: str, options: Mapping[str, Any], typed: Sequence[str]) -> Configured:
     """What the file says for a command, whose `options` are parameters by option name without dashes, where no option
-    was `typed`. Raises ValueError for a file that cannot be read, and for a key that no option has."""
-    if command not in READERS or not FILE.is_file():
+    was `typed`; nothing for `simulate` of a saved plan, which has its own. Raises ValueError for a file that cannot be
+    read, and for a key that no option has."""
+    if command not in READERS or not FILE.is_file() or (command == "simulate" and any(map(is_plan, typed))):
         return Configured()
     values = _values()
     given = {word.partition("=")[0].removeprefix("--") for word in typed if word.startswith("--")}
     defaults, arguments, words = dict[str, Any](), list[str](), list[str]()
     for key, value in values.items():
         parameter = options.get(key)
-        if parameter is None or (key in given and key != "set") or ("plan" in given and key in OF_PLAN):
+        if parameter is None or (key in given and key != "set"):
             continue
         texts = _texts(key, value)
         if key == "set":

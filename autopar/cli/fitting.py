@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from autopar.planning.fit.kept import default_path
-from autopar.planning.rendering import page_width
 from autopar.report.telling import notes
 
 from . import common
@@ -48,37 +49,73 @@ def fit_command(
     keep: Annotated[
         Path | None, typer.Option(help="Where to keep what is done; in the user's cache if not given.")
     ] = None,
+    form: common.Format = None,
     as_json: common.AsJson = False,
 ) -> None:
     """Which numbers of devices, meshes and strategies fit a model, and how fast they are. Continues where it was
-    interrupted.
+    interrupted, and then prints what it has.
 
     Example: autopar fit hf:LlamaConfig --dtype bfloat16 --seq 4096 --batch 64 --devices 64,256 --cluster dgx-h100
     """
+    form = common.chosen(form, as_json)
     common.writable(keep, "--keep")
     sizes = common.integers(devices, "--devices")
     path = keep or default_path()
-    with common.progress() as tell:
-        tell(0.0, "reading the model")
-        loaded = loading.load(model, common.parsed(settings or []), batch=batch, sequence=sequence, dtype=dtype)
-        result = fits.fit(
-            loaded.model,
-            sizes,
-            loaded.args,
-            loaded.kwargs,
-            loss_fn=loaded.loss_fn,
-            cluster=cluster,
-            strategies=strategy or None,
-            axes=axes,
-            memory_limit_bytes=common.byte_count(memory_limit),
-            headroom=headroom,
-            optimizer=common.optimizer_of(optimizer),
-            constraints=common.constraints(pin or []),
-            keep=path,
-            report=tell,
-        )
+    known: list[fits.Fit] = []
+
+    def found(result: fits.Fit) -> None:
+        """Says what is the fastest of its size so far."""
+        for size in result.sizes:
+            best = result.best(size)
+            if best is not None and not (known and known[-1].best(size) == best):
+                notes().print(f"{size:,} devices, so far: {fits.trial_words(best)}", markup=False, soft_wrap=True)
+        known.append(result)
+
+    status = 0
+    try:
+        with common.progress() as tell, signals_exit():
+            tell(0.0, "reading the model")
+            loaded = loading.load(model, common.parsed(settings or []), batch=batch, sequence=sequence, dtype=dtype)
+            fits.fit(
+                loaded.model,
+                sizes,
+                loaded.args,
+                loaded.kwargs,
+                loss_fn=loaded.loss_fn,
+                cluster=cluster,
+                strategies=strategy or None,
+                axes=axes,
+                memory_limit_bytes=common.byte_count(memory_limit),
+                headroom=headroom,
+                optimizer=common.optimizer_of(optimizer),
+                constraints=common.constraints(pin or []),
+                keep=path,
+                report=tell,
+                each=found,
+            )
+    except SystemExit as ended:
+        if not known:
+            raise
+        status = int(ended.code or 0)
+        notes().print("ended early, with what it had: the same command goes on from there")
+    result = known[-1]
     if result.kept:
         notes().print(f"{result.kept} answers were known from before, kept in {path}", soft_wrap=True)
-    typer.echo(json.dumps(result.to_json()) if as_json else result.text(page_width()))
-    if not any(trial.fits for trial in result.trials):
-        raise typer.Exit(1)
+    common.print_rows(result, form)
+    if status or not any(trial.fits for trial in result.trials):
+        raise typer.Exit(status or 1)
+
+
+@contextmanager
+def signals_exit() -> Iterator[None]:
+    """Within it, SIGINT and SIGTERM raise SystemExit with the status that a shell gives a process that they end."""
+
+    def ended(number: int, _: Any) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, ended) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

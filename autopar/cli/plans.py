@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from autopar.planning.rendering import page_width
+from autopar.planning.saved import is_plan
 
 from . import common
 from .later import Later
 from .names import AUTO
-from .questions import current, opened
-from .working import DRAWING, working
+from .questions import (
+    BatchAgain,
+    DtypeAgain,
+    LengthAgain,
+    ModelAgain,
+    SettingsAgain,
+    current,
+    opened,
+    source_given,
+)
+from .working import DRAWING, READING, working
 
 if TYPE_CHECKING:
     import torch
@@ -22,8 +33,11 @@ if TYPE_CHECKING:
     from autopar import api, testing
     from autopar.ir import precision as dtypes
     from autopar.planning import plan as planning
+    from autopar.planning import reading
+    from autopar.report import export
     from autopar.report import figure as figures
     from autopar.report import simulation as simulations
+    from autopar.runtime import fx
 
     from . import loading
 else:
@@ -32,7 +46,10 @@ else:
     dtypes = Later("autopar.ir.precision")
     testing = Later("autopar.testing")
     planning = Later("autopar.planning.plan")
+    reading = Later("autopar.planning.reading")
+    export = Later("autopar.report.export")
     figures = Later("autopar.report.figure")
+    fx = Later("autopar.runtime.fx")
     simulations = Later("autopar.report.simulation")
     loading = Later("autopar.cli.loading")
 
@@ -108,6 +125,7 @@ def plan_command(
     plan = loading.recorded(plan, model, settings or [], batch=batch, sequence=sequence, dtype=dtype)
     if save is not None:
         plan.save(save)
+        common.wrote(save)
     _print(plan, as_json, full)
 
 
@@ -133,10 +151,17 @@ def compare_command(
     param_dtype: common.UsedIn = None,
     reduce_dtype: common.ReducedIn = None,
     figure: Annotated[Path | None, typer.Option(help="Where to draw it, such as plans.svg.")] = None,
+    save: Annotated[
+        Path | None, typer.Option("--out", help="A folder for the plans, each a file for show, diff and what-if.")
+    ] = None,
+    form: common.Format = None,
     as_json: common.AsJson = False,
 ) -> None:
     """Plans of several solvers, presets, meshes and clusters side by side, best first."""
+    form = common.chosen(form, as_json)
     common.drawable(figure)
+    if save is not None and save.exists() and not save.is_dir():
+        raise ValueError(f"--out is {save}, a file: give a folder for the plans")
     meshes, limit = [common.mesh_shape(text) for text in mesh], common.byte_count(memory_limit)
     with common.progress() as tell:
         tell(0.0, "reading the model")
@@ -162,25 +187,31 @@ def compare_command(
     if figure is not None:
         with working(DRAWING):
             figures.draw(comparison, figure)
-    if as_json:
-        typer.echo(json.dumps(comparison.to_json()))
+    if save is not None:
+        save.mkdir(parents=True, exist_ok=True)
+        for name, plan in comparison.plans.items():
+            file = save / f"{re.sub('[^A-Za-z0-9.,=_-]', '_', name)}.json"
+            loading.recorded(plan, model, settings or [], batch=batch, sequence=sequence, dtype=dtype).save(file)
+            common.wrote(file)
+    if form == common.TEXT:
+        typer.echo(comparison.full_text(page_width()))
     else:
-        width = page_width()
-        typer.echo(f"{comparison.text(width)}\n\n{comparison.collectives(width)}")
-    if not any(isinstance(result, planning.Plan) for result in comparison.results.values()):
+        common.print_rows(comparison, form)
+    if not comparison.plans:
         raise typer.Exit(1)
 
 
 @common.reports_bad_input
 def simulate_command(
-    model: common.Model,
-    mesh: Annotated[str | None, typer.Option(help="Axes and sizes, such as dp=2,tp=4; the plan's with --plan.")] = None,
+    ctx: typer.Context,
+    target: Annotated[str, typer.Argument(metavar="MODEL|PLAN", help="A model as for plan, or what plan --out wrote.")],
+    mesh: Annotated[str | None, typer.Option(help="Axes and sizes, such as dp=2,tp=4, for a model.")] = None,
     batch: common.Batch = 8,
     sequence: common.Length = 128,
     settings: common.Settings = None,
     dtype: common.Dtype = "float32",
-    cluster: Annotated[str | None, typer.Option(help=f"{common.CLUSTER_HELP}; the plan's with --plan.")] = None,
-    plan: Annotated[Path | None, typer.Option(help="What plan --out wrote, for the same model.")] = None,
+    cluster: Annotated[str | None, typer.Option(help=f"{common.CLUSTER_HELP}; the plan's if not given.")] = None,
+    model: ModelAgain = None,
     solver: Annotated[str, typer.Option(help=common.SOLVER_HELP)] = AUTO,
     memory_limit: common.Limit = None,
     optimizer: common.Kept = "adamw",
@@ -201,24 +232,31 @@ def simulate_command(
 
     Example: autopar simulate hf:LlamaConfig --mesh dp=8,tp=8 --cluster dgx-h100 --dtype bfloat16 --trace step.json
     """
-    given = None if plan is None else opened(plan)
-    if given is None and mesh is None:
-        raise ValueError("--mesh is missing: give axes and sizes, such as dp=2,tp=4, or --plan FILE")
+    given = opened(Path(target)) if is_plan(target) else None
+    if given is not None:
+        _check_options(ctx, model)
+    elif mesh is None:
+        raise ValueError("--mesh is missing: give axes and sizes, such as dp=2,tp=4, or a saved plan")
+    elif model is not None:
+        raise ValueError(f"--model goes with a saved plan, and {target} is a model: give one of them")
     if real is not None and trace is None:
         raise ValueError("--real goes with --trace: say where to write both as one trace")
     common.drawable(figure)
     common.writable(trace, "--trace")
     with working():
-        loaded = loading.load(model, common.parsed(settings or []), batch=batch, sequence=sequence, dtype=dtype)
+        if given is not None:
+            loaded = loading.built(given, source_given(given, model, settings, batch, sequence, dtype))
+        else:
+            loaded = loading.load(target, common.parsed(settings or []), batch=batch, sequence=sequence, dtype=dtype)
         simulation = simulations.simulate(
             loaded.model,
-            dict(given.mesh) if mesh is None and given is not None else common.mesh_shape(mesh or ""),
+            dict(given.mesh) if given is not None else common.mesh_shape(mesh or ""),
             loaded.args,
             loaded.kwargs,
             plan=given,
             loss_fn=loaded.loss_fn,
             solver=solver,
-            cluster=given.cluster if cluster is None and given is not None else cluster,
+            cluster=reading.cluster_of(given) if cluster is None and given is not None else cluster,
             memory_limit_bytes=common.byte_count(memory_limit),
             optimizer=common.optimizer_of(optimizer),
             constraints=common.constraints(pin or []),
@@ -236,14 +274,81 @@ def simulate_command(
     typer.echo(json.dumps(simulation.to_json()) if as_json else simulation.text(page_width()))
 
 
+WITH_PLAN = ("target", "cluster", "model", "trace", "real", "figure", "as_json")
+"""Parameters of simulate that go with a saved plan, which has the others; those of a model go with --model."""
+
+OF_MODEL = ("batch", "sequence", "settings", "dtype")
+
+
+def _check_options(ctx: typer.Context, model: str | None) -> None:
+    """Raises ValueError for options that a saved plan leaves no room for."""
+    allowed = WITH_PLAN if model is None else (*WITH_PLAN, *OF_MODEL)
+    for parameter in ctx.command.params:
+        source = ctx.get_parameter_source(parameter.name or "")
+        if source is not None and source.name == "COMMANDLINE" and parameter.name not in allowed:
+            raise ValueError(
+                f"{parameter.opts[0]} does not go with a saved plan, which has its own: autopar what-if makes another "
+                f"plan, and --model says how to build the model of one that does not say it"
+            )
+
+
 @common.reports_bad_input
 def show_command(
     path: Annotated[Path, typer.Argument(help="What plan --out wrote.")],
     full: common.Full = False,
+    program: Annotated[
+        bool, typer.Option("--program", help="Print the program that each rank runs, instead of the plan.")
+    ] = False,
+    graph: Annotated[
+        bool, typer.Option("--graph", help="Print the graph of the model, forward and backward, instead of the plan.")
+    ] = False,
+    form: Annotated[
+        str | None,
+        typer.Option(
+            "--format", help="text or json; of a program or graph also dot (Graphviz), of a program fx (torch.save)."
+        ),
+    ] = None,
+    save: Annotated[Path | None, typer.Option("--out", help="Where to write it, instead of printing it.")] = None,
+    model: ModelAgain = None,
+    settings: SettingsAgain = None,
+    batch: BatchAgain = None,
+    sequence: LengthAgain = None,
+    dtype: DtypeAgain = None,
     as_json: common.AsJson = False,
 ) -> None:
-    """Print a saved plan; the figures of one that was edited are computed again, if it says how its model is built."""
-    _print(current(path), as_json, full)
+    """Print a saved plan, its program or its graph. The figures of an edited plan are computed again, if it says how
+    its model is built.
+
+    Example: autopar show plan.json --program --format dot --out program.dot
+    """
+    if program and graph:
+        raise ValueError("--program and --graph were both given: give one of them")
+    formats = (common.TEXT, common.JSON, *(["dot"] if program or graph else []), *([FX] if program else []))
+    form = common.chosen(form, as_json, formats)
+    common.writable(save, "--out")
+    if form == FX and save is None:
+        raise ValueError("--format fx writes a file: give --out, such as --out program.pt")
+    plan = current(path, model, settings, batch, sequence, dtype, needs_model=program or graph)
+    if not program and not graph:
+        written = json.dumps(plan.to_json()) if form == common.JSON else plan.text(full=full)
+    else:
+        with working("writing the program" if program else READING):
+            shown = plan.program() if program else plan.joint_graph()
+            if form == FX and save is not None:
+                torch.save(fx.graph_module(plan.program()), save)
+            elif form == "dot":
+                written = export.to_dot(shown)
+            else:
+                written = json.dumps(export.to_json(shown)) if form == common.JSON else str(shown)
+    if save is None:
+        typer.echo(written)
+        return
+    if form != FX:
+        save.write_text(written + "\n")
+    common.wrote(save)
+
+
+FX = "fx"
 
 
 def _print(plan: planning.Plan, as_json: bool, full: bool) -> None:

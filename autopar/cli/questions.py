@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -135,6 +135,7 @@ def what_if_command(
     after = loading.with_source(after, source)
     if save is not None:
         after.save(save)
+        common.wrote(save)
     _show(differences.difference(before, after), as_json)
 
 
@@ -186,13 +187,15 @@ def opened(path: Path) -> planning.Plan:
     return planning.Plan.from_json(data, str(path))
 
 
-def current(path: Path) -> planning.Plan:
-    """A saved plan; one that was edited with its own figures, if it says how its model is built."""
+def current(path: Path, *model: Any, needs_model: bool = False) -> planning.Plan:
+    """A saved plan; one that was edited, or `needs_model`, is read with its model, if it or the options of the `model`
+    say how it is built. Raises ValueError if a model is needed and nothing says how."""
     plan = opened(path)
-    if not plan.is_edited or plan.provenance is None or plan.provenance.source is None:
+    source = source_given(plan, *(model or [None] * 5))
+    if not needs_model and (source is None or not plan.is_edited):
         return plan
     with working():
-        return reopened(plan)
+        return reopened(plan, source)
 
 
 def reopened(plan: planning.Plan, source: provenance.Source | None = None) -> planning.Plan:

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autopar.report.telling import notes
-
 from . import common
 from .later import Later
 from .questions import (
@@ -57,4 +55,4 @@ def report_command(
     source = source_given(plan, model, settings, batch, sequence, dtype)
     with working():
         html.save_report(reopened(plan, source), save)
-    notes().print(f"wrote {save}", soft_wrap=True, markup=False)
+    common.wrote(save)

@@ -34,6 +34,7 @@ from .distributed import (
     patient as patient,
     reduce_scatter_single as reduce_scatter_single,
 )
+from .fx_nodes import called_whole as called_whole
 from .neutral import (
     causal_biases as causal_biases,
     neutral as neutral,

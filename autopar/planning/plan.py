@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from copy import copy
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,13 +18,14 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from autopar.files import record
 from autopar.files.schema import schema
 from autopar.ir.graph import JointGraph
+from autopar.ir.program import Program
 from autopar.passes.lower.bucket import LIMIT_BYTES
 
 from .explain.answer import Answers, Explanation
 from .page import full_text, page, page_text, page_width
 from .page.html import notebook_html
 from .record import LimitFrom, ParameterPlan, Record, Run, Segment
-from .saved import FORMAT, of_format, saved
+from .saved import FORMAT, may_be_plan, of_format, saved
 from .texts import bytes_text, seconds_text, table
 
 LEAST_BUCKET_BYTES = LIMIT_BYTES // 512
@@ -69,6 +69,15 @@ class Plan(Record):
         computed again from the model. Raises ValueError for a plan without its model, as `explain`."""
         return self._opened().anatomy(self)
 
+    def program(self) -> Program:
+        """The program that each rank runs, written again from the model; `print` shows it as Python. It is the one that
+        `parallelize` runs. Raises ValueError for a plan without its model, as `explain`."""
+        return self._opened().program(self)
+
+    def joint_graph(self) -> JointGraph:
+        """The model's graph, forward and backward, for which the plan is made. Raises ValueError as `explain`."""
+        return self._opened().joint_graph()
+
     def _opened(self) -> Answers:
         if self._answers is None:
             raise ValueError(
@@ -99,7 +108,7 @@ class Plan(Record):
     @staticmethod
     def check_path(path: Path | None) -> None:
         """Raises ValueError for a file that holds something else than a plan."""
-        if path is not None and path.exists() and not path.is_dir() and not _is_empty_or_plan(path):
+        if path is not None and path.exists() and not path.is_dir() and not may_be_plan(path):
             raise ValueError(f"{path} is there, and is no plan: move it away, or give another path")
 
     @staticmethod
@@ -167,12 +176,6 @@ class Plan(Record):
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield from page(self, options.max_width)
-
-
-def _is_empty_or_plan(path: Path) -> bool:
-    """Whether a file may be a plan, maybe an edited one, by how it begins."""
-    with path.open("rb") as file:
-        return re.match(rb'\s*(\Z|\{\s*"(format|account)")', file.read(1000)) is not None
 
 
 def graph_digest(graph: JointGraph) -> str:

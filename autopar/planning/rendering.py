@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import shutil
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
+
+from .texts import UNITS
+
+Row = Mapping[str, float | str | None]
+"""Figures and texts by name. A figure's name is its unit, or ends in it: `step_seconds` (`texts.UNITS`)."""
 
 WIDTH_LEAST, WIDTH_MOST = 60, 120
 
@@ -58,3 +64,47 @@ def tables(
         figures = [k for k, i in enumerate(columns) if i in right]
         parts.append(table([heads[i] for i in columns], [[row[i] for i in columns] for row in rows], right=figures))
     return parts
+
+
+def of_rows(rows: Sequence[Row], width: int, *, keys: int = 1) -> list[RenderableType]:
+    """Rows as people read them: `tables`, with figures at the right and a line between two of them."""
+    if not rows:
+        return []
+    right = [i for i, name in enumerate(rows[0]) if not any(isinstance(row[name], str) for row in rows)]
+    first, *others = tables(list(map(_head, rows[0])), list(map(_cells, rows)), width, keys=keys, right=right)
+    return [first, *(part for other in others for part in (Text(""), other))]
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """Rows as people read them, as a table of Markdown, without columns that are empty in all of them."""
+    rows = [{name: value for name, value in row.items() if any(other[name] != "" for other in rows)} for row in rows]
+    lines = [list(map(_head, rows[0])), ["---"] * len(rows[0]), *map(_cells, rows)] if rows else []
+    escaped = ([cell.replace("|", r"\|") for cell in cells] for cells in lines)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in escaped)
+
+
+def comma_separated(rows: Sequence[Row]) -> str:
+    """Rows for programs, as CSV: figures in the units that the names in the first line end in."""
+    file = io.StringIO()
+    csv.writer(file, lineterminator="\n").writerows([rows[0].keys(), *(row.values() for row in rows)] if rows else [])
+    return file.getvalue().rstrip("\n")
+
+
+def _unit(name: str) -> str | None:
+    return next((unit for unit in UNITS if name == unit or name.endswith(f"_{unit}")), None)
+
+
+def _head(name: str) -> str:
+    """What a column of such figures is called: "step" of `step_seconds`, "tokens/s" of `tokens_per_second`."""
+    unit = _unit(name)
+    if unit is None or unit == name:
+        return name.replace("_", " ")
+    return name.removesuffix(f"_{unit}").replace("_", " ") + ("/s" if unit == "per_second" else "")
+
+
+def _cells(row: Row) -> list[str]:
+    def cell(name: str, value: float | str | None) -> str:
+        unit = _unit(name)
+        return "-" if value is None else str(value) if isinstance(value, str) or unit is None else UNITS[unit](value)
+
+    return [cell(name, value) for name, value in row.items()]

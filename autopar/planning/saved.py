@@ -1,5 +1,6 @@
 """A plan's file before it is a plan, which is read without PyTorch: whatever is wrong with it is said at once."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,18 @@ def saved(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"{path!r} is no path of a plan: give that of a file that Plan.save wrote")
     what, give = f"{path} is no plan", "give the path of a file that Plan.save wrote"
     return of_format(json_of(text_of(path, what, give), what, give), str(path))
+
+
+def may_be_plan(path: Path) -> bool:
+    """Whether a file may be a plan, maybe an edited one, by how it begins; an empty file may."""
+    with path.open("rb") as file:
+        return re.match(rb'\s*(\Z|\{\s*"(format|account)")', file.read(1000)) is not None
+
+
+def is_plan(text: str) -> bool:
+    """Whether a text is the path of a file that may be a plan."""
+    path = Path(text)
+    return path.is_file() and may_be_plan(path)
 
 
 def of_format(data: Any, source: str) -> dict[str, Any]:

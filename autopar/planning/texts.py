@@ -1,6 +1,6 @@
 """Numbers, lists and tables as people read them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 
 def listed(words: Sequence[str]) -> str:
@@ -47,3 +47,23 @@ def short_bytes(value: float) -> str:
         if value >= size:
             return f"{digits(value / size)} {unit}"
     return f"{value:.0f} B"
+
+
+def _count(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def _part(value: float) -> str:
+    return f"{value:.1%}"
+
+
+UNITS: Mapping[str, Callable[[float], str]] = {
+    "seconds": short_seconds,
+    "bytes": short_bytes,
+    "per_second": digits,
+    "count": _count,
+    "devices": _count,
+    "part": _part,
+    "MFU": _part,
+}
+"""The units that names of figures end in, and how people read them."""

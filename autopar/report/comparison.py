@@ -1,15 +1,13 @@
 """Plans side by side."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import RenderableType
 from rich.text import Text
 
 from autopar.planning.plan import Plan
-from autopar.planning.rendering import rendered, tables
-from autopar.planning.texts import short_bytes, short_seconds
+from autopar.planning.rendering import Row, of_rows, rendered
 
 
 @dataclass(frozen=True)
@@ -21,60 +19,84 @@ class Comparison:
     results: Mapping[str, Plan | str]
 
     @property
+    def plans(self) -> dict[str, Plan]:
+        """The plans by name, best first."""
+        found = {name: p for name, p in self.results.items() if isinstance(p, Plan)}
+        return dict(sorted(found.items(), key=lambda item: item[1].seconds))
+
+    @property
     def best(self) -> str:
         """The solver with the shortest predicted step. Raises ValueError if none has a plan."""
-        plans = {name: p for name, p in self.results.items() if isinstance(p, Plan)}
-        if not plans:
+        if not self.plans:
             raise ValueError(f"no solver found a plan: {dict(self.results)}")
-        return min(plans, key=lambda name: plans[name].seconds)
+        return next(iter(self.plans))
+
+    @property
+    def refused(self) -> dict[str, str]:
+        """Why there is no plan, by name."""
+        return {name: p for name, p in self.results.items() if isinstance(p, str)}
+
+    def rows(self) -> list[Row]:
+        """What people compare: a row for each plan, best first, and then for each name that has none."""
+        return [
+            *({"plan": name, **figures_of(p), "error": ""} for name, p in self.plans.items()),
+            *({"plan": name, **dict.fromkeys(COLUMNS), "error": error} for name, error in self.refused.items()),
+        ]
+
+    def collectives(self) -> list[Row]:
+        """What each plan sends: a row for each kind of collective on each mesh axis."""
+        return [
+            {"plan": name, "collective": c.kind, **{what: getattr(c, what) for what in ("axis", *SENT)}}
+            for name, plan in self.results.items()
+            if isinstance(plan, Plan)
+            for c in plan.account.collectives
+        ]
 
     def to_json(self) -> dict[str, Any]:
-        """Each plan as `Plan.to_json` gives it, or {"error": why there is none}, by name."""
-        return {name: p.to_json() if isinstance(p, Plan) else {"error": p} for name, p in self.results.items()}
+        """Both tables, as plain dicts, lists, numbers and texts. `Plan.to_json` has a whole plan."""
+        return {"rows": self.rows(), "collectives": self.collectives()}
 
     def __str__(self) -> str:
         return self.text()
 
     def text(self, width: int = 80) -> str:
         """The table in at most so many columns; where it is wider, its columns follow in a second one."""
-        plans = [(name, p) for name, p in self.results.items() if isinstance(p, Plan)]
-        rows = [_row(name, plan) for name, plan in sorted(plans, key=lambda row: row[1].seconds)]
-        parts: list[RenderableType] = []
-        for grid in tables(HEADS, rows, width, keys=1, right=range(1, len(HEADS))) if rows else []:
-            parts += [Text(""), grid] if parts else [grid]
-        parts += [Text(f"{name}: no plan: {p}") for name, p in self.results.items() if isinstance(p, str)]
-        return rendered(parts, width)
-
-    def collectives(self, width: int = 80) -> str:
-        """Bytes and seconds of each plan's collectives, by kind and mesh axis, as a table."""
-        rows = [
-            (name, c.kind, c.axis, f"{c.count:,}", short_bytes(c.bytes), short_seconds(c.seconds))
-            for name, p in self.results.items()
-            if isinstance(p, Plan)
-            for c in p.account.collectives
+        rows: list[Row] = [
+            {"plan": name, **{c: value for c, value in figures_of(p).items() if c not in ROWS_ALONE}}
+            for name, p in self.plans.items()
         ]
-        heads = ("solver", "collective", "axis", "count", "bytes", "seconds")
-        return rendered(tables(heads, rows, width, keys=3, right=range(3, 6)), width)
+        told = [Text(f"{name}: no plan: {error}") for name, error in self.refused.items()]
+        return rendered([*of_rows(rows, width), *told], width)
+
+    def full_text(self, width: int = 80) -> str:
+        """The table, and what each plan sends."""
+        return f"{self.text(width)}\n\n{rendered(of_rows(self.collectives(), width, keys=3), width)}".rstrip()
 
 
-HEADS = (
-    "solver", "step", "peak memory", "compute", "communication", "exposed",
-    "copies", "optimizer", "sent", "solve", "gap",
-)  # fmt: skip
+def figures_of(plan: Plan) -> Row:
+    """What people compare of a plan."""
+    return {column: of(plan) for column, of in COLUMNS.items()}
 
 
-def _row(name: str, plan: Plan) -> tuple[str, ...]:
-    account = plan.account
-    return (
-        name,
-        short_seconds(plan.seconds),
-        short_bytes(plan.bytes),
-        short_seconds(account.compute_seconds),
-        short_seconds(account.communication_seconds),
-        short_seconds(plan.exposed_seconds),
-        short_seconds(account.copy_seconds),
-        short_seconds(account.optimizer_seconds),
-        short_bytes(sum(collective.bytes for collective in account.collectives)),
-        f"{plan.solve_seconds:.2f} s",
-        "-" if plan.gap is None else f"{plan.gap:.1%}",
-    )
+SENT = ("count", "bytes", "seconds")
+
+ROWS_ALONE = ("solver", "mesh", "cluster", "MFU")
+"""Columns that the text leaves out, which has little room."""
+
+COLUMNS: Mapping[str, Callable[[Plan], float | str | None]] = {
+    "solver": lambda plan: plan.solver,
+    "mesh": lambda plan: ",".join(f"{axis}={size}" for axis, size in plan.mesh.items()),
+    "cluster": lambda plan: plan.cluster,
+    "step_seconds": lambda plan: plan.seconds,
+    "peak_memory_bytes": lambda plan: plan.bytes,
+    "MFU": lambda plan: plan.utilization,
+    "compute_seconds": lambda plan: plan.account.compute_seconds,
+    "communication_seconds": lambda plan: plan.account.communication_seconds,
+    "exposed_seconds": lambda plan: plan.exposed_seconds,
+    "copies_seconds": lambda plan: plan.account.copy_seconds,
+    "optimizer_seconds": lambda plan: plan.account.optimizer_seconds,
+    "sent_bytes": lambda plan: sum(collective.bytes for collective in plan.account.collectives),
+    "solve_seconds": lambda plan: plan.solve_seconds,
+    "above_floor_part": lambda plan: plan.gap,
+}
+"""Figures of a plan by name. `above_floor_part` is the part of the step above the compute floor (`Plan.gap`)."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,23 +15,32 @@ from autopar.planning.page.placements import input_rows, joined, parameter_rows
 from autopar.planning.page.sections import PLANS, memory_parts
 from autopar.planning.page.words import legend
 from autopar.planning.plan import Plan
-from autopar.planning.rendering import rendered
-from autopar.planning.texts import digits, short_bytes, short_seconds
+from autopar.planning.rendering import Row, rendered
+from autopar.planning.texts import UNITS, digits, short_bytes
+
+from .comparison import figures_of
 
 ALIKE = 5e-4
 """Figures that differ by less than this part are the same."""
+
+TRAFFIC = "traffic"
+"""The unit of a count and bytes."""
 
 MOST_ROWS = 20
 """Rows of a table; the others are counted."""
 
 
+Value = float | str | Mapping[str, int] | None
+"""A figure, a text, or several counts by name."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A figure or a text of both plans. `unit` is seconds, bytes, count, rate, or "" for a text."""
+    """A value of both plans. `unit` is that of a figure (`texts.UNITS`), TRAFFIC, or "" for anything else."""
 
     what: str
-    before: float | str | None
-    after: float | str | None
+    before: Value
+    after: Value
     unit: str = ""
 
 
@@ -46,12 +55,13 @@ class Moved:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """From the plan `before` to the plan `after`: what was asked differently, figures, collectives, and what moved.
+    """From the plan `before` to the plan `after`, which stand here with their figures (`comparison.COLUMNS`): what was
+    asked differently, figures, collectives, and what moved.
     `gave` are sentences: what the second plan does for what it was asked. `operators` of `all_operators` are split
     differently; None where the plans are of different graphs."""
 
-    before: str
-    after: str
+    before: Row
+    after: Row
     asked: tuple[Change, ...]
     figures: tuple[Change, ...]
     collectives: tuple[Change, ...]
@@ -99,8 +109,8 @@ def difference(before: Plan, after: Plan) -> Difference:
     different meshes, clusters and batches; operators are compared where both are of one graph."""
     operators, every = _operators(before, after)
     return Difference(
-        before=repr(before),
-        after=repr(after),
+        before=figures_of(before),
+        after=figures_of(after),
         asked=tuple(_changed(_asked(before), _asked(after))),
         figures=tuple(_changed(_figures(before), _figures(after))),
         collectives=tuple(_changed(_collectives(before), _collectives(after))),
@@ -111,7 +121,7 @@ def difference(before: Plan, after: Plan) -> Difference:
     )
 
 
-Told = Mapping[str, tuple[float | str | None, str]]
+Told = Mapping[str, tuple[Value, str]]
 """What -> a value and its unit."""
 
 
@@ -122,7 +132,7 @@ def _changed(before: Told, after: Told) -> Iterator[Change]:
             yield Change(what=what, before=old, after=new, unit=(before.get(what) or after[what])[1])
 
 
-def _is_same(old: float | str | None, new: float | str | None) -> bool:
+def _is_same(old: Value, new: Value) -> bool:
     """Equal, or figures that read alike."""
     if isinstance(old, float | int) and isinstance(new, float | int):
         return math.isclose(old, new, rel_tol=ALIKE)
@@ -132,9 +142,9 @@ def _is_same(old: float | str | None, new: float | str | None) -> bool:
 def _asked(plan: Plan) -> Told:
     origin = plan.provenance
     pins = [f"{name} {axis}={text}" for name, axes in plan.constraints.items() for axis, text in axes.items()]
-    told: dict[str, tuple[float | str | None, str]] = {
+    told: dict[str, tuple[Value, str]] = {
         "model": (plan.model, ""),
-        "mesh": (", ".join(f"{axis}={n}" for axis, n in plan.mesh.items()), ""),
+        "mesh": (plan.mesh, ""),
         "cluster": (plan.cluster, ""),
         "solver": (plan.solver, ""),
         "cost": (plan.cost, ""),
@@ -150,11 +160,11 @@ def _asked(plan: Plan) -> Told:
 
 
 def _figures(plan: Plan) -> Told:
-    told: dict[str, tuple[float | str | None, str]] = {"step": (plan.seconds, "seconds")}
+    told: dict[str, tuple[Value, str]] = {"step": (plan.seconds, "seconds")}
     if plan.provenance is not None and plan.seconds:
         rate = plan.provenance.items / plan.seconds / plan.ranks
-        told[f"{plan.provenance.unit}/s a device"] = (rate, "rate")
-        told["MFU"] = (plan.utilization, "part")
+        told[f"{plan.provenance.unit}/s a device"] = (rate, "per_second")
+        told["MFU"] = (plan.utilization, "MFU")
     if (timing := plan.timing) is not None:
         told["matrix products"] = (timing.products_seconds, "seconds")
         told["attention"] = (timing.attention_seconds, "seconds")
@@ -170,7 +180,7 @@ def _figures(plan: Plan) -> Told:
 def _collectives(plan: Plan) -> Told:
     """As they run, or as they are planned where no timeline is known: bytes and count by kind and axis."""
     rows = plan.timing.communication if plan.timing is not None else plan.account.collectives
-    return {f"{row.kind} {row.axis}": (f"{row.count:,} x, {short_bytes(row.bytes)}", "") for row in rows}
+    return {f"{row.kind} {row.axis}": ({"count": row.count, "bytes": row.bytes}, TRAFFIC) for row in rows}
 
 
 def _moved(before: Plan, after: Plan) -> Iterator[Moved]:
@@ -263,15 +273,6 @@ def _recomputed(plan: Plan) -> int:
 # ---- tables
 
 
-TEXTS: Mapping[str, Callable[[float], str]] = {
-    "seconds": short_seconds,
-    "bytes": short_bytes,
-    "rate": digits,
-    "count": lambda value: f"{value:,.0f}",
-    "part": lambda value: f"{value:.1%}",
-}
-
-
 def _table(heading: str, changes: tuple[Change, ...]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_edge=False)
     figures = heading == "figures"
@@ -283,10 +284,14 @@ def _table(heading: str, changes: tuple[Change, ...]) -> Table:
     return table
 
 
-def _text(value: float | str | None, unit: str) -> str:
+def _text(value: Value, unit: str) -> str:
     if value is None:
         return "none"
-    return value if isinstance(value, str) else TEXTS[unit](value)
+    if isinstance(value, Mapping):
+        if unit == TRAFFIC:
+            return f"{value['count']:,} x, {short_bytes(value['bytes'])}"
+        return ", ".join(f"{name}={size}" for name, size in value.items())
+    return value if isinstance(value, str) else UNITS[unit](value)
 
 
 def _by(change: Change) -> str:
@@ -294,8 +299,8 @@ def _by(change: Change) -> str:
     old, new = change.before, change.after
     if not isinstance(old, float | int) or not isinstance(new, float | int):
         return ""
-    if change.unit == "part":
+    if change.unit == "MFU":
         return f"{(new - old) * 100:+.1f} points"
     sign = "+" if new > old else "-"
     part = f" ({new / old - 1:+.1%})" if old and abs(new / old - 1) < 10 else ""
-    return f"{sign}{TEXTS[change.unit](abs(new - old))}{part}"
+    return f"{sign}{UNITS[change.unit](abs(new - old))}{part}"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import RenderableType
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 from torch import nn
 
@@ -24,9 +24,9 @@ from autopar.planning.given import check_solver
 from autopar.planning.page.sections import count_text
 from autopar.planning.planner import Planner
 from autopar.planning.presets import PRESETS
-from autopar.planning.rendering import rendered, table
+from autopar.planning.rendering import Row, of_rows, rendered
 from autopar.planning.request import Request
-from autopar.planning.texts import digits, short_bytes, short_seconds
+from autopar.planning.texts import digits, short_seconds
 
 DEVICES_MOST = 2**20
 
@@ -40,6 +40,11 @@ class Fit:
     cluster: str
     trials: tuple[Trial, ...]
     kept: int = 0
+
+    @property
+    def unit(self) -> str:
+        """What a step computes: tokens, or samples."""
+        return next((trial.unit for trial in self.trials if trial.fits), "samples")
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -56,57 +61,58 @@ class Fit:
     def to_json(self) -> dict[str, Any]:
         return {"model": self.model, "cluster": self.cluster, "trials": [trial.to_json() for trial in self.trials]}
 
+    def rows(self) -> list[Row]:
+        """All trials in their order, each a row: what it reaches, or why it does not fit."""
+        return [self._row(trial) for trial in self.trials]
+
+    def _row(self, trial: Trial) -> Row:
+        rate = trial.items_per_second if trial.fits else None
+        size = trial.bytes if trial.fits else trial.needed_bytes
+        return {
+            "devices": trial.devices,
+            "step_seconds": trial.seconds if trial.fits else None,
+            f"{self.unit}_per_second": rate,
+            f"device_{self.unit}_per_second": rate and rate / trial.devices,
+            "MFU": trial.utilization,
+            "peak_bytes": size,
+            "limit_bytes": trial.limit_bytes,
+            "of_limit_part": size / trial.limit_bytes if size and trial.limit_bytes else None,
+            "strategy": strategy_words(trial),
+            "mesh": mesh_words(trial.mesh) if trial.mesh else "",
+            "error": "" if trial.fits else trial.reason,
+        }
+
     def __str__(self) -> str:
         return self.text()
 
     def text(self, width: int = 80) -> str:
         """The tables in at most so many columns."""
-        return rendered(self._parts(), width)
+        return rendered(self._parts(width), width)
 
-    def _parts(self) -> Iterator[Text | Table | Padding]:
+    def _parts(self, width: int) -> Iterator[RenderableType]:
         yield Text(f"{self.model} on {self.cluster}", style="bold")
         if len(self.sizes) > 1:
             yield Text("\nthe fastest on each number of devices", style="bold")
-            yield self._summary()
+            yield from of_rows(self._summary(), width)
         for size in self.sizes:
             trials = self.of(size)
             fitting = [trial for trial in trials if trial.fits]
             count = f"{len(fitting)} of {len(trials)} fit" if trials[0].mesh else "NO"
             yield Text(f"\n{size:,} devices: {count}", style="bold")
             if fitting:
-                yield self._ranked(fitting)
+                yield from (Padding(part, (0, 0, 0, 2)) for part in of_rows(self._ranked(fitting), width - 2))
             for names, reason in self._reasons(trials):
                 yield Padding(Text(f"NO  {names}{': ' if names else ''}{reason}"), (0, 0, 0, 2))
 
-    def _summary(self) -> Table:
-        unit = next((trial.unit for trial in self.trials if trial.fits), "samples")
-        heads = ("devices", "step", f"{unit}/s", "a device", "MFU", "strategy", "mesh")
-        rows = []
-        for size in self.sizes:
-            best = self.best(size)
-            if best is None:
-                rows.append((f"{size:,}", "NO", *("-",) * 5))
-                continue
-            rate, part = best.items_per_second, _part(best.utilization)
-            figures = (f"{size:,}", short_seconds(best.seconds), digits(rate), digits(rate / size), part)
-            rows.append((*figures, strategy_words(best), mesh_words(best.mesh)))
-        return table(heads, rows, right=range(5))
+    def _summary(self) -> list[Row]:
+        bests = [self.best(size) or Trial(devices=size, strategy="NO", error="NO") for size in self.sizes]
+        without = ("peak_bytes", "limit_bytes", "of_limit_part", "error")
+        return [{name: value for name, value in self._row(best).items() if name not in without} for best in bests]
 
-    def _ranked(self, trials: Sequence[Trial]) -> Table:
-        limits = {trial.limit_bytes for trial in trials}
-        limit = next(iter(limits)) if len(limits) == 1 else None
-        peak = "peak" if limit is None else f"peak of {short_bytes(limit)}"
-        heads = ("", "step", f"{trials[0].unit}/s", "MFU", peak, "strategy", "mesh")
-        rows = []
-        for rank, trial in enumerate(trials, 1):
-            of = "" if limit is None else f" {trial.bytes / limit:4.0%}"
-            rows.append(
-                (
-                    str(rank), short_seconds(trial.seconds), digits(trial.items_per_second), _part(trial.utilization),
-                    f"{short_bytes(trial.bytes)}{of}", strategy_words(trial), mesh_words(trial.mesh),
-                )
-            )  # fmt: skip
-        return table(heads, rows, right=range(5), indent=2)
+    def _ranked(self, trials: Sequence[Trial]) -> list[Row]:
+        without = ("devices", f"device_{self.unit}_per_second", "limit_bytes", "error")
+        rows = map(self._row, trials)
+        return [{"rank": k, **{n: v for n, v in row.items() if n not in without}} for k, row in enumerate(rows, 1)]
 
     def _reasons(self, trials: Sequence[Trial]) -> Iterator[tuple[str, str]]:
         """Trials without a plan, those of one reason together."""
@@ -127,8 +133,10 @@ def strategy_words(trial: Trial) -> str:
     )
 
 
-def _part(part: float | None) -> str:
-    return "-" if part is None else f"{part:.1%}"
+def trial_words(trial: Trial) -> str:
+    """What a trial reaches, and how."""
+    reached = f"{short_seconds(trial.seconds)}, {digits(trial.items_per_second)} {trial.unit}/s"
+    return f"{reached} by {strategy_words(trial)} on {mesh_words(trial.mesh)}"
 
 
 def fit(
@@ -148,6 +156,7 @@ def fit(
     constraints: Constraints | None = None,
     keep: str | Path | None = None,
     report: Callable[[float, str], None] = lambda part, what: None,
+    each: Callable[[Fit], None] = lambda known: None,
 ) -> Fit:
     """Which meshes and strategies fit a model on each number of `devices`, and how fast they are, the fastest first.
 
@@ -159,7 +168,8 @@ def fit(
 
     Each answer is kept in the file `keep`, if one is given, by everything that it depends on (model, inputs, cluster,
     limit, autopar's code, versions), so that the same call continues after an interruption. Plans that measure are not
-    kept. `report` gets the part that is done, and the current work with the time that is left.
+    kept. `report` gets the part that is done, and the current work with the time that is left; `each` gets what is
+    known so far, after each trial.
 
     Raises ValueError for invalid arguments, and for a model that cannot be captured.
     """
@@ -178,11 +188,14 @@ def fit(
     mesh = hand_mesh(machine, min([*sizes, machine.devices]))
     planner = Planner(model, mesh, args, kwargs, loss_fn=loss_fn, cluster=machine, optimizer=optimizer)
     trials = Trials(planner, request, chosen, axes=axes, kept=kept, report=report)
-    rows = list(trials.run(sizes))
-    ranked = sorted(rows, key=lambda trial: (sizes.index(trial.devices), not trial.fits, trial.seconds))
     about = planner.facts.provenance(machine, 1)
     named = f"{planner.facts.name} ({count_text(about.parameter_count)} parameters, {about.dtype})"
-    return Fit(model=named, cluster=machine.name, trials=tuple(ranked), kept=trials.was_kept)
+    known = Fit(model=named, cluster=machine.name, trials=())
+    for trial in trials.run(sizes):
+        ranked = sorted((*known.trials, trial), key=lambda t: (sizes.index(t.devices), not t.fits, t.seconds))
+        known = replace(known, trials=tuple(ranked), kept=trials.was_kept)
+        each(known)
+    return known
 
 
 def _sizes(devices: Any) -> list[int]:

@@ -16,10 +16,11 @@ from autopar.files import MOST, is_number, json_of, text_of
 from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.program import COLLECTIVES
 from autopar.planning.constraints import Constraints
-from autopar.planning.plan import Plan, seconds_text
+from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
-from autopar.planning.rendering import rendered, tables
-from autopar.planning.texts import short_bytes, short_seconds
+from autopar.planning.reading import refreshed
+from autopar.planning.rendering import Row, of_rows, rendered
+from autopar.planning.texts import short_seconds
 from autopar.planning.training import Recompute, Training
 from autopar.solve import AUTO
 
@@ -51,7 +52,7 @@ class Simulation:
             "communication_seconds": timeline.communication_seconds,
             "exposed_seconds": timeline.exposed_seconds,
             "busy": timeline.busy_seconds(COMPUTE) / timeline.seconds if timeline.seconds else 0.0,
-            "utilization": timeline.utilization,
+            "utilization": self.plan.utilization,
             "communication": [{**asdict(row), "hidden_seconds": row.hidden_seconds} for row in timeline.communication],
         }
 
@@ -61,27 +62,30 @@ class Simulation:
     def text(self, width: int = 80) -> str:
         """The step and its collectives in at most so many columns."""
         timeline, plan = self.timeline, self.plan
-        mesh = ", ".join(f"{axis}={n}" for axis, n in plan.mesh.items())
-        facts = self.to_json()
+        mesh = " x ".join(f"{axis}={n}" for axis, n in plan.mesh.items())
+        figures = {
+            "step": self.seconds,
+            "forward and backward": timeline.seconds,
+            "optimizer": plan.account.optimizer_seconds,
+            "operators": timeline.busy_seconds(COMPUTE),
+            "communication": timeline.communication_seconds,
+            "exposed": timeline.exposed_seconds,
+        }
+        step, both, update, operators, sent, exposed = (f"{what} {short_seconds(s)}" for what, s in figures.items())
+        mfu = "" if plan.utilization is None else f", MFU {plan.utilization:.1%}"
         lines = [
-            f"{plan.model} on mesh {mesh} of {plan.cluster}, by {plan.solver}",
-            f"step {seconds_text(self.seconds)}: forward and backward {seconds_text(timeline.seconds)}, "
-            f"optimizer {seconds_text(plan.account.optimizer_seconds)}",
-            f"operators {seconds_text(facts['compute_seconds'])}, busy {facts['busy']:.1%}; "
-            f"arithmetic at {timeline.utilization:.1%} of the peak",
-            f"communication {seconds_text(timeline.communication_seconds)}, of which exposed "
-            f"{seconds_text(timeline.exposed_seconds)}",
+            f"{plan.model} on {mesh} of {plan.cluster}, by {plan.solver}",
+            f"{step}{mfu}: {both}, {update}",
+            f"{operators}; {sent}, {exposed}",
         ]
-        rows = [
-            (
-                row.kind, row.axis, f"{row.count:,}", short_bytes(row.bytes), short_seconds(row.seconds),
-                short_seconds(row.exposed_seconds), short_seconds(row.hidden_seconds),
-            )
+        rows: list[Row] = [
+            {
+                "collective": row.kind, "axis": row.axis, "count": row.count, "bytes": row.bytes,
+                "seconds": row.seconds, "exposed_seconds": row.exposed_seconds, "hidden_seconds": row.hidden_seconds,
+            }
             for row in timeline.communication
         ]  # fmt: skip
-        heads = ("collective", "axis", "count", "bytes", "seconds", "exposed", "hidden")
-        grids = tables(heads, rows, width, keys=2, right=range(2, 7)) if rows else []
-        return rendered([*map(Text, lines), *(part for grid in grids for part in (Text(""), grid))], width)
+        return rendered([*map(Text, lines), Text(""), *of_rows(rows, width, keys=2)], width)
 
 
 def simulate(
@@ -113,6 +117,8 @@ def simulate(
     )
     if plan is None:
         plan = planner.plan(solver=solver, memory_limit_bytes=memory_limit_bytes, constraints=constraints)
+    else:
+        plan = refreshed(planner, plan)  # its figures on this cluster
     return Simulation(plan=plan, timeline=planner.timeline(plan))
 
 

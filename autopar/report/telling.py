@@ -1,4 +1,4 @@
-"""Progress on standard error: on a terminal a line that changes, in pipes a line every two seconds."""
+"""Progress on standard error: on a terminal a line that changes; in pipes lines, ever farther apart."""
 
 from __future__ import annotations
 
@@ -19,18 +19,26 @@ PROGRESS = "autopar.progress"
 
 FIRST_SECONDS, NEXT_SECONDS, EVERY_SECONDS = 1.5, 0.2, 1.7
 """When the first line comes in a pipe; when the first of what follows other work comes, which was silent for up to
-EVERY_SECONDS; and how far lines are apart."""
+EVERY_SECONDS; and how far the first lines are apart."""
+
+PATIENT_SECONDS, LATER_PART, MOST_SECONDS = 15.0, 0.25, 30.0
+"""After so many seconds lines are this part of the time since then apart, and at most so many seconds: 7 minutes are
+some 35 lines."""
+
+SAID = {"quiet": False}
+"""Whether `--quiet` was given: nothing but errors goes to standard error."""
 
 THREAD = "autopar tells"
 
 
 def notes() -> Console:
-    """Standard error."""
-    return Console(stderr=True, highlight=False)
+    """Standard error, for what a person may do without."""
+    return Console(stderr=True, highlight=False, quiet=SAID["quiet"])
 
 
 class Ticker:
-    """Tells what is being done, and for how long, while its block runs; a quick block says nothing in a pipe."""
+    """Tells what is being done, and for how long, while its block runs; a quick block says nothing in a pipe. Of blocks
+    within each other the innermost speaks."""
 
     def __init__(self, doing: str, *, enabled: bool = True, follows: bool = False) -> None:
         """`follows`: something else was done just before."""
@@ -53,7 +61,8 @@ class Ticker:
 
     def __enter__(self) -> Self:
         if self.enabled:
-            if self.console.is_terminal:
+            AT_WORK.append(self)
+            if self.console.is_terminal and not self.console.quiet:
                 self.status = self.console.status(self.doing)
                 self.status.start()
             self.thread.start()
@@ -65,16 +74,19 @@ class Ticker:
         if self.enabled:
             self.ended.set()
             self.thread.join()
+            AT_WORK.remove(self)
             if self.status is not None:
                 self.status.stop()
 
     def _tick(self) -> None:
+        began = self.began
         wait = 1.0 if self.status is not None else NEXT_SECONDS if self.follows else FIRST_SECONDS
         while not self.ended.wait(wait):
-            wait = 1.0 if self.status is not None else EVERY_SECONDS
+            later = min(MOST_SECONDS, LATER_PART * (time.monotonic() - began - PATIENT_SECONDS))
+            wait = 1.0 if self.status is not None else max(EVERY_SECONDS, later)
             if self.status is not None:
                 self._update()
-            else:
+            elif AT_WORK[-1] is self:
                 with suppress(ValueError):  # standard error was closed meanwhile
                     self.console.print(self._line(), markup=False)
 
@@ -85,6 +97,10 @@ class Ticker:
     def _line(self) -> str:
         part = "" if self.done is None else f": {self.done:.0%}"
         return f"{self.doing}{part}, {time.monotonic() - self.began:.0f} s"
+
+
+AT_WORK: list[Ticker] = []
+"""Those whose blocks run, the innermost last."""
 
 
 @contextmanager

@@ -11,6 +11,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from autopar.ir.graph import JointGraph
+from autopar.ir.program import Program
+
 from ..page.words import legend
 from ..record import Record
 from ..texts import short_bytes, short_seconds
@@ -25,6 +28,10 @@ class Answers(Protocol):
     def explain(self, plan: Any, name: str, *, replan: int) -> Explanation: ...
 
     def anatomy(self, plan: Any) -> Any: ...
+
+    def program(self, plan: Any) -> Program: ...
+
+    def joint_graph(self) -> JointGraph: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,8 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import product
 
+from autopar.ir.graph import JointGraph
+from autopar.ir.program import Program
 from autopar.passes.space.choices import KEEP, NO_POLICY, REGATHER, SiteChoice
 from autopar.passes.space.problem import Assignment, Decisions
 from autopar.passes.space.space import Space
@@ -67,6 +69,14 @@ class Explainer:
     def anatomy(self, plan: Plan) -> Anatomy:
         """As `Plan.anatomy`."""
         return anatomy(self.planner, plan)
+
+    def program(self, plan: Plan) -> Program:
+        """As `Plan.program`."""
+        return self.planner.program(plan)
+
+    def joint_graph(self) -> JointGraph:
+        """As `Plan.joint_graph`."""
+        return self.planner.captured.graph
 
     # ---- one site
 
