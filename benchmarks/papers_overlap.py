@@ -233,7 +233,7 @@ def par4d() -> dict[str, Any]:
         order = [ranked(by) for by in (stated, ours)]
         rows.append((gpus, "x".join(map(str, grid)), *cells, *order))
     show(
-        "Par4D, Table III: part of the peak, paper / ours",
+        "Par4D, Table III: utilization, paper / ours",
         rows,
         [
             "all of ours are higher: operators at what an A100's products reach at their best, no idle host, links "

@@ -257,6 +257,8 @@ def test_the_command_line_answers_the_same(tmp_path: Path) -> None:
     assert told["name"] == "head.weight"
     assert [a["seconds"] for a in told["alternatives"]] == [a.seconds for a in answer("head.weight").alternatives]
     assert autopar_("explain", path, "nothing.here").exit_code == 2
+    alone = autopar_("explain", path, "head.weight", "--batch", "8")
+    assert alone.exit_code == 2 and "--batch goes with --model" in alone.stderr
     data = json.loads(Path(path).read_text())
     name = next(site for site in data["decisions"] if site.endswith("head_weight"))
     data["decisions"][name] = told["alternatives"][-1]["choice"]

@@ -245,7 +245,8 @@ def simulate_command(
     common.writable(trace, "--trace")
     with working():
         if given is not None:
-            loaded = loading.built(given, source_given(given, model, settings, batch, sequence, dtype))
+            of_model = (settings, batch, sequence, dtype) if model is not None else (None,) * 4
+            loaded = loading.built(given, source_given(given, model, *of_model))
         else:
             loaded = loading.load(target, common.parsed(settings or []), batch=batch, sequence=sequence, dtype=dtype)
         simulation = simulations.simulate(

@@ -171,9 +171,13 @@ def source_given(
     sequence: int | None,
     dtype: str | None,
 ) -> provenance.Source | None:
-    """How to build the plan's model: as the plan says, or as given."""
+    """How to build the plan's model: as the plan says, or as given. Raises ValueError for options of a model that is
+    not given."""
     known = plan.provenance.source if plan.provenance is not None else None
     if model is None:
+        options = {"--set": settings, "--batch": batch, "--seq": sequence, "--dtype": dtype}
+        if extra := [name for name, value in options.items() if value]:
+            raise ValueError(f"{extra[0]} goes with --model, which says how to build the plan's model: give both")
         return known
     values = dict(setting.partition("=")[::2] for setting in settings or [])
     return provenance.Source(
