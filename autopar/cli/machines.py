@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from autopar.cluster import library
+from autopar.cluster.library import write
 from autopar.cluster.links import KINDS, interpolated
 from autopar.planning.texts import bytes_text, seconds_text
 from autopar.report.telling import notes
@@ -24,8 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from autopar import lab
-    from autopar.cluster import calibration, library, measurements
-    from autopar.cluster.library import write
+    from autopar.cluster import calibration, measurements
     from autopar.cluster.machine import Cluster, Device, Groups, Level
     from autopar.runtime import measure
     from autopar.runtime.measure import operators
@@ -33,9 +34,7 @@ else:
     torch = Later("torch")
     lab = Later("autopar.lab")
     calibration = Later("autopar.cluster.calibration")
-    library = Later("autopar.cluster.library")
     measurements = Later("autopar.cluster.measurements")
-    write = Later("autopar.cluster.library.write")
     measure = Later("autopar.runtime.measure")
     operators = Later("autopar.runtime.measure.operators")
 

@@ -12,13 +12,15 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import NormalDist
-
-import torch
-
-from autopar.ir.graph import TensorMeta
+from typing import TYPE_CHECKING
 
 from .collectives import price
 from .links import ALGORITHMS, Factors, Link, Measured, Names, Stage, interpolated
+
+if TYPE_CHECKING:  # a list of clusters does not wait for PyTorch
+    import torch
+
+    from autopar.ir.graph import TensorMeta
 
 TOPOLOGIES = ("switch", "full", "ring")
 
@@ -102,11 +104,11 @@ class Device:
         if (measured := self.measured_seconds(op, inputs, outputs)) is not None:
             return measured
         tensors = (*inputs, *outputs)
-        dtype = tensors[0].dtype if tensors else torch.float32
+        dtype = tensors[0].dtype if tensors else "float32"
         moved = sum(tensor.bytes for tensor in tensors) + inside_bytes
         return self.roofline_seconds(flops, moved, dtype) * self.ratio(op)
 
-    def roofline_seconds(self, flops: float, moved_bytes: float, dtype: torch.dtype) -> float:
+    def roofline_seconds(self, flops: float, moved_bytes: float, dtype: torch.dtype | str) -> float:
         """Seconds of an operator by its arithmetic or its bytes, whichever takes longer."""
         moving = self.moving_seconds(moved_bytes)
         if not flops:
@@ -136,16 +138,16 @@ class Device:
         measured = self.operators.seconds_per_byte.get(name) if self.operators is not None else None
         return self.moving_seconds(moved_bytes) if measured is None else moved_bytes * measured
 
-    def peak_flops(self, dtype: torch.dtype) -> float:
+    def peak_flops(self, dtype: torch.dtype | str) -> float:
         """FLOP/s at the peak."""
         rates = self.flops_per_second
         return rates.get(str(dtype).removeprefix("torch."), min(rates.values()))
 
-    def flops(self, dtype: torch.dtype) -> float:
+    def flops(self, dtype: torch.dtype | str) -> float:
         """FLOP/s of the largest operators."""
         return self.peak_flops(dtype) * self.efficiency[-1][1]
 
-    def compute_seconds(self, flops: float, dtype: torch.dtype) -> float:
+    def compute_seconds(self, flops: float, dtype: torch.dtype | str) -> float:
         """Seconds of the arithmetic of one operator."""
         return flops / self.flops(dtype) * self.efficiency[-1][1] / self.reached(flops) * self.slowdown
 
