@@ -70,6 +70,7 @@ CLUSTER = Cluster(
         memory_bytes_per_second=20e9,
         seconds_per_op=2e-6,
         efficiency=((1e4, 0.25), (1e6, 0.5), (1e8, 1.0)),
+        has_peak=False,
         memory_efficiency=((1e5, 0.5), (1e6, 1.0), (1e7, 0.2)),
         ratios={"aten.add.Tensor": 0.8, "aten.neg.default": 1.0, "aten._softmax.default": 2.0, "attention": 1.5},
     ),
@@ -144,6 +145,7 @@ def test_the_figures_of_a_cluster_are_found_again() -> None:
     for key in ("memory_bytes_per_second", "memory_efficiency", "ratios"):
         assert getattr(found.device, key) == getattr(CLUSTER.device, key)
     assert found.device.reached(1e6) == pytest.approx(0.5, rel=0.02)
+    assert not found.device.has_peak  # what was measured is no peak
 
 
 def by_levels(measured: Measurements) -> Cluster:

@@ -259,8 +259,9 @@ def clusters_command(
     device = cluster.device
     rates = ", ".join(f"{dtype} {rate / 1e12:.4g}" for dtype, rate in device.flops_per_second.items())
     moving = ", ".join(f"{bytes_text(size)} reaches {part:.0%}" for size, part in device.memory_efficiency)
+    most = "the peak" if device.has_peak else "most"
     out().print(
-        f"{cluster.devices} x {device.name}: TFLOP/s {rates} at the peak, of which an operator of "
+        f"{cluster.devices} x {device.name}: TFLOP/s {rates} at {most}, of which an operator of "
         + ", ".join(f"{flops:.2g} flops reaches {part:.0%}" for flops, part in device.efficiency)
         + f"; {_memory(device)} at {bytes_text(device.memory_bytes_per_second)}/s"
         + (f", of which an operator that moves {moving}" if len(device.memory_efficiency) > 1 else "")
@@ -316,6 +317,7 @@ def _facts(cluster: Cluster) -> dict[str, object]:
         "device": {
             "name": device.name,
             "flops_per_second": dict(device.flops_per_second),
+            "has_peak": device.has_peak,
             "memory_bytes": device.memory_bytes,
             "usable_bytes": device.usable_bytes,
             "memory_bytes_per_second": device.memory_bytes_per_second,

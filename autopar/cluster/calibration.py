@@ -164,6 +164,7 @@ def _device(measured: Measurements) -> Device:
     device = Device(
         name=measured.device,
         flops_per_second={dtype: _digits(curve[-1][1]) for dtype, curve in curves.items()},
+        has_peak=False,
         memory_bytes=_digits(compute.memory_bytes),
         memory_bytes_per_second=_digits(max(rate for _, rate in memory)),
         memory_efficiency=_parts(memory),

@@ -53,10 +53,11 @@ class Device:
     context, the communication library's buffers, fragmentation (None: `RESERVED_PART`).
 
     `flops_per_second` is the peak by dtype name ("float32", "bfloat16"); a dtype that is not listed counts as the
-    slowest listed. `efficiency` are points (flops of one operator, part of the peak that it reaches), interpolated on
-    logarithmic scales and constant beyond the ends; `memory_efficiency` likewise (bytes that one operator reads and
-    writes, part of `memory_bytes_per_second`): small tensors fit into caches. `seconds_per_op` is the fixed cost of one
-    operator. `ratios` multiplies the seconds of an op. `fused_part` is the part of the seconds of operators without
+    slowest listed. `has_peak` is False where that was measured or made up, and is no peak that the maker publishes: an
+    MFU says nothing then. `efficiency` are points (flops of one operator, part of the peak that it reaches),
+    interpolated on logarithmic scales and constant beyond the ends; `memory_efficiency` likewise (bytes that one
+    operator reads and writes, part of `memory_bytes_per_second`): small tensors fit into caches. `seconds_per_op` is
+    the fixed cost of one operator. `ratios` multiplies the seconds of an op. `fused_part` is the part of the seconds of operators without
     arithmetic to speak of (element-wise ones, norms, copies) that a compiler saves by fusing them; 0 in eager. Devices
     of one kind differ: `spread` is the standard deviation of their seconds, as a part of the mean, and `slowdown` what
     the slowest of a mesh takes longer (`Cluster.among`). `memory_bytes_per_link_byte` is what a collective reads and
@@ -70,6 +71,7 @@ class Device:
     seconds_per_op: float
     memory_bytes: float | None = None
     reserved_bytes: float | None = None
+    has_peak: bool = True
     efficiency: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
     memory_efficiency: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
     ratios: Mapping[str, float] = field(default_factory=dict)

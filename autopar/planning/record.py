@@ -168,8 +168,9 @@ class Record:
     @property
     def utilization(self) -> float | None:
         """MFU: the model's arithmetic (nothing replicated, nothing recomputed) over what all devices could do in a
-        step at their peak. None if the model's arithmetic is not known."""
-        return self.provenance.ideal_seconds / self.seconds if self.provenance and self.seconds else None
+        step at their peak. None if the model's arithmetic is not known, or the devices' peak is not."""
+        ideal = None if self.provenance is None else self.provenance.ideal_seconds
+        return None if ideal is None or not self.seconds else ideal / self.seconds
 
     @property
     def digest(self) -> str:
