@@ -46,7 +46,7 @@ from .micro import check_measured, in_ways
 from .over import best_over
 from .plan import Plan
 from .provenance import ModelFacts
-from .reports import report_captured, report_without_rule
+from .reports import report_captured, report_rows, report_without_rule
 from .request import Request
 from .search import SearchResult
 from .searches import Searches, hidden_buckets
@@ -160,7 +160,12 @@ class Planner:
         return self.device_type or ("cpu" if are_of_gloo(self.cluster.algorithms) else "cuda")
 
     def over(self, candidates: Sequence[Mapping[str, int]], request: Request) -> Plan:
-        """The best plan on any of several meshes. Raises ValueError as `plan` if no mesh has one."""
+        """The best plan on any of several meshes of equally many devices. Raises ValueError as `plan` if no mesh has
+        one."""
+        devices = math.prod(candidates[0].values())
+        report_rows(self.captured, devices)
+        doing = f"{request.stage.doing} {len(candidates)} meshes of {devices:,} devices"
+        request = replace(request, stage=replace(request.stage, doing=doing))
         with uncollected():
             return in_time(self, request, lambda on, request: best_over(on, candidates, request))
 

@@ -60,7 +60,8 @@ class Provenance:
     `flops` are the arithmetic of one step of the whole model, and `ideal_seconds` what it takes at the peak of all
     devices, if their maker publishes one (`Device.has_peak`). `cluster` are the lines of the cluster's file. `winner`
     names the candidate that was chosen: "search", "search again" (near another candidate, with more or less of
-    parameters' traffic hidden), or a preset. `effort_seconds` were given to the search, if any were, and `is_cut` says that it ended with them."""
+    parameters' traffic hidden), or a preset. `effort_seconds` were given to the search, if any were, and `is_cut` says
+    that it ended with them."""
 
     dtype: str
     inputs: Mapping[str, str]
