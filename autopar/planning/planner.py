@@ -34,6 +34,7 @@ from autopar.profile.programs import Costs, real_tensors
 from autopar.solve import AUTO
 from autopar.solve.effort import EFFORT, Effort
 
+from .advice import advised
 from .at_rest import Decided, best_at_rest
 from .capturing import captured_for_planning, check_autocast
 from .choice import Choice
@@ -140,9 +141,12 @@ class Planner:
 
     def gathering(self, gathers: Gathers) -> Self:
         """A planner for the same, with parameters gathered so in a step of several micro-batches."""
+        return self.trained(replace(self.training, gathers=gathers))
+
+    def trained(self, training: Training) -> Self:
+        """A planner for the same, which trains so."""
         other = copy(self)
-        other.training = replace(self.training, gathers=gathers)
-        other.space = replace(self.space, **other.training.setting)
+        other.training, other.space = training, replace(self.space, **training.setting)
         other._gather()
         return other
 
@@ -196,7 +200,8 @@ class Planner:
             check_measured(self.training)
             return by_measuring(self, request)
         with uncollected():
-            return in_time(self, request, partial(in_ways, make=Planner._planned))
+            plan = in_time(self, request, partial(in_ways, make=Planner._planned))
+            return advised(self, plan) if request.advice else plan
 
     def limit(self, request: Request) -> float | None:
         """The bytes that a rank may need: as requested, or what its device has for a step, less the headroom."""
