@@ -264,12 +264,12 @@ def slow(name: str) -> Planner:
     links = tuple(
         replace(level, bytes_per_second=SLOW_RATE, group_bytes_per_second=SLOW_RATE) for level in known.levels
     )
-    return Planner(
-        made.model, GRID, made.args, made.kwargs, loss_fn=made.loss_fn, cluster=replace(known, levels=links)
-    )
+    return Planner(made.model, GRID, made.args, made.kwargs, loss_fn=made.loss_fn, cluster=replace(known, levels=links))
 
 
-@pytest.mark.parametrize(("name", "solver"), [("llama of 4 layers", "fsdp"), ("gpt2", "ddp"), ("mlp with loss_fn", "fsdp")])
+@pytest.mark.parametrize(
+    ("name", "solver"), [("llama of 4 layers", "fsdp"), ("gpt2", "ddp"), ("mlp with loss_fn", "fsdp")]
+)
 def test_advice_is_what_more_micro_batches_take_and_a_plan_for_them_is_no_longer(name: str, solver: str) -> None:
     made = slow(name)
     plan = made.planned(Request(solver=solver, advice=True))

@@ -256,11 +256,9 @@ def _advice(plan: Record) -> str:
     if plan.advice is None:
         return ""
     unit = "samples" if plan.provenance is None else plan.provenance.unit
-    times = plan.advice.micro_batches // plan.training.micro_batches
-    return (
-        f"; try --micro-batches {plan.advice.micro_batches}: {plan.advice.speedup:.2g}x the {unit}/s, with {times} times "
-        f"the batch a step"
-    )
+    count, speedup = plan.advice.micro_batches, plan.advice.speedup
+    times = count // plan.training.micro_batches
+    return f"; try --micro-batches {count}: {speedup:.2g}x the {unit}/s, with {times} times the batch a step"
 
 
 def _idle(plan: Record) -> list[str]:
