@@ -54,9 +54,9 @@ class Measured:
     predicted_seconds: float
     unit: str
     items_per_second: float
-    utilization: float
-    """MFU: the model's arithmetic over what all devices of the plan's cluster could do at their peak."""
-    predicted_utilization: float
+    utilization: float | None
+    """MFU: the model's arithmetic over what all devices of the plan's cluster could do at their peak, if it has one."""
+    predicted_utilization: float | None
     waited: tuple[Waited, ...]
     """The longest first."""
     bytes: int
@@ -77,12 +77,13 @@ class Measured:
         """Everything by a name, as for TensorBoard."""
         found = {
             f"{self.unit}_per_second": self.items_per_second,
-            "utilization": self.utilization, "utilization/predicted": self.predicted_utilization,
             "seconds": self.seconds, "seconds/predicted": self.predicted_seconds,
             "exposed_seconds": self.exposed_seconds, "exposed_seconds/predicted": self.predicted_exposed_seconds,
             "bytes": float(self.bytes), "peak_bytes": float(self.peak_bytes),
             "peak_bytes/predicted": float(self.predicted_bytes),
         }  # fmt: skip
+        if self.utilization is not None and self.predicted_utilization is not None:
+            found |= {"utilization": self.utilization, "utilization/predicted": self.predicted_utilization}
         for each in self.waited:
             found[f"exposed_seconds/{each.kind}_{each.axis}"] = each.seconds
             found[f"exposed_seconds/{each.kind}_{each.axis}/predicted"] = each.predicted_seconds
@@ -94,10 +95,12 @@ class Measured:
             f"{each.kind} on {each.axis} {short_seconds(each.seconds)} ({short_seconds(each.predicted_seconds)})"
             for each in self.waited
         )
+        mfu = ""
+        if self.utilization is not None and self.predicted_utilization is not None:
+            mfu = f"MFU {self.utilization:.1%} ({self.predicted_utilization:.1%}), "
         return (
             f"step {self.step}: {short_seconds(self.seconds)} ({short_seconds(self.predicted_seconds)}), "
-            f"{self.items_per_second:,.0f} {self.unit}/s, MFU {self.utilization:.1%} "
-            f"({self.predicted_utilization:.1%}), waits {short_seconds(self.exposed_seconds)} "
+            f"{self.items_per_second:,.0f} {self.unit}/s, {mfu}waits {short_seconds(self.exposed_seconds)} "
             f"({short_seconds(self.predicted_exposed_seconds)}){': ' if waited else ''}{waited}; memory "
             f"{short_bytes(self.bytes)}, {short_bytes(self.peak_bytes)} at the peak "
             f"({short_bytes(self.predicted_bytes)} of tensors)"
@@ -216,8 +219,8 @@ class Metrics:
             predicted_seconds=plan.seconds,
             unit=self._work_of(self.state).unit,
             items_per_second=items / elapsed,
-            utilization=ideal / elapsed,
-            predicted_utilization=plan.utilization or 0.0,
+            utilization=None if plan.utilization is None else ideal / elapsed,
+            predicted_utilization=plan.utilization,
             waited=self._waited(self.waits.taken()),
             bytes=now,
             peak_bytes=most,

@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from ranks import run
 from typer.testing import CliRunner
 
 from autopar import lab
 from autopar.cli import app
-from autopar.cluster.calibration import check, compute_check, fit
+from autopar.cluster.calibration import check, compute_check, fit, step_range
 from autopar.cluster.collectives import collective_seconds, price, prices
 from autopar.cluster.library import CLUSTERS, parse_cluster, read_cluster
 from autopar.cluster.library.write import cluster_toml
@@ -70,6 +72,7 @@ CLUSTER = Cluster(
         memory_bytes_per_second=20e9,
         seconds_per_op=2e-6,
         efficiency=((1e4, 0.25), (1e6, 0.5), (1e8, 1.0)),
+        has_peak=False,
         memory_efficiency=((1e5, 0.5), (1e6, 1.0), (1e7, 0.2)),
         ratios={"aten.add.Tensor": 0.8, "aten.neg.default": 1.0, "aten._softmax.default": 2.0, "attention": 1.5},
     ),
@@ -144,6 +147,39 @@ def test_the_figures_of_a_cluster_are_found_again() -> None:
     for key in ("memory_bytes_per_second", "memory_efficiency", "ratios"):
         assert getattr(found.device, key) == getattr(CLUSTER.device, key)
     assert found.device.reached(1e6) == pytest.approx(0.5, rel=0.02)
+    assert not found.device.has_peak  # what was measured is no peak
+
+
+def test_the_range_of_steps_is_that_of_the_measured_errors() -> None:
+    """Nothing errs where all costs what is predicted. Where products err, a third of a step does."""
+    exact = measurements(CLUSTER)
+    assert fit(exact, "found").step_range == pytest.approx((1.0, 1.0), abs=0.02)
+    noisy = replace(
+        exact, samples=tuple(replace(s, quartiles=(0.9 * s.seconds, 1.3 * s.seconds)) for s in exact.samples)
+    )
+    assert fit(noisy, "found").step_range == pytest.approx(((2 + 0.9) / 3, (2 + 1.3) / 3), abs=0.02)
+    cluster = fit(exact, "found")
+    products = [(*row[:4], row[4] * 1.6) for row in exact.compute.matmuls]
+    slower = replace(exact, compute=replace(exact.compute, matmuls=tuple(products)))  # type: ignore[arg-type]
+    assert step_range(slower, cluster) == pytest.approx(((2 + 1.6) / 3, (2 + 1.6) / 3), abs=0.02)
+    text = cluster_toml(fit(noisy, "found"), "a test")
+    assert parse_cluster(text, "a file").within(3.0) == pytest.approx((2.9, 3.3), abs=0.06)
+
+
+def rounds_within(seconds: float) -> tuple[int, int]:
+    from autopar.runtime.measure import collectives
+
+    levels = (dist.get_world_size(),)
+    setattr(collectives, "ROUNDS_SECONDS", {"cpu": seconds})  # noqa: B010
+    mine, first = collectives.groups_of(levels)
+    cpu = torch.device("cpu")
+    samples, rounds = collectives.collective_samples(levels, mine, first, (1 << 10,), 4, cpu, lambda part, what: None)
+    return len(samples), rounds
+
+
+@pytest.mark.parametrize(("seconds", "rounds"), [(math.inf, 4), (600.0, 4), (0.0, 1)])
+def test_rounds_end_in_time_on_all_ranks(seconds: float, rounds: int) -> None:
+    assert run(2, rounds_within, seconds) == [(len(KINDS), rounds)] * 2
 
 
 def by_levels(measured: Measurements) -> Cluster:
@@ -313,13 +349,13 @@ def measured_in_the_lab(levels: list[int]) -> dict[str, Any]:
 
 def test_what_is_measured_is_counted_as_the_rules_count_it() -> None:
     assert all(RULES.get(op) is not None for op in MOVERS)
-    for op, run, operands, flops in arithmetic(torch.device("cpu")):
-        made = run(*operands)
+    for op, call, operands, flops in arithmetic(torch.device("cpu")):
+        made = call(*operands)
         results = made if isinstance(made, tuple) else (made,)
         node = Node(
             op=op,
             args=tuple(Ref(f"x{i}") for i in range(len(operands))),
-            kwargs=tuple(getattr(run, "keywords", {}).items()),
+            kwargs=tuple(getattr(call, "keywords", {}).items()),
             outputs=tuple(f"y{i}" for i in range(len(results))),
         )
         metas, outputs = (tuple(TensorMeta(tuple(t.shape), t.dtype) for t in ts) for ts in (operands, results))

@@ -11,6 +11,7 @@ from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 
+import models
 import pytest
 import torch
 from hypothesis import given, settings
@@ -29,6 +30,7 @@ from autopar.cluster.library import CLUSTERS, named_cluster, parse_cluster, read
 from autopar.cluster.links import ALGORITHMS, KINDS, Link
 from autopar.cluster.machine import Cluster, Device, Level, Operators
 from autopar.ir.graph import TensorMeta
+from autopar.planning.planner import Planner
 
 DEVICE = Device(
     name="a device",
@@ -279,6 +281,29 @@ def test_the_library_cites_and_adds_up(name: str, tmp_path: Path) -> None:
         read_cluster(path) == named_cluster(path) == named_cluster(str(path)) == CLUSTERS[name] == named_cluster(name)
     )
     assert CLUSTERS[name].name == name and CLUSTERS[name].source
+
+
+@pytest.fixture(scope="module")
+def captured() -> Planner:
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))
+    return Planner(model, {"a": 4}, (torch.zeros(32, 64),), loss_fn=models.mean_square, cluster="dgx-h100")
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_a_model_is_planned_on_every_cluster(name: str, captured: Planner) -> None:
+    made = captured.on({"a": 2, "b": 2}, name).plan()
+    assert made.cluster == name and made.seconds > 0 and (made.headroom_bytes is None or made.headroom_bytes > 0)
+    assert (made.utilization is not None) == CLUSTERS[name].device.has_peak == (name != "local")
+
+
+@pytest.mark.parametrize(
+    ("name", "close"),
+    [("gb200", "'gb200-nvl72'"), ("L40S", "'aws-g6e'"), ("dgx-h10", "'dgx-h100'"), ("frontire", "'frontier'")],
+)
+def test_an_unknown_name_is_answered_with_names_and_devices_like_it(name: str, close: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"unknown cluster {name!r} (did you mean {close}?); known: ")):
+        named_cluster(name)
 
 
 GOOD = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from collections.abc import Mapping
 
@@ -59,6 +60,18 @@ def test_auto_takes_all_devices_of_the_cluster() -> None:
     case = models.case("mlp with loss_fn")
     plan = autopar.plan(case.model, "auto", case.args, case.kwargs, loss_fn=case.loss_fn, cluster=machine)
     assert math.prod(plan.mesh.values()) == machine.devices
+
+
+def test_a_search_says_what_it_covers_and_warns_of_a_batch_too_small_for_it(caplog: pytest.LogCaptureFixture) -> None:
+    made = planner("mlp with loss_fn", "dgx-h100")
+    rows = made.captured.input_leaves[0].meta.shape[0]  # type: ignore[union-attr]
+    caplog.set_level(logging.DEBUG, "autopar")
+    made.over([{"a": rows}], Request(solver="ddp"))
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    made.over([{"a": 2 * rows}, {"a": 2, "b": rows}], Request(solver="megatron"))
+    assert f"searching 2 meshes of {2 * rows} devices" in {getattr(record, "doing", "") for record in caplog.records}
+    (warning,) = (record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING)
+    assert f"batch has {rows} rows, and the search is over meshes of {2 * rows} devices, of which 2 or more" in warning
 
 
 def test_the_best_few_meshes_are_searched_thoroughly() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,9 +29,9 @@ def mean_square(y: torch.Tensor) -> torch.Tensor:
     return y.square().mean()
 
 
-def parallel(solver: str = "megatron") -> Any:
+def parallel(solver: str = "megatron", cluster: autopar.Cluster | None = None) -> Any:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    return autopar.parallelize(network(), mesh, (batch(),), loss_fn=mean_square, solver=solver)
+    return autopar.parallelize(network(), mesh, (batch(),), loss_fn=mean_square, solver=solver, cluster=cluster)
 
 
 def batch(rows: int = ROWS) -> torch.Tensor:
@@ -51,7 +52,8 @@ def stepped(module: Any, metrics: Any, rows: tuple[int, ...]) -> Measured | None
 
 
 def counts() -> None:
-    module = parallel()
+    made_up = autopar.CLUSTERS["local"]
+    module = parallel(cluster=replace(made_up, device=replace(made_up.device, has_peak=True)))
     plan, found = module.plan, []
     metrics = autopar.Metrics(module, every=3, to=found.append)
     assert [stepped(module, metrics, (ROWS,)) is None for _ in range(6)] == [True, True, False, True, True, False]

@@ -7,6 +7,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
+from autopar.cluster.library import named_cluster
 from autopar.compat import patched
 from autopar.passes.codegen.program import codegen
 from autopar.passes.lower.bucket import bucket
 from autopar.passes.lower.hold import held
 from autopar.planning.account import account
+from autopar.planning.advice import LEAST_SPEEDUP
 from autopar.planning.micro import MicroBatches
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
@@ -247,3 +250,55 @@ def _against_one_process() -> None:
     for found, expected in zip(ours, theirs, strict=True):
         assert_close(found, expected, "a loss, a norm or a parameter", 1e-4)
     assert isinstance(module, nn.Module)
+
+
+# --- advice
+
+SLOW_RATE = 200e6
+
+
+@functools.cache
+def slow(name: str) -> Planner:
+    """On links so slow that ranks wait."""
+    made, known = models.case(name), named_cluster("a100-pcie")
+    links = tuple(
+        replace(level, bytes_per_second=SLOW_RATE, group_bytes_per_second=SLOW_RATE) for level in known.levels
+    )
+    return Planner(made.model, GRID, made.args, made.kwargs, loss_fn=made.loss_fn, cluster=replace(known, levels=links))
+
+
+@pytest.mark.parametrize(
+    ("name", "solver"), [("llama of 4 layers", "fsdp"), ("gpt2", "ddp"), ("mlp with loss_fn", "fsdp")]
+)
+def test_advice_is_what_more_micro_batches_take_and_a_plan_for_them_is_no_longer(name: str, solver: str) -> None:
+    made = slow(name)
+    plan = made.planned(Request(solver=solver, advice=True))
+    assert plan.waits and plan.advice is not None
+    count, speedup = plan.advice.micro_batches, plan.advice.speedup
+    assert count == 4 and speedup >= LEAST_SPEEDUP
+    exact = []
+    for gathers in WAYS:
+        on = made.trained(Training(micro_batches=count, gathers=gathers))
+        exact.append(on.steps.seconds(made.assignment(plan), plan.bucket_bytes)[0])
+    assert speedup == pytest.approx(count * plan.seconds / min(exact), rel=0.02)
+    # searched for them, a plan is at least as quick
+    searched = made.trained(Training(micro_batches=count)).plan(solver=solver)
+    assert count * plan.seconds / searched.seconds >= speedup * 0.98
+    assert f"try --micro-batches 4: {speedup:.2g}x the " in " ".join(str(plan).split())
+    assert Plan.from_json(plan.to_json()).advice == plan.advice
+
+
+def test_no_advice_where_nothing_waits_nothing_is_asked_or_nothing_fits() -> None:
+    made, fast = slow("gpt2"), planner("gpt2", 1).on(GRID, "dgx-h100")
+    for plan in (made.plan(solver="ddp"), fast.planned(Request(solver="megatron", advice=True, headroom=0.0))):
+        assert plan.advice is None and "try --micro" not in str(plan)
+    free = made.planned(Request(solver="ddp", advice=True))
+    limit = free.bytes + 1.0
+    tight = made.planned(Request(solver="ddp", advice=True, memory_limit_bytes=limit))
+    assert free.advice is not None and tight.waits and tight.advice is None
+    # what was promised to fit does
+    roomy = free.bytes * 3.0
+    found = made.planned(Request(solver="ddp", advice=True, memory_limit_bytes=roomy))
+    assert found.advice is not None
+    again = made.trained(Training(micro_batches=found.advice.micro_batches))
+    assert again.plan(solver="ddp", memory_limit_bytes=roomy).bytes <= roomy

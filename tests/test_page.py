@@ -109,6 +109,13 @@ def test_arithmetic_is_the_graphs() -> None:
     assert f"MFU {made.utilization:.1%}" in " ".join(str(made).split())
 
 
+def test_no_mfu_is_told_of_a_peak_that_nobody_publishes() -> None:
+    made = planner().on(MESH, "local").plan(solver="megatron")
+    assert made.utilization is None and "MFU" not in str(made) and "tokens/s a device" in str(made)
+    micros = made.provenance.times(4) if made.provenance is not None else None
+    assert micros is not None and micros.ideal_seconds is None and micros.items == 4 * 8 * 16
+
+
 def test_the_verdict_says_whether_it_fits() -> None:
     made = plan("megatron")
     assert re.search(r"^  fits .* of 68\.9 GiB a rank at the peak, 68\.9 GiB to spare", str(made), flags=re.MULTILINE)

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from autopar.cluster import library
+from autopar.cluster.library import write
 from autopar.cluster.links import KINDS, interpolated
 from autopar.planning.texts import bytes_text, seconds_text
 from autopar.report.telling import notes
@@ -24,8 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from autopar import lab
-    from autopar.cluster import calibration, library, measurements
-    from autopar.cluster.library import write
+    from autopar.cluster import calibration, measurements
     from autopar.cluster.machine import Cluster, Device, Groups, Level
     from autopar.runtime import measure
     from autopar.runtime.measure import operators
@@ -33,9 +34,7 @@ else:
     torch = Later("torch")
     lab = Later("autopar.lab")
     calibration = Later("autopar.cluster.calibration")
-    library = Later("autopar.cluster.library")
     measurements = Later("autopar.cluster.measurements")
-    write = Later("autopar.cluster.library.write")
     measure = Later("autopar.runtime.measure")
     operators = Later("autopar.runtime.measure.operators")
 
@@ -260,8 +259,9 @@ def clusters_command(
     device = cluster.device
     rates = ", ".join(f"{dtype} {rate / 1e12:.4g}" for dtype, rate in device.flops_per_second.items())
     moving = ", ".join(f"{bytes_text(size)} reaches {part:.0%}" for size, part in device.memory_efficiency)
+    most = "the peak" if device.has_peak else "most"
     out().print(
-        f"{cluster.devices} x {device.name}: TFLOP/s {rates} at the peak, of which an operator of "
+        f"{cluster.devices} x {device.name}: TFLOP/s {rates} at {most}, of which an operator of "
         + ", ".join(f"{flops:.2g} flops reaches {part:.0%}" for flops, part in device.efficiency)
         + f"; {_memory(device)} at {bytes_text(device.memory_bytes_per_second)}/s"
         + (f", of which an operator that moves {moving}" if len(device.memory_efficiency) > 1 else "")
@@ -317,6 +317,7 @@ def _facts(cluster: Cluster) -> dict[str, object]:
         "device": {
             "name": device.name,
             "flops_per_second": dict(device.flops_per_second),
+            "has_peak": device.has_peak,
             "memory_bytes": device.memory_bytes,
             "usable_bytes": device.usable_bytes,
             "memory_bytes_per_second": device.memory_bytes_per_second,

@@ -36,7 +36,7 @@ def fit(measured: Measurements, name: str) -> Cluster:
     """The cluster that these measurements describe."""
     algorithms = GLOO if measured.backend == "gloo" else ALGORITHMS
     levels = tuple(_level(measured, number, algorithms) for number in range(len(measured.levels)))
-    return Cluster(
+    cluster = Cluster(
         name=name,
         device=_device(measured),
         levels=levels,
@@ -44,6 +44,28 @@ def fit(measured: Measurements, name: str) -> Cluster:
         algorithms=algorithms,
         groups=_curves(measured),
     )
+    return replace(cluster, step_range=step_range(measured, cluster))
+
+
+def step_range(measured: Measurements, cluster: Cluster) -> tuple[float, float]:
+    """From how many to how many times the predicted seconds a step takes, by what was measured over what the cluster
+    predicts. Of products, of other operators and of large collectives (with their quartiles, since their medians are
+    the cluster's) these are the 10th and the 90th percentile, and of a step their mean: as if it spent a third on each,
+    and all of them erred to one side together."""
+    usual, device = usual_dtype(measured.backend), cluster.device
+    large = [row for row in check(measured, cluster) if row.bytes >= LEAST_BYTES]
+    kinds = (
+        [seconds / predicted for dtype, _, predicted, seconds in compute_check(measured, cluster) if dtype == usual],
+        [
+            seconds / device.roofline_seconds(flops, moved, "float32") / device.ratio(op)
+            for op, flops, moved, seconds in measured.compute.operators
+        ],
+        [quartile / row.predicted_seconds for row in large for quartile in row.quartiles],
+    )
+    several = (ratios * 2 if len(ratios) == 1 else ratios for ratios in kinds)
+    ends = [statistics.quantiles(ratios, n=10, method="inclusive") for ratios in several if ratios]
+    low, high = (statistics.fmean(end) for end in zip(*((every[0], every[-1]) for every in ends), strict=True))
+    return _digits(low), _digits(high)
 
 
 def _curves(measured: Measurements) -> tuple[Groups, ...]:
@@ -164,6 +186,7 @@ def _device(measured: Measurements) -> Device:
     device = Device(
         name=measured.device,
         flops_per_second={dtype: _digits(curve[-1][1]) for dtype, curve in curves.items()},
+        has_peak=False,
         memory_bytes=_digits(compute.memory_bytes),
         memory_bytes_per_second=_digits(max(rate for _, rate in memory)),
         memory_efficiency=_parts(memory),

@@ -12,13 +12,15 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import NormalDist
-
-import torch
-
-from autopar.ir.graph import TensorMeta
+from typing import TYPE_CHECKING
 
 from .collectives import price
 from .links import ALGORITHMS, Factors, Link, Measured, Names, Stage, interpolated
+
+if TYPE_CHECKING:  # a list of clusters does not wait for PyTorch
+    import torch
+
+    from autopar.ir.graph import TensorMeta
 
 TOPOLOGIES = ("switch", "full", "ring")
 
@@ -51,15 +53,17 @@ class Device:
     context, the communication library's buffers, fragmentation (None: `RESERVED_PART`).
 
     `flops_per_second` is the peak by dtype name ("float32", "bfloat16"); a dtype that is not listed counts as the
-    slowest listed. `efficiency` are points (flops of one operator, part of the peak that it reaches), interpolated on
-    logarithmic scales and constant beyond the ends; `memory_efficiency` likewise (bytes that one operator reads and
-    writes, part of `memory_bytes_per_second`): small tensors fit into caches. `seconds_per_op` is the fixed cost of one
-    operator. `ratios` multiplies the seconds of an op. `fused_part` is the part of the seconds of operators without
-    arithmetic to speak of (element-wise ones, norms, copies) that a compiler saves by fusing them; 0 in eager. Devices
-    of one kind differ: `spread` is the standard deviation of their seconds, as a part of the mean, and `slowdown` what
-    the slowest of a mesh takes longer (`Cluster.among`). `memory_bytes_per_link_byte` is what a collective reads and
-    writes in memory for each byte that a rank sends, and takes from operators that run meanwhile; with 0 they do not
-    disturb each other. `operators` holds measurements of single operators, which take precedence over all of this.
+    slowest listed. `has_peak` is False where that was measured or made up, and is no peak that the maker publishes: an
+    MFU says nothing then. `efficiency` are points (flops of one operator, part of the peak that it reaches),
+    interpolated on logarithmic scales and constant beyond the ends; `memory_efficiency` likewise (bytes that one
+    operator reads and writes, part of `memory_bytes_per_second`): small tensors fit into caches. `seconds_per_op` is
+    the fixed cost of one operator. `ratios` multiplies the seconds of an op. `fused_part` is the part of the seconds of
+    operators without arithmetic to speak of (element-wise ones, norms, copies) that a compiler saves by fusing them; 0
+    in eager. Devices of one kind differ: `spread` is the standard deviation of their seconds, as a part of the mean,
+    and `slowdown` what the slowest of a mesh takes longer (`Cluster.among`). `memory_bytes_per_link_byte` is what a
+    collective reads and writes in memory for each byte that a rank sends, and takes from operators that run meanwhile;
+    with 0 they do not disturb each other. `operators` holds measurements of single operators, which take precedence
+    over all of this.
     """
 
     name: str
@@ -68,6 +72,7 @@ class Device:
     seconds_per_op: float
     memory_bytes: float | None = None
     reserved_bytes: float | None = None
+    has_peak: bool = True
     efficiency: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
     memory_efficiency: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
     ratios: Mapping[str, float] = field(default_factory=dict)
@@ -102,11 +107,11 @@ class Device:
         if (measured := self.measured_seconds(op, inputs, outputs)) is not None:
             return measured
         tensors = (*inputs, *outputs)
-        dtype = tensors[0].dtype if tensors else torch.float32
+        dtype = tensors[0].dtype if tensors else "float32"
         moved = sum(tensor.bytes for tensor in tensors) + inside_bytes
         return self.roofline_seconds(flops, moved, dtype) * self.ratio(op)
 
-    def roofline_seconds(self, flops: float, moved_bytes: float, dtype: torch.dtype) -> float:
+    def roofline_seconds(self, flops: float, moved_bytes: float, dtype: torch.dtype | str) -> float:
         """Seconds of an operator by its arithmetic or its bytes, whichever takes longer."""
         moving = self.moving_seconds(moved_bytes)
         if not flops:
@@ -136,16 +141,16 @@ class Device:
         measured = self.operators.seconds_per_byte.get(name) if self.operators is not None else None
         return self.moving_seconds(moved_bytes) if measured is None else moved_bytes * measured
 
-    def peak_flops(self, dtype: torch.dtype) -> float:
+    def peak_flops(self, dtype: torch.dtype | str) -> float:
         """FLOP/s at the peak."""
         rates = self.flops_per_second
         return rates.get(str(dtype).removeprefix("torch."), min(rates.values()))
 
-    def flops(self, dtype: torch.dtype) -> float:
+    def flops(self, dtype: torch.dtype | str) -> float:
         """FLOP/s of the largest operators."""
         return self.peak_flops(dtype) * self.efficiency[-1][1]
 
-    def compute_seconds(self, flops: float, dtype: torch.dtype) -> float:
+    def compute_seconds(self, flops: float, dtype: torch.dtype | str) -> float:
         """Seconds of the arithmetic of one operator."""
         return flops / self.flops(dtype) * self.efficiency[-1][1] / self.reached(flops) * self.slowdown
 

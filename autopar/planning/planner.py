@@ -34,6 +34,7 @@ from autopar.profile.programs import Costs, real_tensors
 from autopar.solve import AUTO
 from autopar.solve.effort import EFFORT, Effort
 
+from .advice import advised
 from .at_rest import Decided, best_at_rest
 from .capturing import captured_for_planning, check_autocast
 from .choice import Choice
@@ -46,7 +47,7 @@ from .micro import check_measured, in_ways
 from .over import best_over
 from .plan import Plan
 from .provenance import ModelFacts
-from .reports import report_captured, report_without_rule
+from .reports import report_captured, report_rows, report_without_rule
 from .request import Request
 from .search import SearchResult
 from .searches import Searches, hidden_buckets
@@ -140,9 +141,12 @@ class Planner:
 
     def gathering(self, gathers: Gathers) -> Self:
         """A planner for the same, with parameters gathered so in a step of several micro-batches."""
+        return self.trained(replace(self.training, gathers=gathers))
+
+    def trained(self, training: Training) -> Self:
+        """A planner for the same, which trains so."""
         other = copy(self)
-        other.training = replace(self.training, gathers=gathers)
-        other.space = replace(self.space, **other.training.setting)
+        other.training, other.space = training, replace(self.space, **training.setting)
         other._gather()
         return other
 
@@ -160,7 +164,12 @@ class Planner:
         return self.device_type or ("cpu" if are_of_gloo(self.cluster.algorithms) else "cuda")
 
     def over(self, candidates: Sequence[Mapping[str, int]], request: Request) -> Plan:
-        """The best plan on any of several meshes. Raises ValueError as `plan` if no mesh has one."""
+        """The best plan on any of several meshes of equally many devices. Raises ValueError as `plan` if no mesh has
+        one."""
+        devices = math.prod(candidates[0].values())
+        report_rows(self.captured, devices)
+        doing = f"{request.stage.doing} {len(candidates)} meshes of {devices:,} devices"
+        request = replace(request, stage=replace(request.stage, doing=doing))
         with uncollected():
             return in_time(self, request, lambda on, request: best_over(on, candidates, request))
 
@@ -191,7 +200,8 @@ class Planner:
             check_measured(self.training)
             return by_measuring(self, request)
         with uncollected():
-            return in_time(self, request, partial(in_ways, make=Planner._planned))
+            plan = in_time(self, request, partial(in_ways, make=Planner._planned))
+            return advised(self, plan) if request.advice else plan
 
     def limit(self, request: Request) -> float | None:
         """The bytes that a rank may need: as requested, or what its device has for a step, less the headroom."""

@@ -58,9 +58,10 @@ class Candidate:
 class Provenance:
     """`inputs` are types and shapes by name. `items` of the kind `unit` ("tokens", "samples") are computed in a step.
     `flops` are the arithmetic of one step of the whole model, and `ideal_seconds` what it takes at the peak of all
-    devices. `cluster` are the lines of the cluster's file. `winner` names the candidate that was chosen: "search",
-    "search again" (near another candidate, with more or less of parameters' traffic hidden), or a preset.
-    `effort_seconds` were given to the search, if any were, and `is_cut` says that it ended with them."""
+    devices, if their maker publishes one (`Device.has_peak`). `cluster` are the lines of the cluster's file. `winner`
+    names the candidate that was chosen: "search", "search again" (near another candidate, with more or less of
+    parameters' traffic hidden), or a preset. `effort_seconds` were given to the search, if any were, and `is_cut` says
+    that it ended with them."""
 
     dtype: str
     inputs: Mapping[str, str]
@@ -68,7 +69,7 @@ class Provenance:
     items: int
     parameter_count: int
     flops: float
-    ideal_seconds: float
+    ideal_seconds: float | None
     cluster: tuple[str, ...]
     versions: Mapping[str, str]
     winner: str = "search"
@@ -82,9 +83,8 @@ class Provenance:
         """Of a step of several calls."""
         if micro_batches == 1:
             return self
-        items, flops, ideal = self.items, self.flops, self.ideal_seconds
-        n = micro_batches
-        return replace(self, items=n * items, flops=n * flops, ideal_seconds=n * ideal)
+        n, ideal = micro_batches, self.ideal_seconds
+        return replace(self, items=n * self.items, flops=n * self.flops, ideal_seconds=ideal and n * ideal)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +114,7 @@ class ModelFacts:
         given = [(graph.metas[i.name], i.at_rest) for i in graph.inputs if i.role == "parameter"]
         sizes = [TensorMeta(meta.shape, at_rest or meta.dtype) for meta, at_rest in given]
         unit, items = work_of(self.captured)
-        peak = cluster.device.peak_flops
+        peak, has_peak = cluster.device.peak_flops, cluster.device.has_peak
         return Provenance(
             dtype=_most([(str(meta.dtype).removeprefix("torch."), meta.numel) for meta in sizes]),
             inputs={name.removeprefix("kwargs."): str(meta) for name, meta in metas.items()},
@@ -122,7 +122,7 @@ class ModelFacts:
             items=items,
             parameter_count=sum(meta.numel for meta in sizes),
             flops=sum(self.flops.values()),
-            ideal_seconds=sum(flops / peak(dtype) for dtype, flops in self.flops.items()) / ranks,
+            ideal_seconds=sum(flops / peak(d) for d, flops in self.flops.items()) / ranks if has_peak else None,
             cluster=tuple(cluster_toml(cluster, cluster.source).splitlines()),
             versions=self.versions,
         )

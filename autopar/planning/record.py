@@ -66,6 +66,18 @@ class Segment:
     runs: tuple[Run, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """A step of so many micro-batches computes `speedup` times as much a second, with the decisions of the plan."""
+
+    micro_batches: int
+    speedup: float
+
+
+WAITING_PART = 0.25
+"""Ranks that wait for more of the step are worth a warning, and advice."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Record:
     """`decisions` (and those of the segments' runs) are the plan: site -> choice, in the words of
@@ -124,6 +136,8 @@ class Record:
     """How the step trains; a plan's file says what is not as by default."""
     checkpoints: int = 0
     """The calls of `torch.utils.checkpoint` in a step of the model."""
+    advice: Advice | None = None
+    """What would shorten the waits of ranks, if that was found."""
     timing: Timing | None = None
     """Where the step goes, with overlap."""
     provenance: Provenance | None = None
@@ -157,6 +171,11 @@ class Record:
         return _gap(self.objective_bound_seconds, self.objective_seconds)
 
     @property
+    def waits(self) -> bool:
+        """Whether ranks wait for much of the step."""
+        return self.exposed_seconds > WAITING_PART * self.seconds > 0
+
+    @property
     def ranks(self) -> int:
         return math.prod(self.mesh.values())
 
@@ -168,8 +187,9 @@ class Record:
     @property
     def utilization(self) -> float | None:
         """MFU: the model's arithmetic (nothing replicated, nothing recomputed) over what all devices could do in a
-        step at their peak. None if the model's arithmetic is not known."""
-        return self.provenance.ideal_seconds / self.seconds if self.provenance and self.seconds else None
+        step at their peak. None if the model's arithmetic is not known, or the devices' peak is not."""
+        ideal = None if self.provenance is None else self.provenance.ideal_seconds
+        return None if ideal is None or not self.seconds else ideal / self.seconds
 
     @property
     def digest(self) -> str:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from autopar.passes.capture.captured import Captured
 from autopar.passes.space.space import Space
+
+from .provenance import input_metas
 
 logger = logging.getLogger("autopar")
 
@@ -64,6 +67,18 @@ def report_captured(captured: Captured) -> None:
             "the model's Python reads %s: a program is right for inputs of which it reads the same, and "
             "parallelize captures and plans again for others",
             captured.pinned,
+        )
+
+
+def report_rows(captured: Captured, devices: int) -> None:
+    """Warns of a batch that is no match for the devices on which meshes are searched, before the search."""
+    sizes = Counter(meta.shape[0] for meta in input_metas(captured).values() if meta.shape)
+    rows = sizes.most_common(1)[0][0] if sizes else devices
+    if rows < devices:
+        logger.warning(
+            "the batch has %s rows, and the search is over meshes of %s devices, of which %s or more share a row: give "
+            "a number of devices, or a larger batch",
+            *(f"{number:,}" for number in (rows, devices, -(-devices // rows))),
         )
 
 

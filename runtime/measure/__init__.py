@@ -32,7 +32,7 @@ def measure(
     device = device or torch.device("cpu")
     compute = measured_compute(device, seconds, report)
     mine, first = groups_of(levels)
-    samples = collective_samples(tuple(levels), mine, first, sizes, rounds, device, report)
+    samples, rounds = collective_samples(tuple(levels), mine, first, sizes, rounds, device, report)
     report(1.0, "operators under collectives")
     together = tuple(measured_together(axis, mine[axis], rounds, device) for axis in level_axes(levels) if axis in mine)
     return Measurements(

@@ -30,6 +30,9 @@ from .clock import Report, slowest, synchronize
 
 SIZES = (1 << 10, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 ROUNDS = 7
+ROUNDS_SECONDS: Mapping[str, float] = {"cpu": math.inf, "cuda": 140.0}
+"""By type of device: no round begins that would end later, so that GPUs are calibrated in four minutes with their
+operators. One round is always measured."""
 CASE_SECONDS = 0.02
 """In a round, a case is repeated for about so long. What takes as long is run once, and begun together: repeated,
 two ranks that exchange large messages fall out of step and take turns."""
@@ -45,7 +48,8 @@ def collectives_seconds(
     """Median seconds of collectives on the axes of a mesh, all groups of an axis at once; the same on every rank."""
     assert mesh.mesh_dim_names is not None
     mine = {name: mesh.get_group(name) for name in mesh.mesh_dim_names}
-    samples = _rounds(cases, mine, frozenset(mine), rounds, torch.device(mesh.device_type), lambda part, what: None)
+    device = torch.device(mesh.device_type)
+    samples, _ = _rounds(cases, mine, frozenset(mine), rounds, math.inf, device, lambda part, what: None)
     return {case: statistics.median(seconds) for case, seconds in samples.items()}
 
 
@@ -83,18 +87,20 @@ def collective_samples(
     rounds: int,
     device: torch.device,
     report: Report,
-) -> tuple[Sample, ...]:
+) -> tuple[tuple[Sample, ...], int]:
+    """Of every case, and in how many rounds it was measured."""
     cases = []
     full_axes = level_axes(levels)
     for axis in mine:
         # alone, to find how many share a link
         for alone in (False, True)[: 1 + (axis in full_axes and axis[0] < math.prod(levels))]:
             cases += [Case(kind=kind, axis=axis, bytes=size, alone=alone) for kind in _CALLS for size in sizes]
-    samples = _rounds(cases, mine, first, rounds, device, report)
-    return tuple(
+    samples, done = _rounds(cases, mine, first, rounds, ROUNDS_SECONDS[device.type], device, report)
+    rows = tuple(
         Sample(**vars(case), seconds=statistics.median(seconds), quartiles=quartiles(seconds))
         for case, seconds in samples.items()
     )
+    return rows, done
 
 
 def _rounds(
@@ -102,17 +108,25 @@ def _rounds(
     mine: Mapping[Axis, dist.ProcessGroup],
     first: Collection[Axis],
     rounds: int,
+    most_seconds: float,
     device: torch.device,
     report: Report,
-) -> dict[Case[Axis], list[float]]:
-    """Seconds of each case's slowest rank, whenever it ran. `mine` is this rank's group of each axis, `first` are the
-    axes of which it is the one that works alone."""
+) -> tuple[dict[Case[Axis], list[float]], int]:
+    """Seconds of each case's slowest rank, whenever it ran, and the rounds, of which none begins that would end after
+    `most_seconds`. `mine` is this rank's group of each axis, `first` are the axes of which it is the one that works
+    alone."""
     # a collective is of a number for each pair of ranks at least
     largest = max(dist.get_world_size() ** 2, *(case.bytes // 4 for case in cases))
     buffer = torch.zeros(largest, device=device)
     repeats: dict[Case[Axis], int] = {}
     samples: dict[Case[Axis], list[float]] = {case: [] for case in cases}
+    began = time.perf_counter()
     for number in range(rounds + 1):
+        if number > 1 and math.isfinite(most_seconds):
+            spent = torch.tensor(time.perf_counter() - began, dtype=torch.float64, device=device)
+            dist.all_reduce(spent, dist.ReduceOp.MAX)  # all end with the same round
+            if spent.item() * (number + 1) / number > most_seconds:
+                return samples, number - 1
         order = [case for case in samples for _ in range(1 if repeats.get(case, 1) == 1 else SHORT_VISITS)]
         random.Random(number).shuffle(order)  # alike on all ranks: what runs before a case changes what it takes
         for position, case in enumerate(order):
@@ -126,7 +140,7 @@ def _rounds(
                 samples[case].append(slowest.item())
             else:
                 repeats[case] = max(1, min(MOST_REPEATS, round(CASE_SECONDS / slowest.item())))
-    return samples
+    return samples, rounds
 
 
 def _timed(kind: str, size: int, group: dist.ProcessGroup, buffer: torch.Tensor, repeats: int) -> float:

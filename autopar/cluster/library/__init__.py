@@ -46,7 +46,9 @@ def named_cluster(cluster: str | Path | Cluster | None, *, device_type: str = "c
     if isinstance(cluster, Path) or cluster.endswith(".toml"):
         return read_cluster(cluster)
     if cluster not in CLUSTERS:
-        names, close = ", ".join(sorted(CLUSTERS)), nearest(cluster, CLUSTERS)
+        names, word = ", ".join(sorted(CLUSTERS)), cluster.lower()
+        like = [repr(n) for n, row in CLUSTERS.items() if word and word in f"{n} {row.device.name}".lower()]
+        close = f" (did you mean {' or '.join(like)}?)" if like else nearest(cluster, CLUSTERS)
         raise ValueError(
             f"unknown cluster {cluster!r}{close}; known: {names}, or give the path of a TOML file, or a Cluster"
         )

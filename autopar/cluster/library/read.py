@@ -30,8 +30,8 @@ BASIC_OF: Mapping[str, frozenset[str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """`kind` is text, count, rate (above 0), seconds or amount (0 or more), part (above 0, at most 1), share (from 0
-    to 1), links (a rate or a matrix of rates), rates (a table of them), curve, topology, algorithms, parts or
+    """`kind` is text, flag, count, rate (above 0), seconds or amount (0 or more), part (above 0, at most 1), share
+    (from 0 to 1), links (a rate or a matrix of rates), rates (a table of them), curve, topology, algorithms, parts or
     latencies (one, or a table of them by kind of collective), times (curves of seconds by kind). `write` is an
     example."""
 
@@ -53,6 +53,7 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
     "device": {
         "name": Key("text", 'name = "A100 SXM 80GB"', figure=False),
         "flops_per_second": Key("rates", "flops_per_second = { bfloat16 = 312e12, float32 = 19.5e12 }"),
+        "has_peak": Key("flag", "has_peak = false", required=False, figure=False),
         "efficiency": Key("curve", "efficiency = [[1e9, 0.5], [1e12, 0.8]]", required=False),
         "memory_bytes": Key("rate", "memory_bytes = 80e9", required=False),
         "reserved_bytes": Key("amount", "reserved_bytes = 6e9", required=False),
@@ -257,6 +258,7 @@ def _does(kind: str, names: Any) -> bool:
 
 _VALID: Mapping[str, Callable[[Any], bool]] = {
     "text": lambda value: isinstance(value, str) and bool(value.strip()),
+    "flag": lambda value: isinstance(value, bool),
     "count": lambda value: isinstance(value, int) and not isinstance(value, bool) and value > 0,
     "rate": _is_rate,
     "seconds": lambda value: _is_number(value) and value >= 0,
@@ -278,6 +280,7 @@ _VALID: Mapping[str, Callable[[Any], bool]] = {
 
 _MEANING = {
     "text": "a text",
+    "flag": "true or false",
     "count": "a whole number above 0",
     "rate": "a number above 0",
     "seconds": "a number of seconds, 0 or more",
@@ -315,6 +318,7 @@ def _device(table: _Table) -> Device:
         reserved_bytes=None if reserved is None else float(reserved),
         memory_bytes_per_second=table["memory_bytes_per_second"] * (1.0 if isinstance(reached, list) else reached),
         seconds_per_op=float(table["seconds_per_op"]),
+        has_peak=table.get("has_peak", True),
         efficiency=tuple((float(size), float(part)) for size, part in table.get("efficiency", [[1.0, 1.0]])),
         memory_efficiency=tuple((float(size), float(part)) for size, part in curve),
         ratios={op: float(ratio) for op, ratio in table.get("operator_ratios", {}).items()},

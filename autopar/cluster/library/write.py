@@ -43,6 +43,8 @@ def _device(device: Device) -> dict[str, object]:
         "memory_bytes_per_second": device.memory_bytes_per_second,
         "seconds_per_op": device.seconds_per_op,
     }
+    if not device.has_peak:
+        figures["has_peak"] = False
     if device.memory_bytes is not None:
         figures["memory_bytes"] = device.memory_bytes
     if device.reserved_bytes is not None:
@@ -79,7 +81,7 @@ def _level(level: Level) -> dict[str, object]:
     return figures
 
 
-_NO_FIGURES = ("name", "size", "topology", "ranks", "stride")
+_NO_FIGURES = ("name", "has_peak", "size", "topology", "ranks", "stride")
 
 
 def _table(header: str, figures: Mapping[str, object], source: str) -> Iterable[str]:

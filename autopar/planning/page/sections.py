@@ -19,9 +19,6 @@ from .words import legend
 TIGHT_PART = 0.05
 """Less headroom than this part of the limit is worth a warning."""
 
-WAITING_PART = 0.25
-"""So is a larger part of the step in which ranks wait."""
-
 LEAST_GAP = 0.0005
 """A smaller distance from a bound is none."""
 
@@ -245,13 +242,23 @@ def warnings(plan: Record) -> Iterator[str]:
         yield f"the peak exceeds the memory limit by {short_bytes(-left)}"
     elif limit and left is not None and left < TIGHT_PART * limit:
         yield f"only {left / limit:.1%} of the memory limit is left at the peak"
-    if plan.seconds and plan.exposed_seconds > WAITING_PART * plan.seconds:
-        yield f"ranks wait for communication {plan.exposed_seconds / plan.seconds:.0%} of the step"
+    if plan.waits:
+        yield f"ranks wait for communication {plan.exposed_seconds / plan.seconds:.0%} of the step{_advice(plan)}"
     if idle := _idle(plan):
         yield f"nothing is split on {listed(idle)}: all of its ranks do the same work"
     if plan.without_rule:
         ops = ", ".join(f"{count} x {op}" for op, count in plan.without_rule.items())
         yield f"replicated, since the op has no rule: {ops}"
+
+
+def _advice(plan: Record) -> str:
+    """What to try, by its option and with its figure."""
+    if plan.advice is None:
+        return ""
+    unit = "samples" if plan.provenance is None else plan.provenance.unit
+    count, speedup = plan.advice.micro_batches, plan.advice.speedup
+    times = count // plan.training.micro_batches
+    return f"; try --micro-batches {count}: {speedup:.2g}x the {unit}/s, with {times} times the batch a step"
 
 
 def _idle(plan: Record) -> list[str]:
