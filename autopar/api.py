@@ -112,7 +112,7 @@ def plan(
     """
     request = Request(
         solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes, headroom=headroom, constraints=constraints,
-        effort=effort, advice=True,
+        effort=effort,
     )  # fmt: skip
     planner = partial(
         Planner, model, args=args, kwargs=kwargs, loss_fn=loss_fn, optimizer=optimizer, profiles=profiles,

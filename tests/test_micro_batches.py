@@ -272,7 +272,7 @@ def slow(name: str) -> Planner:
 )
 def test_advice_is_what_more_micro_batches_take_and_a_plan_for_them_is_no_longer(name: str, solver: str) -> None:
     made = slow(name)
-    plan = made.planned(Request(solver=solver, advice=True))
+    plan = made.plan(solver=solver)
     assert plan.waits and plan.advice is not None
     count, speedup = plan.advice.micro_batches, plan.advice.speedup
     assert count == 4 and speedup >= LEAST_SPEEDUP
@@ -288,17 +288,20 @@ def test_advice_is_what_more_micro_batches_take_and_a_plan_for_them_is_no_longer
     assert Plan.from_json(plan.to_json()).advice == plan.advice
 
 
-def test_no_advice_where_nothing_waits_nothing_is_asked_or_nothing_fits() -> None:
-    made, fast = slow("gpt2"), planner("gpt2", 1).on(GRID, "dgx-h100")
-    for plan in (made.plan(solver="ddp"), fast.planned(Request(solver="megatron", advice=True, headroom=0.0))):
+def test_no_advice_where_nothing_waits_nothing_pays_or_nothing_fits() -> None:
+    made = slow("gpt2")
+    megatron = made.on({"tp": 4}, made.cluster).plan(solver="megatron")
+    fast = planner("llama of 4 layers", 1).plan(solver="dp")
+    assert megatron.waits and not fast.waits
+    for plan in (megatron, fast):  # whose waits are in each micro-batch; who does not wait
         assert plan.advice is None and "try --micro" not in str(plan)
-    free = made.planned(Request(solver="ddp", advice=True))
+    free = made.plan(solver="ddp")
     limit = free.bytes + 1.0
-    tight = made.planned(Request(solver="ddp", advice=True, memory_limit_bytes=limit))
+    tight = made.plan(solver="ddp", memory_limit_bytes=limit)
     assert free.advice is not None and tight.waits and tight.advice is None
     # what was promised to fit does
     roomy = free.bytes * 3.0
-    found = made.planned(Request(solver="ddp", advice=True, memory_limit_bytes=roomy))
+    found = made.plan(solver="ddp", memory_limit_bytes=roomy)
     assert found.advice is not None
     again = made.trained(Training(micro_batches=found.advice.micro_batches))
     assert again.plan(solver="ddp", memory_limit_bytes=roomy).bytes <= roomy

@@ -200,8 +200,7 @@ class Planner:
             check_measured(self.training)
             return by_measuring(self, request)
         with uncollected():
-            plan = in_time(self, request, partial(in_ways, make=Planner._planned))
-            return advised(self, plan) if request.advice else plan
+            return advised(self, in_time(self, request, partial(in_ways, make=Planner._planned)))
 
     def limit(self, request: Request) -> float | None:
         """The bytes that a rank may need: as requested, or what its device has for a step, less the headroom."""

@@ -20,7 +20,7 @@ class Request:
     the device's memory less its reserve, and of that the part `headroom` is left free; `math.inf` not at all.
     `constraints` pin placements. After `effort` seconds a
     search ends with the best that it has (None: when its work is done). `stage`: of all that is done for a plan. (The
-    optimizer, whose states count, belongs to the space.) With `advice`, the plan says what would shorten its waits.
+    optimizer, whose states count, belongs to the space.)
 
     Raises ValueError for an invalid option. `constraints.pins` checks the names in constraints.
     """
@@ -31,7 +31,6 @@ class Request:
     constraints: Constraints | None = None
     effort: float | None = None
     headroom: float | None = None
-    advice: bool = False
     stage: Stage = field(default=WHOLE, compare=False, repr=False)
 
     def __post_init__(self) -> None:
