@@ -20,6 +20,7 @@ import yaml
 
 import autopar
 import autopar.ops  # which has torch know autopar's operators
+import autopar.testing
 
 ROOT = Path(__file__).parent.parent
 OUTPUTS = runpy.run_path(str(ROOT / "docs/outputs.py"))
@@ -151,6 +152,29 @@ def test_the_site_has_every_page_and_name() -> None:
     assert sorted(listed) == sorted(there | {"index.md", "contributing.md", "changelog.md"})
     shown = set(re.findall(r"^::: autopar\.(\w+)$", text_of("api.md"), flags=re.MULTILINE))
     assert shown | {"CLUSTERS"} == {*autopar.__all__, "lab"}
+
+
+def test_every_parameter_of_the_api_has_a_meaning() -> None:
+    """A sentence of its docstring, which the site shows in a table."""
+    described = HOOKS["described_parameters"]
+    called = [getattr(autopar, name) for name in autopar.__all__ if name not in ("CLUSTERS", *HOOKS["RESULTS"])]
+    for function in (*called, autopar.testing.check):
+        for name, _, _, meaning in described(function):
+            assert meaning, f"{function.__name__}: a sentence of its docstring that names `{name}`"
+    rows = {name: (kind, default, meaning) for name, kind, default, meaning in described(autopar.plan)}
+    assert rows["micro_batches"][:2] == ("int", "`1`") and rows["model"][:2] == ("Module", "required")
+    assert rows["loss_fn"][2].startswith("`loss_fn` takes the model's output to the loss")
+    assert "| `padding` | `Padding \\| None` | `None` | With `padding`," in HOOKS["parameters"]("parallelize")
+    assert HOOKS["parameters"]("Plan") == ""
+
+
+def test_links_have_titles_and_code_in_tables_breaks_between_its_parts() -> None:
+    titled, content = HOOKS["titled"], HOOKS["on_page_content"]
+    assert titled("simulator.md", "") == "[The simulator](simulator.md)"
+    assert titled("design.md", "#one-graph-for-every-device").startswith("[One graph for every device](design.md#")
+    cell = "<td><code>passes/codegen/operators.py</code></td>"
+    assert content(cell) == "<td><code>passes/<wbr>codegen/<wbr>operators.<wbr>py</code></td>"
+    assert content("<p><code>a/b</code></p>") == "<p><code>a/b</code></p>"
 
 
 def test_the_examples_are_listed() -> None:

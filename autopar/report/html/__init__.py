@@ -78,7 +78,8 @@ def _asset(name: str) -> str:
 
 
 def save_report(plan: Plan, path: str | Path) -> None:
-    """Writes the page. Raises ValueError as `report_html`, and if the file cannot be written."""
+    """Writes the page of a `plan` to `path`, a file that ends in .html. Raises ValueError for a plan without its model
+    (`autopar.read_plan` reads one with it), and if the file cannot be written."""
     text = report_html(plan)
     try:
         Path(path).write_text(text, encoding="utf-8")
