@@ -196,7 +196,9 @@ def _given(parameter: inspect.Parameter) -> str:
 
 
 def row(*cells: object) -> str:
-    return "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+    """Code may have a bar as it is; in words it would begin a cell."""
+    words = (re.sub(r"(`[^`]*`)|\|", lambda f: f[1] or r"\|", str(cell)).replace("\n", " ") for cell in cells)
+    return f"| {' | '.join(words)} |"
 
 
 def table(*head: str, rows: Iterator[tuple[object, ...]]) -> str:

@@ -164,7 +164,7 @@ def test_every_parameter_of_the_api_has_a_meaning() -> None:
     rows = {name: (kind, default, meaning) for name, kind, default, meaning in described(autopar.plan)}
     assert rows["micro_batches"][:2] == ("int", "`1`") and rows["model"][:2] == ("Module", "required")
     assert rows["loss_fn"][2].startswith("`loss_fn` takes the model's output to the loss")
-    assert "| `padding` | `Padding \\| None` | `None` | With `padding`," in HOOKS["parameters"]("parallelize")
+    assert "| `padding` | `Padding | None` | `None` | With `padding`," in HOOKS["parameters"]("parallelize")
     assert HOOKS["parameters"]("Plan") == ""
 
 
