@@ -10,6 +10,7 @@ import ast
 import importlib
 import inspect
 import itertools
+import json
 import re
 import runpy
 import shutil
@@ -59,7 +60,7 @@ def on_files(files: Any, *, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     markdown = re.sub(r"<picture>(.*?)</picture>", lambda f: picture(f[1]), markdown, flags=re.DOTALL)
-    markdown = re.sub(r"\]\((?:\.\./)?examples/([\w.]+)\)", lambda f: f"](examples.md#{anchor(f[1])})", markdown)
+    markdown = re.sub(r"\]\((?:\.\./)?examples/([\w.]+)\)", lambda f: f"]({shown_at(f[1])})", markdown)
     markdown = re.sub(r"\]\((?:\.\./)?README\.md", "](index.md", markdown)
     markdown = re.sub(r"\]\((?:\.\./)?(CONTRIBUTING|CHANGELOG)\.md", lambda f: f"]({f[1].lower()}.md", markdown)
     markdown = re.sub(r"\[(?:docs/)?([\w-]+\.md)\]\(\1(#[\w-]+)?\)", lambda f: titled(f[1], f[2] or ""), markdown)
@@ -116,6 +117,14 @@ def mathml(formula: str) -> str:
     from latex2mathml.converter import convert
 
     return str(convert(formula))
+
+
+def shown_at(example: str) -> str:
+    """Where the site shows a file of examples/."""
+    if not example.endswith(".ipynb"):
+        return f"examples.md#{anchor(example)}"
+    title = "".join(json.loads((ROOT / "examples" / example).read_text())["cells"][0]["source"]).splitlines()[0]
+    return f"notebooks.md#{anchor(title.removeprefix('# '))}"
 
 
 def anchor(title: str) -> str:
@@ -351,6 +360,23 @@ def examples(page: str) -> str:
     return "\n\n".join(parts)
 
 
+def notebooks(page: str) -> str:
+    """Every notebook of examples/ with what its cells printed and showed, below its title."""
+    parts = []
+    for path in sorted((ROOT / "examples").glob("*.ipynb")):
+        for cell in json.loads(path.read_text())["cells"]:
+            source = "".join(cell["source"])
+            if cell["cell_type"] == "markdown":
+                parts.append(re.sub(r"(?m)^#", "##", source))
+                continue
+            parts.append(f"```python\n{source}\n```")
+            for output in cell["outputs"]:
+                data = output.get("data", {"text/plain": output.get("text", "")})
+                html, text = ("".join(data.get(kind, "")).strip() for kind in ("text/html", "text/plain"))
+                parts.append(html or f"```\n{text}\n```")
+    return "\n\n".join(parts)
+
+
 def _indented_code(doc: str) -> str:
     """A docstring whose indented lines are commands."""
     return re.sub(r"(?m)^((?: {4}.*\n?)+)", lambda f: f"```bash\n{inspect.cleandoc(f[1])}\n```\n", doc)
@@ -403,6 +429,6 @@ def _names(node: ast.stmt) -> list[str]:
 
 
 GENERATED: Mapping[str, Callable[[str], str]] = {
-    made.__name__: made for made in (commands, presets, plan, cluster, examples, modules, sources)
+    made.__name__: made for made in (commands, presets, plan, cluster, examples, notebooks, modules, sources)
 }
 """What a page may ask for, by name. Each gets the text of the page."""

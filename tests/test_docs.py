@@ -24,6 +24,7 @@ import autopar.testing
 
 ROOT = Path(__file__).parent.parent
 OUTPUTS = runpy.run_path(str(ROOT / "docs/outputs.py"))
+NOTEBOOKS = runpy.run_path(str(ROOT / "docs/notebooks.py"))
 HOOKS = runpy.run_path(str(ROOT / "docs/hooks.py"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 NAMED = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -178,7 +179,7 @@ def test_links_have_titles_and_code_in_tables_breaks_between_its_parts() -> None
 
 
 def test_the_examples_are_listed() -> None:
-    scripts = {path.name for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".sh")}
+    scripts = {path.name for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".sh", ".ipynb")}
     assert scripts == set(re.findall(r"\]\(\.\./examples/([\w.]+)\)", text_of("examples.md")))
 
 
@@ -187,6 +188,29 @@ def test_the_citation_has_the_version_and_the_project_as_author() -> None:
     assert cited["authors"] == [{"name": "The autopar authors"}]
     assert f'version = "{cited["version"]}"' in (ROOT / "pyproject.toml").read_text()
     assert f"version = {{{cited['version']}}}" in text_of("citation.md")
+
+
+# ------------------------------------------------------------------------------------------------- notebooks
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS["NOTEBOOKS"], ids=lambda path: path.name)
+def test_a_notebook_prints_what_it_holds(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`python docs/notebooks.py --write` writes it again."""
+    monkeypatch.setenv("COLUMNS", "80")
+    held = NOTEBOOKS["read"](path)
+    words = OUTPUTS["words"]
+    assert path.stat().st_size < 50_000 and held["nbformat"] == 4
+    shown = NOTEBOOKS["texts"](held)
+    assert len(shown) > 4 and any(shown)
+    made = NOTEBOOKS["texts"](NOTEBOOKS["executed"](held))
+    assert [words(text) for text in made] == [words(text) for text in shown]
+
+
+def test_the_site_shows_the_notebooks() -> None:
+    shown = HOOKS["notebooks"]("")
+    for path in NOTEBOOKS["NOTEBOOKS"]:
+        where = HOOKS["shown_at"](path.name).partition("#")[2]
+        assert where in [HOOKS["anchor"](title) for title in re.findall(r"(?m)^## (.+)$", shown)]
 
 
 # --------------------------------------------------------------------------------------------------- outputs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import configparser
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -115,6 +116,19 @@ def test_it_installs_the_command(wheel: Path) -> None:
         scripts = configparser.ConfigParser()
         scripts.read_string(content.read(name).decode())
     assert dict(scripts["console_scripts"]) == {"autopar": "autopar.cli:main"}
+
+
+def test_the_dockerfile_copies_what_there_is_and_what_the_wheel_needs() -> None:
+    lines = re.sub(r"(?m)^#.*\n", "", (ROOT / "Dockerfile").read_text()).replace("\\\n", " ").splitlines()
+    copies = [line.split()[1:-1] for line in lines if line.startswith("COPY ") and "--from" not in line]
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    for name in (name for names in copies for name in names):
+        assert (ROOT / name).exists() and f"!{name}" in ignored, name
+    of_the_wheel = {name for names in copies[: [*map(len, copies)].index(1) + 3] for name in names}
+    assert {*SOURCES} <= of_the_wheel
+    for line in lines:
+        if line.startswith("RUN "):
+            subprocess.run(["bash", "-n", "-c", line.removeprefix("RUN ")], check=True)
 
 
 def test_it_works_from_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
