@@ -60,12 +60,12 @@ def plan(
     precision: Precision = AS_IS,
     profiles: str | Path | None = None,
 ) -> Plan:
-    """The plan for a model on a mesh, without devices and without a process group.
+    """The plan for a `model` on a mesh, without devices and without a process group. The model may be on meta.
 
     `mesh_shape` maps axis names to sizes, outermost first: `{"dp": 8, "tp": 8}`. For a number of devices, or "auto" for
     all of the cluster, autopar chooses the mesh too (`plan.mesh`). `args` and `kwargs` are the global example inputs,
     such as token ids [batch, sequence] of the whole batch (real, meta or fake; values are read only where forward's
-    Python reads them); the model may be on meta. `loss_fn` takes the model's output to the loss, a scalar; without it
+    Python reads them). `loss_fn` takes the model's output to the loss, a scalar; without it
     the output's `.loss`, or a scalar output, is the loss. `cluster` is a name, the path of a file, or a `Cluster`. If
     it is None, plans are for "local", and `parallelize` on a CUDA mesh plans for "dgx-h100".
 
@@ -74,7 +74,7 @@ def plan(
     "megatron_sp", or those of papers, "atp" (ATP 3.2), "par4d" (Par4D III), "meshslice" (MeshSlice 2.3; see
     `autopar.planning.presets`).
 
-    `cost` is one of
+    `cost` says what the plan is the best of: "serial", "analytical" (the default), "volume" or "hybrid".
 
     - "serial": the cheapest plan as if nothing overlapped;
     - "analytical": the cheapest plan with half of the traffic in buckets hidden, one near it, or that of a preset,
@@ -266,7 +266,8 @@ def parallelize(
 ) -> ParallelModule:
     """The model as a module that trains on the mesh: same loss, same gradients, same parameter names.
 
-    Every rank of the mesh calls it, with the same model and the same global example inputs. The first rank plans
+    Every rank of the `mesh` (a `DeviceMesh` of PyTorch) calls it, with the same model and the same global example
+    inputs. The first rank plans
     (unless a `plan` is given) and the others receive the plan; all ranks then write the same program. Arguments as for
     `autopar.plan`; with `cost="profiled"` all ranks measure the programs among which the first one chooses, except for
     those in the database `profiles` (docs/profiling.md). `materialize` must give a model on meta its values before the

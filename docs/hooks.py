@@ -9,9 +9,11 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
+import json
 import re
 import runpy
 import shutil
+import tomllib
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
@@ -38,13 +40,16 @@ def on_config(config: Any) -> Any:
     shutil.copytree(ROOT / "autopar", tree, ignore=unread)
     for name, path in PACKAGE.items():
         shutil.copytree(path, tree / name, ignore=unread)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    config.site_name = f"{project['name']} {project['version']}"
+    config.copyright = f"{config.site_name}, {project['license']}"
     return config
 
 
 def on_files(files: Any, *, config: Any) -> Any:
     from mkdocs.structure.files import File
 
-    readme = (ROOT / "README.md").read_text()
+    readme = landing((ROOT / "README.md").read_text())
     files.append(File.generated(config, "index.md", content=re.sub(r'(?<=[("])docs/', "", readme)))
     for name in ("CONTRIBUTING", "CHANGELOG"):
         text = (ROOT / f"{name}.md").read_text()
@@ -54,17 +59,48 @@ def on_files(files: Any, *, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     markdown = re.sub(r"<picture>(.*?)</picture>", lambda f: picture(f[1]), markdown, flags=re.DOTALL)
-    markdown = re.sub(r"\]\((?:\.\./)?examples/([\w.]+)\)", lambda f: f"](examples.md#{anchor(f[1])})", markdown)
+    markdown = re.sub(r"\]\((?:\.\./)?examples/([\w.]+)\)", lambda f: f"]({shown_at(f[1])})", markdown)
     markdown = re.sub(r"\]\((?:\.\./)?README\.md", "](index.md", markdown)
     markdown = re.sub(r"\]\((?:\.\./)?(CONTRIBUTING|CHANGELOG)\.md", lambda f: f"]({f[1].lower()}.md", markdown)
+    markdown = re.sub(r"\[(?:docs/)?([\w-]+\.md)\]\(\1(#[\w-]+)?\)", lambda f: titled(f[1], f[2] or ""), markdown)
+    if page.file.src_path == "api.md":
+        markdown = re.sub(r"(?m)^::: autopar\.([\w.]+)\n(?: .*\n)*", lambda f: f[0] + parameters(f[1]), markdown)
     if page.file.src_path == "equations.md":
         markdown = re.sub(r"\$([^$`\n]+)\$", lambda f: mathml(f[1]), markdown)
     return re.sub(r"<!-- generated: (\w+) -->", lambda found: GENERATED[found[1]](markdown), markdown)
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Paths of the repository, and not of the tree of `on_config`."""
-    return re.sub(r"build/docs/autopar/(passes|runtime)/", r"\1/", html).replace("build/docs/autopar/", "autopar/")
+    """Paths of the repository, and not of the tree of `on_config`; in a table they break between their parts."""
+    html = re.sub(r"build/docs/autopar/(passes|runtime)/", r"\1/", html).replace("build/docs/autopar/", "autopar/")
+    return re.sub(r"<td.*?</td>", lambda cell: CODE.sub(breakable, cell[0]), html, flags=re.DOTALL)
+
+
+CODE = re.compile(r"(?<=<code>)[^<]+(?=</code>)")
+
+
+def breakable(code: re.Match[str]) -> str:
+    """Code that may go on in another line after a slash, a dot, an underscore or a comma, and nowhere else."""
+    return re.sub(r"(?<=\w)([/._,=|]+)(?=\w)", r"\1<wbr>", code[0])
+
+
+def landing(readme: str) -> str:
+    """The README below a head with its first sentences and the three ways to go on."""
+    title, about, rest = readme.split("\n\n", 2)
+    ways = {"Install": "install.md", "Plan for a cluster": "cluster-plan.md", "Train on 8 GPUs": "launch.md"}
+    buttons = "\n".join(
+        f"[{words}]({page}){{ .md-button {'.md-button--primary' if page == 'install.md' else ''} }}"
+        for words, page in ways.items()
+    )
+    return f'<div class="landing" markdown>\n\n{title}\n\n{about}\n\n{buttons}\n\n</div>\n\n{rest}'
+
+
+def titled(page: str, anchor_: str) -> str:
+    """A link that has the title of its page, or of the section of it, in the place of the name of a file."""
+    file = next(path for path in (ROOT / "docs" / page, ROOT / page) if path.exists())
+    titles = re.findall(r"(?m)^#+ (.+)$", re.sub(r"(?ms)^```.*?^```$", "", file.read_text()))
+    words = next((title for title in titles if anchor_ == f"#{anchor(title)}"), titles[0])
+    return f"[{words}]({page}{anchor_})"
 
 
 def picture(inside: str) -> str:
@@ -82,16 +118,95 @@ def mathml(formula: str) -> str:
     return str(convert(formula))
 
 
+def shown_at(example: str) -> str:
+    """Where the site shows a file of examples/."""
+    if not example.endswith(".ipynb"):
+        return f"examples.md#{anchor(example)}"
+    title = "".join(json.loads((ROOT / "examples" / example).read_text())["cells"][0]["source"]).splitlines()[0]
+    return f"notebooks.md#{anchor(title.removeprefix('# '))}"
+
+
 def anchor(title: str) -> str:
     """Of a heading, as GitHub and the site make it."""
     return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+# ------------------------------------------------------------------------------------------- parameters of the API
+
+
+RESULTS = ("Plan", "Comparison", "Simulation", "Difference", "Fit")
+"""Classes that functions return: nobody calls them."""
+
+
+def parameters(name: str) -> str:
+    """What a function or a class of `autopar` takes, as a table. Meanings are the sentences of its docstring that speak
+    of a parameter, or those of `autopar.plan` where it says that arguments are "as for" that."""
+    import autopar
+
+    called = (
+        importlib.import_module("autopar.testing").check if name == "testing.check" else getattr(autopar, name, None)
+    )
+    if name in RESULTS or not (inspect.isfunction(called) or inspect.isclass(called)):
+        return ""
+    rows = [(f"`{n}`", f"`{kind}`", default, meaning) for n, kind, default, meaning in described_parameters(called)]
+    return "\n" + table("parameter", "type", "default", "meaning", rows=iter(rows)) + "\n"
+
+
+def described_parameters(called: Any) -> Iterator[tuple[str, str, str, str]]:
+    """Name, type, default and meaning of each, from the signature and the docstring."""
+    import autopar
+
+    doc = "\n\n".join(filter(None, (inspect.getdoc(called), inspect.getdoc(getattr(called, "__init__", None)))))
+    shared = inspect.getdoc(autopar.plan) or "" if "as for `" in " ".join(doc.split()) else ""
+    fields_ = _attribute_docs(called) if inspect.isclass(called) else {}
+    for name, parameter in inspect.signature(called).parameters.items():
+        if name != "kwargs" or parameter.kind is not parameter.VAR_KEYWORD:
+            meaning = fields_.get(name) or sentence_of(name, doc) or sentence_of(name, shared)
+            yield parameter_name(parameter), _annotation(parameter.annotation), _given(parameter), meaning
+
+
+def parameter_name(parameter: inspect.Parameter) -> str:
+    stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}
+    return stars.get(parameter.kind, "") + parameter.name
+
+
+def sentence_of(name: str, doc: str) -> str:
+    """The first sentence that begins with a parameter's name, or else one that has it."""
+    paragraphs = [p for p in re.split(r"\n\n|\n(?=- )", doc) if not p.startswith("    ")]
+    whole = [" ".join(p.split()).removeprefix("- ") for p in paragraphs]
+    sentences = [s for p in whole for s in re.split(r"(?<=[.;]) (?=[A-Z`])", p)]
+    mark = re.compile(rf"`{name}(?:[(=][^`]*)?`")
+    having = [s for s in sentences if mark.search(s)]
+    first = [s for s in having if (found := re.search(r"`.*?`", s)) and mark.match(found[0])]
+    return next(iter([s for s in first if s.startswith("`")] or first or having), "").rstrip(";:")
+
+
+def _annotation(hint: Any) -> str:
+    if hint is inspect.Parameter.empty:
+        return ""
+    text = hint if isinstance(hint, str) else _type(hint)
+    return re.sub(r"\b(?:[a-z_]+\.)+(?=[A-Z])", "", text).replace("NoneType", "None")
+
+
+def _given(parameter: inspect.Parameter) -> str:
+    value = parameter.default
+    if value is parameter.empty:
+        return "" if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) else "required"
+    plain = value is None or isinstance(value, (str, int, float, tuple))
+    if plain:
+        return f"`{value!r}`"
+    if is_dataclass(value) and value == type(value)():  # type: ignore[misc]
+        return f"`{type(value).__name__}()`"
+    return ""
 
 
 # ------------------------------------------------------------------------------------------------- the tables
 
 
 def row(*cells: object) -> str:
-    return "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+    """Code may have a bar as it is; in words it would begin a cell."""
+    words = (re.sub(r"(`[^`]*`)|\|", lambda f: f[1] or r"\|", str(cell)).replace("\n", " ") for cell in cells)
+    return f"| {' | '.join(words)} |"
 
 
 def table(*head: str, rows: Iterator[tuple[object, ...]]) -> str:
@@ -240,6 +355,23 @@ def examples(page: str) -> str:
     return "\n\n".join(parts)
 
 
+def notebooks(page: str) -> str:
+    """Every notebook of examples/ with what its cells printed and showed, below its title."""
+    parts = []
+    for path in sorted((ROOT / "examples").glob("*.ipynb")):
+        for cell in json.loads(path.read_text())["cells"]:
+            source = "".join(cell["source"])
+            if cell["cell_type"] == "markdown":
+                parts.append(re.sub(r"(?m)^#", "##", source))
+                continue
+            parts.append(f"```python\n{source}\n```")
+            for output in cell["outputs"]:
+                data = output.get("data", {"text/plain": output.get("text", "")})
+                html, text = ("".join(data.get(kind, "")).strip() for kind in ("text/html", "text/plain"))
+                parts.append(html or f"```\n{text}\n```")
+    return "\n\n".join(parts)
+
+
 def _indented_code(doc: str) -> str:
     """A docstring whose indented lines are commands."""
     return re.sub(r"(?m)^((?: {4}.*\n?)+)", lambda f: f"```bash\n{inspect.cleandoc(f[1])}\n```\n", doc)
@@ -292,6 +424,6 @@ def _names(node: ast.stmt) -> list[str]:
 
 
 GENERATED: Mapping[str, Callable[[str], str]] = {
-    made.__name__: made for made in (commands, presets, plan, cluster, examples, modules, sources)
+    made.__name__: made for made in (commands, presets, plan, cluster, examples, notebooks, modules, sources)
 }
 """What a page may ask for, by name. Each gets the text of the page."""

@@ -153,8 +153,8 @@ LOWERINGS = Table(
 
 
 def register_lowering(lowering: Lowering, *, replace: bool = False) -> None:
-    """Adds a lowering, which every later plan takes as its row says. Every rank must register the
-    same, before it plans. Raises ValueError for what is none, and for a name that is taken."""
+    """Adds a `lowering`, which every later plan takes as its row says. Every rank must register the same, before it
+    plans. Raises ValueError for what is none, and for a name that is taken unless it is to `replace` that one."""
     LOWERINGS.add(lowering, replace=replace)
 
 

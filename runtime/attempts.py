@@ -15,8 +15,8 @@ def init_process_group(backend: str | None = None, *, timeout: timedelta | None 
     """`torch.distributed.init_process_group` of ranks that `torchrun --max-restarts` started.
 
     All attempts of `torchrun` share one store, in which PyTorch's own function finds the addresses of the attempt
-    before, and hangs. Here each attempt has a part of the store of its own (a `PrefixStore`). `options` are those of
-    PyTorch's function.
+    before, and hangs. Here each attempt has a part of the store of its own (a `PrefixStore`). `backend`, `timeout`
+    and other `options` are those of PyTorch's function.
 
     Raises ValueError without the environment of `torchrun`, and for the options that it decides.
     """

@@ -28,7 +28,8 @@ def clip_grad_norm_(
     process gets, the same on all ranks, for every order that torch takes.
 
     Each rank computes with what it holds, and one collective for each mesh axis carries a number for each gradient;
-    torch decides and reduces for each of them. All ranks call it at once.
+    torch decides and reduces for each of them. All ranks call it at once. `parameters`, `norm_type`,
+    `error_if_nonfinite` and `foreach` are those of torch's function.
     """
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     gradients = [p.grad for p in given if p.grad is not None]

@@ -117,9 +117,10 @@ class Metrics:
             optimizer.zero_grad()
             metrics.step()
 
-    Every so many steps, `step()` returns what they took (`Measured`) and reports it: to the log (`autopar`, level INFO,
-    on the first rank), or `to` a function that takes it, or `to` a writer of TensorBoard. The first step, which
-    captures and warms up, is left out. Evaluation between steps belongs in `with metrics.paused():`.
+    `module` is what `autopar.parallelize` returned. Each `every` steps, `step()` returns what they took
+    (`Measured`) and reports it: to the log (`autopar`, level INFO, on the first rank), or `to` a function that takes
+    it, or `to` a writer of TensorBoard. The first step, which captures and warms up, is left out. Evaluation between
+    steps belongs in `with metrics.paused():`.
 
     Each rank measures itself; nothing is sent, and no device is synchronized, so that on a GPU a host that is ahead of
     its device has what was done up to then. With `synchronize`, each report waits for the device. All micro-batches of

@@ -20,9 +20,11 @@ import yaml
 
 import autopar
 import autopar.ops  # which has torch know autopar's operators
+import autopar.testing
 
 ROOT = Path(__file__).parent.parent
 OUTPUTS = runpy.run_path(str(ROOT / "docs/outputs.py"))
+NOTEBOOKS = runpy.run_path(str(ROOT / "docs/notebooks.py"))
 HOOKS = runpy.run_path(str(ROOT / "docs/hooks.py"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NAMED = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -153,8 +155,31 @@ def test_the_site_has_every_page_and_name() -> None:
     assert shown | {"CLUSTERS"} == {*autopar.__all__, "lab"}
 
 
+def test_every_parameter_of_the_api_has_a_meaning() -> None:
+    """A sentence of its docstring, which the site shows in a table."""
+    described = HOOKS["described_parameters"]
+    called = [getattr(autopar, name) for name in autopar.__all__ if name not in ("CLUSTERS", *HOOKS["RESULTS"])]
+    for function in (*called, autopar.testing.check):
+        for name, _, _, meaning in described(function):
+            assert meaning, f"{function.__name__}: a sentence of its docstring that names `{name}`"
+    rows = {name: (kind, default, meaning) for name, kind, default, meaning in described(autopar.plan)}
+    assert rows["micro_batches"][:2] == ("int", "`1`") and rows["model"][:2] == ("Module", "required")
+    assert rows["loss_fn"][2].startswith("`loss_fn` takes the model's output to the loss")
+    assert "| `padding` | `Padding | None` | `None` | With `padding`," in HOOKS["parameters"]("parallelize")
+    assert HOOKS["parameters"]("Plan") == ""
+
+
+def test_links_have_titles_and_code_in_tables_breaks_between_its_parts() -> None:
+    titled, content = HOOKS["titled"], HOOKS["on_page_content"]
+    assert titled("simulator.md", "") == "[The simulator](simulator.md)"
+    assert titled("design.md", "#one-graph-for-every-device").startswith("[One graph for every device](design.md#")
+    cell = "<td><code>passes/codegen/operators.py</code></td>"
+    assert content(cell) == "<td><code>passes/<wbr>codegen/<wbr>operators.<wbr>py</code></td>"
+    assert content("<p><code>a/b</code></p>") == "<p><code>a/b</code></p>"
+
+
 def test_the_examples_are_listed() -> None:
-    scripts = {path.name for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".sh")}
+    scripts = {path.name for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".sh", ".ipynb")}
     assert scripts == set(re.findall(r"\]\(\.\./examples/([\w.]+)\)", text_of("examples.md")))
 
 
@@ -163,6 +188,29 @@ def test_the_citation_has_the_version_and_the_project_as_author() -> None:
     assert cited["authors"] == [{"name": "The autopar authors"}]
     assert f'version = "{cited["version"]}"' in (ROOT / "pyproject.toml").read_text()
     assert f"version = {{{cited['version']}}}" in text_of("citation.md")
+
+
+# ------------------------------------------------------------------------------------------------- notebooks
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS["NOTEBOOKS"], ids=lambda path: path.name)
+def test_a_notebook_prints_what_it_holds(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`python docs/notebooks.py --write` writes it again."""
+    monkeypatch.setenv("COLUMNS", "80")
+    held = NOTEBOOKS["read"](path)
+    words = OUTPUTS["words"]
+    assert path.stat().st_size < 50_000 and held["nbformat"] == 4
+    shown = NOTEBOOKS["texts"](held)
+    assert len(shown) > 4 and any(shown)
+    made = NOTEBOOKS["texts"](NOTEBOOKS["executed"](held))
+    assert [words(text) for text in made] == [words(text) for text in shown]
+
+
+def test_the_site_shows_the_notebooks() -> None:
+    shown = HOOKS["notebooks"]("")
+    for path in NOTEBOOKS["NOTEBOOKS"]:
+        where = HOOKS["shown_at"](path.name).partition("#")[2]
+        assert where in [HOOKS["anchor"](title) for title in re.findall(r"(?m)^## (.+)$", shown)]
 
 
 # --------------------------------------------------------------------------------------------------- outputs

@@ -3,6 +3,7 @@ an error. (That test needs playwright, and Chromium: playwright's own, or the on
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -25,11 +26,12 @@ from autopar.cli import app
 from autopar.cost.memory import KINDS
 from autopar.planning.page import sections
 from autopar.planning.page.drawing import tensor_svg
+from autopar.planning.page.html import seconds_ticks
 from autopar.planning.page.tree import module_tree
 from autopar.planning.plan import Plan
 from autopar.planning.record import ParameterPlan
 from autopar.planning.texts import short_seconds
-from autopar.report.html import report_html, save_report
+from autopar.report.html import NAMES, report_html, save_report
 
 MESH = {"dp": 2, "tp": 2}
 VOID = {"meta", "br", "input", "rect", "path"}
@@ -115,7 +117,37 @@ def test_figures_are_the_plans(name: str) -> None:
         assert bar.label in text and bar.text in text
     assert made.provenance is not None
     for candidate in made.provenance.candidates:
-        assert candidate.name in text and short_seconds(candidate.seconds) in text
+        assert NAMES.get(candidate.name, candidate.name) in text and short_seconds(candidate.seconds) in text
+
+
+def test_the_header_says_what_it_is_of_and_what_made_it() -> None:
+    made = plan("gpt2")
+    assert made.provenance is not None and made.utilization is not None
+    header = page("gpt2").partition("<header>")[2].partition("</header>")[0]
+    for words in (made.model, "mesh dp=2 × tp=2, 4 devices", "cluster dgx-h100", f"{made.utilization:.1%}"):
+        assert words in header
+    assert all(f"{name} {number}" in header for name, number in made.provenance.versions.items())
+    assert page("gpt2") == report_html(made)
+
+
+@pytest.mark.parametrize("name", ["tower", "gpt2"])
+def test_operators_are_coloured_by_the_kinds_that_the_bars_count(name: str) -> None:
+    made, data = plan(name), json.loads(Parsed(page(name)).data)
+    assert made.timing is not None
+    seconds = dict.fromkeys(data["operators"], 0.0)
+    for event in data["events"]:
+        if event[0] == 0:
+            seconds[data["operators"][event[7]]] += event[2] / 1e9
+    timing = made.timing
+    counted = (timing.products_seconds, timing.attention_seconds, timing.others_seconds)
+    assert tuple(seconds.values()) == pytest.approx(counted, abs=1e-6)
+
+
+@pytest.mark.parametrize("longest", [0.0, 2.5e-9, 0.00045, 0.04, 0.289, 0.888, 1.0, 3.2, 1234.0])
+def test_an_axis_has_few_labels_that_differ_and_reaches_the_longest_bar(longest: float) -> None:
+    step, labels = seconds_ticks(longest)
+    assert 2 <= len(labels) <= 5 and len(set(labels)) == len(labels)
+    assert longest <= step * (len(labels) - 1) * 1.0001 and len({label.split()[-1] for label in labels[1:]}) == 1
 
 
 def test_every_parameter_and_decision_is_there() -> None:
@@ -287,4 +319,47 @@ def test_a_browser_shows_it(browser: Any, name: str, tmp_path: Path) -> None:
     shown.click("#fold")
     assert shown.locator("tr.parameter:visible").count() == 0
     assert said == []
+    shown.close()
+
+
+WRITTEN = """
+const write = CanvasRenderingContext2D.prototype.fillText;
+window.written = [];
+CanvasRenderingContext2D.prototype.fillText = function (text, x, y, most) {
+  const wide = Math.min(this.measureText(text).width, most || 1e9);
+  const left = x - ({ center: wide / 2, right: wide }[this.textAlign] || 0);
+  const top = y - (this.textBaseline === "middle" ? 6 : 0);
+  const whole = this.canvas.getBoundingClientRect().width;
+  window.written.push([this.canvas.id, text, left, left + wide, top, top + 12, whole]);
+  write.apply(this, [text, x, y, ...(most ? [most] : [])]);
+};
+"""
+
+
+@pytest.mark.parametrize("width", [400, 700, 1200, 2000])
+def test_labels_stand_apart_and_nothing_is_cut(browser: Any, width: int, tmp_path: Path) -> None:
+    """The texts of the drawings as they are written, and the boxes of those of the page."""
+    save_report(plan("gpt2"), tmp_path / "plan.html")
+    shown = browser.new_page(viewport={"width": width, "height": 900})
+    shown.add_init_script(WRITTEN)
+    shown.goto((tmp_path / "plan.html").as_uri())
+    shown.wait_for_timeout(200)
+    assert shown.evaluate("document.documentElement.scrollWidth") <= width
+    shown.evaluate("window.written = []")
+    shown.click("[data-zoom=whole]")
+    written = shown.evaluate("window.written")
+    texts = [text for _, text, *_ in written]
+    assert {*json.loads(Parsed(page("gpt2")).data)["streams"]} <= {*texts} and any("peak" in text for text in texts)
+    for one, (canvas, text, left, right, top, bottom, wide) in enumerate(written):
+        assert left >= -1 and right <= wide + 1, text
+        for other, name, start, end, above, below, _ in written[one + 1 :]:
+            apart = canvas != other or right < start or end < left or bottom <= above or below <= top
+            assert apart, f"{text} and {name}"
+    boxes = shown.evaluate(
+        "[...document.querySelectorAll('.ticks')].map(t => [...t.children].map(c => "
+        "{ const b = c.getBoundingClientRect(); return [b.left, b.right]; }))"
+    )
+    assert len(boxes) == 2
+    for row in boxes:
+        assert all(before[1] < after[0] for before, after in itertools.pairwise(row))
     shown.close()

@@ -49,8 +49,9 @@ class Operators:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """`memory_bytes` is None where nothing says how much there is. `reserved_bytes` of it are not for tensors: the
-    context, the communication library's buffers, fragmentation (None: `RESERVED_PART`).
+    """The device whose `name` a cluster gives. `memory_bytes` is None where nothing says how much there is.
+    `reserved_bytes` of it are not for tensors: the context, the communication library's buffers, fragmentation (None:
+    `RESERVED_PART`).
 
     `flops_per_second` is the peak by dtype name ("float32", "bfloat16"); a dtype that is not listed counts as the
     slowest listed. `has_peak` is False where that was measured or made up, and is no peak that the maker publishes: an
@@ -161,17 +162,18 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
-    """`size` children: devices at the innermost level, elsewhere the levels below.
+    """Links that join `size` children: devices at the innermost level, elsewhere the levels below. `name` is that of
+    the links, such as "nvlink".
 
     All rates are one way, in bytes a second. `bytes_per_second` is what two children reach between them (ATP's
-    point-to-point matrix: a number, or one for each pair), `group_bytes_per_second` what a child can send
-    out to all others together (ATP's group bandwidth). The links out of a child are shared by
-    `devices_per_link` of its devices each: a device alone cannot use those of others. On a `ring` (a dim of
-    a torus) only neighbours are linked, and a child sends both ways. A collective costs
-    `launch_seconds` once and `latency_seconds` a step; `measured`, where it is given, says for each kind of collective
-    what it reaches of the rates, and its latency. The part `overlap` of these seconds passes while bytes travel: slow
-    links spend most of them waiting for bytes. A collective under way takes the part `compute_share` of its ranks'
-    processors: CPU cores that copy what arrives, or a GPU's multiprocessors.
+    point-to-point matrix: a number, or one for each pair), `group_bytes_per_second` what a child can send out to all
+    others together (ATP's group bandwidth). The links out of a child are shared by `devices_per_link` of its devices
+    each: a device alone cannot use those of others. With the `topology` "ring" (a dim of a torus) only neighbours are
+    linked, and a child sends both ways; with "switch" all are. A collective costs `launch_seconds` once and
+    `latency_seconds` a step; `measured`, where it is given, says for each kind of collective what it reaches of the
+    rates, and its latency. The part `overlap` of these seconds passes while bytes travel: slow links spend most of them
+    waiting for bytes. A collective under way takes the part `compute_share` of its ranks' processors: CPU cores that
+    copy what arrives, or a GPU's multiprocessors.
     """
 
     name: str
@@ -209,12 +211,13 @@ class Groups:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """A `device`, and `levels` of links from the outermost in (ATP 3.4, the hierarchical communication matrix). A mesh
-    of fewer devices fills the innermost levels first. `source` says where the figures are from. `algorithms` are those
-    of `links.ALGORITHMS` that the communication library has; the cheapest is taken. `groups` are measurements of axes,
-    which take precedence over the levels. `factors` takes precedence over both: of meshes (by their sizes) on which the
-    collectives of programs were measured, those of the links of each axis. `step_range` says how well steps are
-    known: of those that were compared, 8 of 10 took from so many to so many times what was predicted."""
+    """A machine or many, which `cluster=` calls by its `name`: a `device`, and `levels` of links from the outermost in
+    (ATP 3.4, the hierarchical communication matrix). A mesh of fewer devices fills the innermost levels first. `source`
+    says where the figures are from. `algorithms` are those of `links.ALGORITHMS` that the communication library has;
+    the cheapest is taken. `groups` are measurements of axes, which take precedence over the levels. `factors` takes
+    precedence over both: of meshes (by their sizes) on which the collectives of programs were measured, those of the
+    links of each axis. `step_range` says how well steps are known: of those that were compared, 8 of 10 took from so
+    many to so many times what was predicted."""
 
     name: str
     device: Device

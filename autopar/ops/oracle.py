@@ -79,7 +79,7 @@ class Cut:
 def check_rule(op: str, /, *args: Any, compare_values: bool = True, **kwargs: Any) -> Report:
     """Try everything that the op's rule allows for these arguments.
 
-    `op` is an operator's name ("aten.mm.default", "mylib::scale_rows"), the arguments are those of the op, with
+    `op` is an operator's name ("aten.mm.default", "mylib::scale_rows"), `args` and keywords are the op's own, with
     real tensors, of dims that 2, 3 and 4 divide (12) where they can be split. `compare_values=False` compares
     shapes only, for ops whose values mean nothing.
 

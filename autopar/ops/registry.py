@@ -78,19 +78,19 @@ def register_rule(
 
     Or it is a function from the call to an `OpRule` (see `autopar.ops.template.assemble`), or to None to replicate.
 
-    `linear` lists sets of tensor arguments that may come as partial sums together, the results then being partial
-    sums: [[0], [1]] for a product, [[0, 1]] for a sum. `contraction` counts 2 flops for every combination of
-    the named dims, as in a matrix product; `flops(call)` counts otherwise. `local(call, input_shapes, output_shapes)`
-    gives (args, kwargs) for shards, where the op takes sizes. `expands` names dims of which a split needs another
-    local program than the op itself, which `expand(emitter, local_call)` writes (see `autopar.ops.expansions`).
-    `contiguous` names the tensor arguments that the op's kernel needs contiguous, by default all. Pass `contiguous=()`
-    for a kernel that reads the strides of all of its arguments, to spare copies.
+    `linear` lists sets of tensor arguments that may come as partial sums together, the results then being partial sums:
+    [[0], [1]] for a product, [[0, 1]] for a sum. `contraction` counts 2 flops for every combination of the named dims,
+    as in a matrix product; `flops(call)` counts otherwise. `local(call, input_shapes, output_shapes)` gives (args,
+    kwargs) for shards, where the op takes sizes. `expands` names dims of which a split needs another local program than
+    the op itself, which `expand(emitter, local_call)` writes (see `autopar.ops.expansions`). `even` names dims that are
+    split only into equal parts. `contiguous` names the tensor arguments that the op's kernel needs contiguous, by
+    default all. Pass `contiguous=()` for a kernel that reads the strides of all of its arguments, to spare copies.
 
     Every rank must register the same rules, before it plans. `check_rule` proves a rule by brute force. The
     operator needs a fake implementation (`register_fake`), and an operator that its backward calls a rule of its own.
 
     Raises ValueError for an unknown operator, one that writes into its arguments, a template that does not fit
-    its schema, and an operator that has another rule already.
+    its schema, and an operator that has another rule already unless it is to `replace` that one.
     """
     name = qualified(op)
     if name in TABLE or name in VIEWS:

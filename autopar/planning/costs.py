@@ -122,5 +122,6 @@ COSTS = Table(
 
 
 def register_cost(cost: CostMode, *, replace: bool = False) -> None:
-    """Adds a cost mode for `cost=` to name. Raises ValueError for an invalid mode, and for a name that is taken."""
+    """Adds a cost mode for `cost=` to name. Raises ValueError for an invalid mode, and for a name that is taken unless
+    it is to `replace` that one."""
     COSTS.add(cost, replace=replace)

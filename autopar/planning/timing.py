@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopar.cost.timeline import COMPUTE, Communication, Event, Timeline
 
 PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "_grouped_mm", "expert_mm", "expert_mm_weight", "dot", "mv"})
 """Operators that are matrix products; convolutions count among them."""
+
+OPERATOR_KINDS = MATRIX_PRODUCTS, ATTENTION, OTHER_OPERATORS = "matrix products", "attention", "other operators"
+"""What the operators of a step are counted as."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,14 +39,13 @@ def timing(step: Timeline, optimizer_seconds: float, seconds: float) -> Timing:
     """Of a timeline whose step, with the optimizer, takes so many seconds: measured programs scale it."""
     scale = (seconds - optimizer_seconds) / step.seconds if step.seconds else 1.0
 
-    def busy(wanted: Callable[[Event], bool]) -> float:
-        return scale * math.fsum(e.seconds for e in step.events if e.stream == COMPUTE and wanted(e))
+    def busy(kind: str) -> float:
+        return scale * math.fsum(e.seconds for e in step.events if e.stream == COMPUTE and operator_kind(e) == kind)
 
-    products, attention = busy(_is_product), busy(_is_attention)
     return Timing(
-        products_seconds=products,
-        attention_seconds=attention,
-        others_seconds=busy(lambda event: not _is_product(event) and not _is_attention(event)),
+        products_seconds=busy(MATRIX_PRODUCTS),
+        attention_seconds=busy(ATTENTION),
+        others_seconds=busy(OTHER_OPERATORS),
         optimizer_seconds=optimizer_seconds,
         communication=tuple(
             Communication(
@@ -59,13 +61,9 @@ def timing(step: Timeline, optimizer_seconds: float, seconds: float) -> Timing:
     )
 
 
-def _name(event: Event) -> str:
-    return event.op.split(".")[1] if "." in event.op else event.op
-
-
-def _is_product(event: Event) -> bool:
-    return _name(event) in PRODUCTS or _name(event).startswith("convolution")
-
-
-def _is_attention(event: Event) -> bool:
-    return "attention" in _name(event)
+def operator_kind(event: Event) -> str:
+    """Which of `OPERATOR_KINDS` an event of a rank's own stream is."""
+    name = event.op.split(".")[1] if "." in event.op else event.op
+    if name in PRODUCTS or name.startswith("convolution"):
+        return MATRIX_PRODUCTS
+    return ATTENTION if "attention" in name else OTHER_OPERATORS

@@ -105,8 +105,8 @@ class Difference:
 
 
 def difference(before: Plan, after: Plan) -> Difference:
-    """What changes from one plan to another: figures, what travels, what lives differently. The plans may be of
-    different meshes, clusters and batches; operators are compared where both are of one graph."""
+    """What changes from the plan `before` to the plan `after`: figures, what travels, what lives differently.
+    The plans may be of different meshes, clusters and batches; operators are compared where both are of one graph."""
     operators, every = _operators(before, after)
     return Difference(
         before=figures_of(before),

@@ -21,8 +21,9 @@ TAKES = ("bounded", "meter")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solver:
-    """`run(problem, bytes_limit=...)`, with those of `TAKES` that are in `takes`, gives a `Solution`. It raises
-    `Infeasible` where there is none, and `TooWide` for a problem that is too large for it."""
+    """A way to solve, which `solver=` calls by its `name`. `run(problem, bytes_limit=...)`, with those of `TAKES` that
+    are in `takes`, gives a `Solution`. It raises `Infeasible` where there is none, and `TooWide` for a problem that is
+    too large for it."""
 
     name: str
     run: Callable[..., Solution]
@@ -55,7 +56,8 @@ SOLVERS: Table[Solver] = Table(
 
 
 def register_solver(solver: Solver, *, replace: bool = False) -> None:
-    """Adds a solver, which `solver=` then names. Raises ValueError for what is none, and for a name that is taken."""
+    """Adds a solver, which `solver=` then names. Raises ValueError for what is none, and for a name that is taken
+    unless it is to `replace` that one."""
     SOLVERS.add(solver, replace=replace)
 
 

@@ -113,13 +113,13 @@ def check(
 ) -> Check:
     """Run the plan of a solver or preset, and `plans` random ones, on simulated ranks, and compare with eager.
 
-    `args` and `kwargs` are the global inputs, the same in every step; `loss_fn`, `solver` and `recompute`
-    are those of `autopar.plan`. After `steps` steps of SGD each plan has a row with the largest relative error of the
-    loss, the outputs, the gradients, the buffers and the parameters, and, if it differs, with the first operator that
-    does and its module. Model and inputs are taken to `dtype` (None: as they are), so that arithmetic is compared and
-    not rounding; what counts as equal depends on the narrowest dtype that the model computes in (`Check.tolerance`).
-    Random operators take, in eager too, the numbers that the program draws (from `seed`), so that dropout can be
-    compared.
+    `mesh_shape` maps axis names to sizes for the `model`; `args` and `kwargs` are the global inputs, the same in every
+    step; `loss_fn`, `solver` and `recompute` are those of `autopar.plan`. After `steps` steps of SGD each plan has a
+    row with the largest relative error of the loss, the outputs, the gradients, the buffers and the parameters, and, if
+    it differs, with the first operator that does and its module. Model and inputs are taken to `dtype` (None: as they
+    are), so that arithmetic is compared and not rounding; what counts as equal depends on the narrowest dtype that the
+    model computes in (`Check.tolerance`). Random operators take, in eager too, the numbers that the program draws (from
+    `seed`), so that dropout can be compared.
 
     The model is copied, and neither it nor the states of torch's, Python's and numpy's generators change. (What a
     function closes over cannot be copied: a `loss_fn` that is a module or a method of one is, a lambda's is not.)

@@ -57,9 +57,11 @@ class Adopted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lowering:
-    """A row of the table: in words, where it applies, what it writes and what that costs; and `adopt`, which looks at a
-    program and says how it is taken, or None. Lowerings that are taken "first" and "last" are taken always, one after
-    the other; of those "where quicker", the one, or those together, that make the shortest step."""
+    """A row of the table of lowerings. In words, its `name`, where it `applies`, what it `writes` and what that
+    `costs`; and `adopt`, which looks at a program and says how it is taken, or None. With `taken` "first" or "last" it
+    is taken always, one after the other; of those "where quicker", the one, or those together, that make the shortest
+    step.
+    """
 
     name: str
     applies: str

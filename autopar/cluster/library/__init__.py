@@ -21,7 +21,8 @@ CLUSTERS = Table("cluster", Cluster, _library())
 
 def register_cluster(cluster: Cluster | str | Path, *, replace: bool = False) -> None:
     """Adds a cluster, or the one that a TOML file describes, so that `cluster=` can name it. Raises ValueError for a
-    bad file, an object that is no cluster, and a name that is taken or reads as a file's."""
+    bad file, an object that is no cluster, and a name that reads as a file's or is taken, unless it is to `replace`
+    that one."""
     row = read_cluster(cluster) if isinstance(cluster, (str, Path)) else cluster
     if isinstance(row, Cluster) and str(row.name).endswith(".toml"):
         raise ValueError(f"cluster {row.name!r} would be read as the path of a file: take another name")

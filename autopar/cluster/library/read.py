@@ -87,7 +87,7 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
 
 
 def read_cluster(path: str | Path) -> Cluster:
-    """The cluster that a TOML file describes.
+    """The cluster that the TOML file at `path` describes.
 
     Raises ValueError, naming the file, the key and what to write, for a file that is missing or not TOML, a key that
     is missing or unknown, a figure that is invalid or without a source, and levels whose sizes do not multiply to

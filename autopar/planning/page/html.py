@@ -5,6 +5,7 @@ Figures are those of `sections`, which the page in a terminal prints too. All te
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from html import escape
 
@@ -23,13 +24,27 @@ STYLE = """
 font-weight:400}
 .autopar th{opacity:.7}.autopar .n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
 .autopar .label{opacity:.7;white-space:nowrap}.autopar .bad{color:#c0392b;font-weight:600}
-.autopar .track{width:22rem;max-width:40vw}
-.autopar .fill{height:.8rem;border-radius:2px;background:#3b7dd8;min-width:2px}
+.autopar .chart{container-type:inline-size;max-width:44rem}
+.autopar .bars{display:grid;grid-template-columns:fit-content(11rem) minmax(6rem,1fr) max-content}
+.autopar .bars>div{display:contents}
+.autopar .bars .label{white-space:normal}.autopar .bars .label,.autopar .bars .n{padding:.12rem .7rem .12rem 0}
+.autopar .bars .n{padding:.12rem 0 .12rem .7rem}
+.autopar .track{position:relative;display:flex;align-items:center;border-right:1px solid #8883;
+background:repeating-linear-gradient(90deg,#8883 0 1px,transparent 1px var(--step))}
+.autopar .fill{height:.8rem;border-radius:0 2px 2px 0;background:#3b7dd8;min-width:2px}
+.autopar .pale .fill{opacity:.5}
+.autopar .ticks{position:relative;height:1.4em;font-size:.86em;opacity:.7}
+.autopar .ticks span{position:absolute;transform:translateX(-50%);white-space:nowrap}
+.autopar .ticks span:first-child{transform:none}.autopar .ticks span:last-child{transform:translateX(-100%)}
+@container (max-width:34rem){.autopar .bars{grid-template-columns:1fr max-content;grid-auto-flow:dense}
+.autopar .bars .track,.autopar .bars .ticks{grid-column:1/-1}.autopar .bars .track{margin-bottom:.35rem}
+.autopar .bars>div>:empty{display:none}}
 .autopar .stack{display:flex;height:1.3rem;border:1px solid #8888;border-radius:3px;overflow:hidden;max-width:44rem}
 .autopar .key{display:inline-block;width:.8em;height:.8em;border-radius:2px;margin-right:.35em;vertical-align:-.05em}
 .autopar .legend span{margin-right:1.2em;white-space:nowrap}
 .autopar details{margin-left:1.1rem}.autopar summary{cursor:pointer;margin-left:-1.1rem}
-.autopar .dim{opacity:.65}.autopar code{font:12px ui-monospace,Menlo,Consolas,monospace;background:none;color:inherit}
+.autopar .dim{opacity:.72}.autopar .at{overflow-wrap:anywhere}
+.autopar code{font:12px ui-monospace,Menlo,Consolas,monospace;background:none;color:inherit}
 .autopar svg.tensor{vertical-align:middle}.autopar svg.tensor .own{fill:#3b7dd8;fill-opacity:.75}
 .autopar svg.tensor path{stroke:#888;stroke-width:.7;fill:none}
 .autopar svg.tensor .edge{fill:none;stroke:#888}
@@ -62,16 +77,21 @@ def notebook_html(plan: Record) -> str:
 def overview(plan: Record) -> Iterator[str]:
     """Title, verdict, warnings, and where the step, the memory and the traffic go."""
     yield f"<h1>{escape(sections.title(plan))}</h1>"
+    yield from verdict_html(plan)
+    if bars := sections.step_bars(plan):
+        yield heading("where the step goes")
+        yield seconds_bars((bar.label, bar.part * plan.seconds, bar.text) for bar in bars)
+    yield heading("memory of a rank at its peak")
+    yield memory_html(plan)
+    yield heading("communication of a step, by mesh axis")
+    yield rows_html((escape(axis), escape(text)) for axis, text in sections.communication(plan))
+
+
+def verdict_html(plan: Record) -> Iterator[str]:
+    """Whether it fits, how long a step takes, why this plan, and what to beware of."""
     yield rows_html((_label(label), escape(text)) for label, text in sections.verdict(plan))
     for text in sections.warnings(plan):
         yield f'<div class="warning">warning: {escape(text)}</div>'
-    if bars := sections.step_bars(plan):
-        yield heading("where the step goes")
-        yield "".join(("<table>", *(bar_row(bar.label, bar.part, bar.text) for bar in bars), "</table>"))
-    yield heading("memory of a rank at its peak")
-    yield _memory(plan)
-    yield heading("communication of a step, by mesh axis")
-    yield rows_html((escape(axis), escape(text)) for axis, text in sections.communication(plan))
 
 
 def heading(text: str, anchor: str = "") -> str:
@@ -84,19 +104,42 @@ def rows_html(rows: Iterable[tuple[str, str]]) -> str:
     return f"<table>{body}</table>"
 
 
-def bar_row(label: str, part: float, text: str) -> str:
-    """A row with a bar of a part of a whole."""
-    return (
-        f'<tr><td class="label">{escape(label)}</td><td><div class="track"><div class="fill" '
-        f'style="width:{100 * max(0.0, min(part, 1.0)):.2f}%"></div></div></td><td class="n">{escape(text)}</td></tr>'
+def seconds_bars(rows: Iterable[tuple[str, float, str]], strong: str = "") -> str:
+    """Bars of labels, seconds and what is written behind them, over an axis. Beside a `strong` one others are pale."""
+    bars = list(rows)
+    step, labels = seconds_ticks(max(seconds for _, seconds, _ in bars))
+    end = step * (len(labels) - 1)
+    body = "".join(
+        f'<div class="{"" if strong in ("", label) else "pale"}"><span class="label">{escape(label)}</span>'
+        f'<span class="track"><span class="fill" style="width:{100 * max(0.0, seconds) / end:.2f}%"></span></span>'
+        f'<span class="n">{escape(text)}</span></div>'
+        for label, seconds, text in bars
     )
+    marks = "".join(
+        f'<span style="left:{100 * k / (len(labels) - 1):g}%">{label}</span>' for k, label in enumerate(labels)
+    )
+    return (
+        f'<div class="chart"><div class="bars" style="--step:{100 / (len(labels) - 1):.4f}%">{body}'
+        f'<div><span></span><span class="ticks">{marks}</span><span></span></div></div></div>'
+    )
+
+
+def seconds_ticks(longest: float) -> tuple[float, list[str]]:
+    """The step of an axis from 0 to `longest` or a little more, in at most four steps, and its labels."""
+    longest = max(longest, 1e-9)
+    power = 10.0 ** math.floor(math.log10(longest / 4))
+    step = next(step for k in (1, 2, 2.5, 5, 10) if longest <= 4 * (step := k * power))
+    end = math.ceil(longest / step - 1e-9)
+    unit, size = next((u, s) for u, s in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9)) if s <= longest)
+    return step, ["0", *(f"{k * step / size:,.10g} {unit}" for k in range(1, end + 1))]
 
 
 def _label(label: str) -> str:
     return f'<span class="bad">{escape(label)}</span>' if label == "NO FIT" else escape(label)
 
 
-def _memory(plan: Record) -> str:
+def memory_html(plan: Record) -> str:
+    """What the peak consists of, as one bar of the memory limit."""
     parts = sections.memory_parts(plan)
     whole = max(plan.memory_limit_bytes or 0.0, plan.bytes, 1)
     whole = whole if whole <= 4 * plan.bytes else max(plan.bytes, 1)
@@ -111,7 +154,7 @@ def _memory(plan: Record) -> str:
         for colour, (label, size) in keys
     )
     notes = "".join(f'<div class="dim">{escape(note)}</div>' for note in sections.notes(plan))
-    at = f'<div class="dim">the peak is at {escape(plan.peak.at)}</div>'
+    at = f'<div class="dim at">the peak is at {escape(plan.peak.at)}</div>'
     return f'<div class="stack">{bar}</div><div class="legend">{legend}</div>{notes}{at}'
 
 

@@ -50,8 +50,13 @@ GridRule = Callable[[Context, Site, tuple[int, ...]], Tiers]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:
-    """What a site may choose on the axes of each role, and whether backward keeps gathered parameters (`KEEP`) or
-    gathers them again (`REGATHER`)."""
+    """What a site may choose on the axes of each role. `name` is what `solver=` names.
+
+    `data` and `tensor` are functions from a context, a site and an axis to its choices, for an axis that splits the
+    batch and for one that splits the model. `grid` is one from all tensor axes to choices of them together, and `z`
+    one for a third axis, along which parameters rest in shards. `policies` say whether backward keeps what forward
+    gathered ("keep") or gathers it again ("regather").
+    """
 
     name: str
     data: AxisRule = data
@@ -85,8 +90,8 @@ PRESETS = Table(
 
 
 def register_preset(preset: Preset, *, replace: bool = False) -> None:
-    """Adds a preset for `solver=` to name; the default plan is never slower than its plan. Raises ValueError for an
-    invalid preset, and for a name that is taken."""
+    """Adds a `preset` for `solver=` to name; the default plan is never slower than its plan. Raises ValueError for an
+    invalid preset, and for a name that is taken unless it is to `replace` that one."""
     PRESETS.add(preset, replace=replace)
 
 

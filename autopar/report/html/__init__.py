@@ -19,9 +19,20 @@ from autopar.cost.memory import KINDS
 from autopar.cost.timeline import COMPUTE
 from autopar.planning.explain.anatomy import Anatomy
 from autopar.planning.page import sections
-from autopar.planning.page.html import COLOURS, STYLE, bar_row, heading, modules_html, overview, rows_html
+from autopar.planning.page.html import (
+    COLOURS,
+    STYLE,
+    heading,
+    memory_html,
+    modules_html,
+    rows_html,
+    seconds_bars,
+    verdict_html,
+)
 from autopar.planning.plan import Plan
-from autopar.planning.texts import short_bytes, short_seconds
+from autopar.planning.provenance import EDITED
+from autopar.planning.texts import digits, short_bytes, short_seconds
+from autopar.planning.timing import OPERATOR_KINDS, operator_kind
 
 from .mesh import mesh_svg
 
@@ -33,6 +44,9 @@ KIND_COLOURS = {
     "outputs": "#6b7280",
     "activations": COLOURS["kept for backward"],
 }
+
+NAMES = {"search again": "search, at other prices of traffic", EDITED: "edited by hand"}
+"""What candidates are called where their own name says too little."""
 
 KIND_WORDS = {"activations": "kept for backward"}
 
@@ -51,6 +65,7 @@ def report_html(plan: Plan) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" {POLICY}>'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        '<meta name="color-scheme" content="light dark">'
         f"<title>{escape(sections.title(plan))}</title><style>{STYLE}{_asset('page.css')}</style></head>"
         f'<body><div class="autopar">{"".join(_body(plan, about))}</div>'
         f'<div id="tip" hidden></div><script type="application/json" id="data">{data}</script>'
@@ -63,7 +78,8 @@ def _asset(name: str) -> str:
 
 
 def save_report(plan: Plan, path: str | Path) -> None:
-    """Writes the page. Raises ValueError as `report_html`, and if the file cannot be written."""
+    """Writes the page of a `plan` to `path`, a file that ends in .html. Raises ValueError for a plan without its model
+    (`autopar.read_plan` reads one with it), and if the file cannot be written."""
     text = report_html(plan)
     try:
         Path(path).write_text(text, encoding="utf-8")
@@ -80,30 +96,82 @@ SECTIONS = {
     "from": "provenance",
 }
 
+LOGO = (
+    '<svg class="logo" viewBox="0 0 24 24" aria-hidden="true"><path d="M5 6 L12 12 L19 5 M12 12 L6 19 M12 12 L19 18" '
+    'fill="none" stroke="currentColor" stroke-width="1.6"/>'
+    + "".join(f'<circle cx="{x}" cy="{y}" r="2.6"/>' for x, y in ((5, 6), (12, 12), (19, 5), (6, 19), (19, 18)))
+    + "</svg>"
+)
+
 
 def _body(plan: Plan, about: Anatomy) -> Iterator[str]:
     links = "".join(f'<a href="#{anchor}">{escape(words)}</a>' for anchor, words in SECTIONS.items())
     yield (
-        f'<nav>{links}<input id="search" type="search" placeholder="search names" aria-label="search names">'
-        '<button id="unfold">unfold all</button><button id="fold">fold all</button></nav>'
+        f'<nav><span class="links">{links}</span>'
+        '<span class="finds"><input id="search" type="search" placeholder="search names" aria-label="search names">'
+        '<button id="unfold">unfold all</button><button id="fold">fold all</button></span></nav>'
     )
-    yield from overview(plan)
-    yield heading(SECTIONS["timeline"], "timeline")
-    yield from _step(plan, about)
-    yield heading(SECTIONS["modules"], "modules")
-    yield '<div class="dim">the coloured part of a tensor is what rank 0 has; S(0) splits dim 0, R is whole</div>'
-    yield modules_html(plan)
-    yield heading("inputs")
+    yield _header(plan)
+    yield '<div class="cards">'
+    yield _card("the plan", "".join(verdict_html(plan)), "third first")
+    if bars := sections.step_bars(plan):
+        shown = ((bar.label, bar.part * plan.seconds, bar.text) for bar in bars)
+        yield _card("where the step goes", seconds_bars(shown), "third")
+    traffic = rows_html((escape(axis), escape(text)) for axis, text in sections.communication(plan))
+    yield _card(
+        "memory of a rank at its peak",
+        f"{memory_html(plan)}{heading('communication of a step, by mesh axis')}{traffic}",
+        "third",
+    )
+    yield _card(SECTIONS["timeline"], "".join(_step(plan, about)), anchor="timeline")
+    drawn = '<div class="dim">the coloured part of a tensor is what rank 0 has; S(0) splits dim 0, R is whole</div>'
+    yield _card(SECTIONS["modules"], drawn + modules_html(plan), "most", "modules")
     inputs = ((escape(name), f"<code>{escape(' '.join(p))}</code>") for name, p in plan.inputs.items())
-    yield rows_html(inputs)
-    yield heading(SECTIONS["mesh"], "mesh")
-    yield mesh_svg(plan, about.reach)
-    yield heading(SECTIONS["presets"], "presets")
-    yield _candidates(plan)
-    yield heading(SECTIONS["segments"], "segments")
-    yield from _segments(plan, about)
-    yield heading(SECTIONS["from"], "from")
-    yield _origin(plan)
+    mesh = f"{mesh_svg(plan, about.reach)}{heading('inputs')}{rows_html(inputs)}"
+    yield _card(SECTIONS["mesh"], mesh, "least", "mesh")
+    yield _card(SECTIONS["presets"], _candidates(plan), "half", "presets")
+    yield _card(SECTIONS["from"], _origin(plan), "half", "from")
+    yield _card(SECTIONS["segments"], "".join(_segments(plan, about)), anchor="segments")
+    yield "</div>"
+
+
+def _card(title: str, body: str, width: str = "", anchor: str = "") -> str:
+    return f'<section class="card {width}">{heading(title, anchor)}{body}</section>'
+
+
+def _header(plan: Plan) -> str:
+    """What the page is about, and the figures that a reader wants first."""
+    origin = plan.provenance
+    mesh = " × ".join(f"{axis}={n}" for axis, n in plan.mesh.items())
+    about = [f"mesh {mesh}, {plan.ranks:,} devices", f"cluster {plan.cluster}"]
+    if origin is not None:
+        about.insert(0, f"{sections.count_text(origin.parameter_count)} parameters, {origin.dtype}")
+        about.append("planned by " + ", ".join(f"{name} {number}" for name, number in origin.versions.items()))
+    tiles = "".join(
+        f'<div class="tile"><div class="dim">{escape(label)}</div><b>{escape(figure)}</b>'
+        f'<div class="dim">{escape(note)}</div></div>'
+        for label, figure, note in _figures(plan)
+    )
+    return (
+        f'<header><div class="brand">{LOGO}autopar <span class="dim">plan</span></div><h1>{escape(plan.model)}</h1>'
+        f'<p>{"".join(f"<span>{escape(text)}</span>" for text in about)}</p><div class="tiles">{tiles}</div></header>'
+    )
+
+
+def _figures(plan: Plan) -> Iterator[tuple[str, str, str]]:
+    origin, limit, left = plan.provenance, plan.memory_limit_bytes, plan.headroom_bytes
+    between = " to ".join(map(short_seconds, plan.range_seconds)) if plan.range_seconds is not None else ""
+    yield "predicted step", short_seconds(plan.seconds), between
+    if origin is not None and plan.seconds:
+        rate = origin.items / plan.seconds
+        yield f"{origin.unit} a second", digits(rate), f"{digits(rate / plan.ranks)} a device"
+    if plan.utilization is not None:
+        yield "model FLOPs utilization", f"{plan.utilization:.1%}", "of the devices' peak"
+    spare = "" if limit is None or left is None else f"{short_bytes(left)} to spare" if left >= 0 else "does not fit"
+    yield "memory of a rank", short_bytes(plan.bytes), f"of {short_bytes(limit)}, {spare}" if limit and spare else ""
+    if plan.timing is not None and plan.seconds:
+        waits = plan.exposed_seconds
+        yield "waits for communication", f"{waits / plan.seconds:.1%}", f"{short_seconds(waits)} of the step"
 
 
 def _step(plan: Plan, about: Anatomy) -> Iterator[str]:
@@ -113,9 +181,11 @@ def _step(plan: Plan, about: Anatomy) -> Iterator[str]:
         f"{short_seconds(plan.account.optimizer_seconds)} of the optimizer. Drag to move, scroll or use the buttons "
         "to zoom; hover for what runs.</div>"
         '<div class="tools"><button data-zoom="whole">whole step</button><button data-zoom="forward">forward</button>'
-        '<button data-zoom="backward">backward</button><button data-zoom="in">+</button>'
-        '<button data-zoom="out">−</button><span id="range" class="dim"></span></div>'
+        '<button data-zoom="backward">backward</button><button data-zoom="in" aria-label="zoom in">+</button>'
+        '<button data-zoom="out" aria-label="zoom out">−</button><span id="range" class="dim"></span></div>'
         '<canvas id="streams"></canvas><div id="streams-key" class="legend"></div>'
+        '<div id="shares" class="dim">At this zoom the height of a colour is its share of the time. Zoom in to see '
+        "single operators.</div>"
         '<h2>memory of a rank over the step</h2><canvas id="memory"></canvas>'
         '<div id="memory-key" class="legend"></div>'
     )
@@ -125,15 +195,19 @@ def _candidates(plan: Plan) -> str:
     origin = plan.provenance
     if origin is None:
         return ""
-    rows: list[tuple[str, float, str, float | None]] = [(f"{origin.winner} (chosen)", plan.seconds, "", plan.bytes)]
-    rows += [(c.name, c.seconds, "" if c.precision == "simulated" else c.precision, c.bytes) for c in origin.candidates]
-    longest = max(seconds for _, seconds, _, _ in rows) or 1.0
-    body = "".join(
-        bar_row(name, seconds / longest, " ".join(filter(None, (short_seconds(seconds), precision))))
-        for name, seconds, precision, _ in sorted(rows, key=lambda row: row[1])
+    chosen = f"{NAMES.get(origin.winner, origin.winner)} (chosen)"
+    rows: list[tuple[str, float, str, float | None]] = [(chosen, plan.seconds, "", plan.bytes)]
+    for c in origin.candidates:
+        rows.append((NAMES.get(c.name, c.name), c.seconds, "" if c.precision == "simulated" else c.precision, c.bytes))
+    bars = seconds_bars(
+        (
+            (name, seconds, " ".join(filter(None, (precision, short_seconds(seconds)))))
+            for name, seconds, precision, _ in sorted(rows, key=lambda row: row[1])
+        ),
+        strong=chosen,
     )
     peaks = ", ".join(f"{name} {short_bytes(size)}" for name, _, _, size in rows if size is not None)
-    return f'<table>{body}</table><div class="dim">peaks: {escape(peaks)}</div>'
+    return f'{bars}<div class="dim">memory at the peak: {escape(peaks)}</div>'
 
 
 def _segments(plan: Plan, about: Anatomy) -> Iterator[str]:
@@ -155,8 +229,9 @@ def _segments(plan: Plan, about: Anatomy) -> Iterator[str]:
     )
     total = sum(block.count for block in about.blocks)
     yield (
-        f"<details><summary>{total} ParallelBlocks: what splits together without communication</summary><table>"
-        f"<tr><th>block</th><th>operators</th><th>can be split by</th></tr>{rows}</table></details>"
+        f"<details><summary>{total} ParallelBlocks: what splits together without communication</summary>"
+        f'<div class="wide"><table><tr><th>block</th><th>operators</th><th>can be split by</th></tr>{rows}'
+        "</table></div></details>"
     )
 
 
@@ -172,8 +247,9 @@ def _decided(title: str, decisions: Mapping[str, str], plan: Plan, about: Anatom
             f'<td class="dim">{escape(kind)}</td><td class="dim">{escape(module)}</td>{cells}</tr>'
         )
     return (
-        f"<details><summary>{escape(title)}: {len(decisions)} decisions</summary><table><tr><th>site</th><th>kind</th>"
-        f"<th>module</th>{heads}<th></th></tr>{''.join(rows)}</table></details>"
+        f"<details><summary>{escape(title)}: {len(decisions)} decisions</summary>"
+        f'<div class="wide"><table><tr><th>site</th><th>kind</th><th>module</th>{heads}<th></th></tr>{"".join(rows)}'
+        "</table></div></details>"
     )
 
 
@@ -184,7 +260,7 @@ def _origin(plan: Plan) -> str:
         rows += [(f"input {name}", text) for name, text in origin.inputs.items()]
         rows += [(name, text) for name, text in origin.versions.items()]
         rows += [("command", origin.command)] if origin.command else []
-    table = rows_html((escape(name), f"<code>{escape(text)}</code>") for name, text in rows)
+    table = rows_html((escape(name), f'<code class="at">{escape(text)}</code>') for name, text in rows)
     lines = "\n".join(origin.cluster) if origin is not None else ""
     return f"{table}<details><summary>figures of the cluster</summary><pre>{escape(lines)}</pre></details>"
 
@@ -201,13 +277,15 @@ def page_data(plan: Plan, about: Anatomy) -> dict[str, Any]:
         "bytes": plan.bytes,
         "limit": plan.memory_limit_bytes,
         "streams": streams,
+        "operators": list(OPERATOR_KINDS),
         "kinds": [KIND_WORDS.get(kind, kind) for kind in KINDS],
         "colours": [KIND_COLOURS[kind] for kind in KINDS],
         "backward": round(min((e.start_seconds for e in step.events if e.backward), default=0.0) * NANO),
         "end": round(step.seconds * NANO),
         "events": [
             [number[e.stream], round(e.start_seconds * NANO), round(e.seconds * NANO), words(e.op), words(e.module),
-             e.bytes, round(e.alone_seconds * NANO)]
+             e.bytes, round(e.alone_seconds * NANO),
+             *([OPERATOR_KINDS.index(operator_kind(e))] if e.stream == COMPUTE else ())]
             for e in step.events
         ],
         "stalls": [

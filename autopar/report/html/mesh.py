@@ -1,4 +1,4 @@
-"""The mesh as a picture: ranks in rows and columns, the groups of rank 0 on each axis, and what each axis sends."""
+"""The mesh as a picture: ranks in rows and columns, the groups of rank 0 on each axis, and the links of each axis."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from html import escape
 
-from autopar.planning.page import sections
 from autopar.planning.plan import Plan
 
 CELL, MOST = 26, 16
@@ -40,16 +39,15 @@ def mesh_svg(plan: Plan, reach: Mapping[str, tuple[tuple[str, int], ...]]) -> st
         f'<svg class="ranks" width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img"><title>ranks; '
         f"coloured: those that rank 0 talks to on one axis</title>{''.join(shapes)}</svg>"
     )
-    sent = dict(sections.communication(plan))
     body = "".join(
         f'<tr><td><i class="key" style="background:{AXIS_COLOURS[k % 5]}"></i><b>{escape(axis)}</b></td>'
         f'<td class="n">{size}</td><td>{_apart(k, [n for _, n in axes])}</td>'
-        f"<td>{escape(_levels(reach.get(axis, ())))}</td><td>{escape(sent.get(axis, 'nothing'))}</td></tr>"
+        f"<td>{escape(_levels(reach.get(axis, ())))}</td></tr>"
         for k, (axis, size) in enumerate(axes)
     )
     table = (
-        "<table><tr><th>axis</th><th>ranks</th><th>groups</th><th>over</th><th>in a step</th></tr>"
-        f'{body}</table><div class="dim">{"".join(map(escape, more))}</div>'
+        f"<table><tr><th>axis</th><th>ranks</th><th>groups</th><th>over</th></tr>{body}"
+        f'</table><div class="dim">{"".join(map(escape, more))}</div>'
     )
     return f'<div class="mesh">{picture}<div>{table}</div></div>'
 
