@@ -7,6 +7,7 @@ page as a file sees the sentence before that line, which says what the site show
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import itertools
 import json
