@@ -25,7 +25,7 @@ OPS = {function: op for op, function in ADAPTED.items()}
 
 
 def graph_module(program: Program) -> fx.GraphModule:
-    """The program of a plan as a module of torch.fx, which `torch.save` saves and every rank of the mesh runs.
+    """The `program` of a plan as a module of torch.fx, which `torch.save` saves and every rank of the mesh runs.
 
     Called with a `DeviceMesh` that has the program's axes, and with what a rank holds of `program.inputs`, in their
     order, it returns `(outputs, gradients)`: what the rank holds of `program.outputs`, those of forward and those of
