@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from autopar.cost.timeline import COMPUTE, Timeline
 from autopar.planning.plan import Plan, bytes_text
+from autopar.planning.timing import OPERATOR_KINDS, operator_kind
 
 from .comparison import Comparison
 
@@ -64,15 +65,16 @@ def draw(comparison: Comparison, path: str | Path) -> None:
 
 
 COLOURS = {
-    "compute": "#9aa5b1",
+    **dict(zip(OPERATOR_KINDS, ("#3b6fb6", "#14a3a0", "#a8b1bd"), strict=True)),
     "all_reduce": "#d1495b",
-    "all_gather": "#30638e",
-    "reduce_scatter": "#edae49",
-    "all_to_all": "#66a182",
-    "shift": "#8d6a9f",
-    "exchange": "#2e4057",
+    "all_gather": "#e0912f",
+    "reduce_scatter": "#3c9d6d",
+    "all_to_all": "#d670a8",
+    "shift": "#6b5bd2",
+    "rotate": "#6b5bd2",
+    "exchange": "#52796f",
 }
-"""The colours of a timeline's events."""
+"""The colours of a timeline's events, which the page of `autopar report` has too."""
 
 ZOOM = 12
 """The lower picture shows one part in so many of the step."""
@@ -94,7 +96,7 @@ def draw_timeline(timeline: Timeline, path: str | Path, title: str = "") -> None
             by_kind: dict[str, list[tuple[float, float]]] = {}
             for event in timeline.events:
                 if event.stream == stream and event.start_seconds < last and event.end_seconds > first:
-                    kind = COMPUTE if stream == COMPUTE else event.op.removeprefix("collective.")
+                    kind = operator_kind(event) if stream == COMPUTE else event.op.removeprefix("collective.")
                     by_kind.setdefault(kind, []).append((event.start_seconds * 1e3, event.seconds * 1e3))
             for kind, spans in by_kind.items():
                 kinds[kind] = None
