@@ -145,6 +145,11 @@ def test_a_plan_says_which_candidate_won() -> None:
         assert own.seconds == pytest.approx(best.seconds, rel=0.05)
     assert best.name in str(made)
     assert "megatron, as asked" in str(plan("megatron"))
+    # a bound below the plan's own step compares nothing
+    below = replace(best, seconds=made.seconds / 2, precision="at least")
+    other = replace(made, provenance=replace(made.provenance, winner="search", candidates=(below,)))
+    assert f"the best preset, {best.name}, takes at least" in " ".join(other.text(width=200).split())
+    assert "as fast as" not in str(other)
 
 
 def test_a_plan_carries_its_inputs_its_cluster_and_versions() -> None:

@@ -19,6 +19,9 @@ from .words import legend
 TIGHT_PART = 0.05
 """Less headroom than this part of the limit is worth a warning."""
 
+LEAST_RATIO = 1.005
+"""A smaller one says that two plans are as fast."""
+
 LEAST_GAP = 0.0005
 """A smaller distance from a bound is none."""
 
@@ -115,14 +118,16 @@ def _choice(plan: Record) -> str:
     if not rivals or not plan.seconds:
         return chosen
     best = min(rivals, key=lambda candidate: candidate.seconds)
-    times = ("at least " if best.precision == "at least" else "") + _times(best.seconds / plan.seconds)
+    ratio, is_bound = best.seconds / plan.seconds, best.precision == "at least"
     which = "the next preset" if origin.winner not in WINNERS else "the best preset"
-    return f"{chosen}; {times} {which}, {best.name} ({_precise(best)})"
+    if is_bound and ratio < LEAST_RATIO:
+        return f"{chosen}; {which}, {best.name}, takes {_precise(best)}"
+    return f"{chosen}; {'at least ' * is_bound}{_times(ratio)} {which}, {best.name} ({_precise(best)})"
 
 
 def _times(ratio: float) -> str:
     """How fast a plan is beside another one that takes `ratio` times as long."""
-    return f"{ratio:.2f}x as fast as" if ratio >= 1.005 else "as fast as"
+    return f"{ratio:.2f}x as fast as" if ratio >= LEAST_RATIO else "as fast as"
 
 
 def _precise(candidate: Candidate) -> str:
