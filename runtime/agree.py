@@ -248,7 +248,7 @@ class CollectiveError(RuntimeError):
 def watched(what: str, axis: str, group: dist.ProcessGroup) -> Iterator[None]:
     """Raises CollectiveError, from what the backend raised, in the place of that."""
     try:
-        with _outlasting():
+        with outlasting():
             yield
     except RuntimeError as error:
         if not _is_of_backend(error):
@@ -277,7 +277,7 @@ def explanation(what: str, axis: str, group: dist.ProcessGroup, error: Exception
 
 
 @contextmanager
-def _outlasting() -> Iterator[None]:
+def outlasting() -> Iterator[None]:
     """Launchers end all ranks by SIGTERM once one has ended. Within it, and once a backend has failed in it, that ends
     this process some seconds later, so that it can say what it waited for."""
     is_main = threading.current_thread() is threading.main_thread()
@@ -336,7 +336,7 @@ def located(
 
     def run(arguments: list[torch.Tensor]) -> Any:
         try:
-            with _outlasting():
+            with outlasting():
                 return function(arguments)
         except Exception as error:
             instruction = lines.get(_line(error, file))

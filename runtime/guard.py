@@ -12,6 +12,8 @@ from operator import call, is_
 from typing import Any, NamedTuple
 
 from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from autopar import compat
 from autopar.passes.capture.looks import ABSENT, Drawn, Look, Reads, listed
@@ -154,6 +156,8 @@ class Owners:
 
     def __init__(self) -> None:
         self.owners = compat.by_tensor()
+        self.stepping: RemovableHandle | None = None
+        self.warned: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def claim(self, model: nn.Module, parallel: nn.Module) -> None:
         """Raises ValueError if a parameter of the model went into a living parallel module of another model: each of
@@ -171,6 +175,22 @@ class Owners:
             claimed.append((parameter, [*living, (weakref.ref(model), weakref.ref(parallel), name)]))
         for parameter, owners in claimed:
             self.owners[parameter] = owners
+        if self.stepping is None:
+            self.stepping = register_optimizer_step_pre_hook(self._warn_of_stale)
+
+    def _warn_of_stale(self, optimizer: Optimizer, *_: object) -> None:
+        """Of an optimizer of the model that was given to parallelize, where it steps and nothing has a gradient."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if not parameters or parameters[0] not in self.owners or optimizer in self.warned:
+            return
+        living = any(owner() is not None for _, owner, _ in self.owners[parameters[0]])
+        if living and all(parameter in self.owners and parameter.grad is None for parameter in parameters):
+            self.warned.add(optimizer)
+            logger.warning(
+                "%s steps parameters of the model as it was given to parallelize, which have no gradients: the "
+                "parallel module has parameters of its own. Make the optimizer of these, after parallelize",
+                type(optimizer).__name__,
+            )
 
 
 OWNERS = Owners()

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from autopar import compat
 from autopar.compat import local_tensor
 
-from .agree import CollectiveError, coordinate_of, digest_of, is_timeout, process_groups
+from .agree import CollectiveError, coordinate_of, digest_of, is_timeout, outlasting, process_groups
 
 INPUTS_MOST = 6
 """Inputs whose values are compared one by one; further ones are added up."""
@@ -128,7 +128,8 @@ class Handshake:
         if exchange is None:
             return
         try:
-            exchange.work.wait()
+            with outlasting():
+                exchange.work.wait()
         except RuntimeError as error:
             self.failures += 1
             mine = f"rank {dist.get_rank()} came to call {exchange.call} ({_text(exchange.sent)}) and"

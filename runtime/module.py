@@ -176,6 +176,12 @@ class ParallelModule(Filled, Standing):
         """
         state = _state(self)
         given = list(self.parameters() if params is None else params)
+        own = {id(parameter) for parameter in self.parameters()}
+        if any(id(p) not in own for each in given for p in (each["params"] if isinstance(each, dict) else [each])):
+            raise ValueError(
+                "these are not the parallel module's parameters, which are others than those of the model that it was "
+                "made of: give parameters of the parallel module"
+            )
         if kind is not torch.optim.Muon:
             return on_shards(kind)(given, **options)  # type: ignore[arg-type]
         layouts: dict[Any, Any] = {state.value(name): state.layout(name) for name in state.aliases}

@@ -247,7 +247,7 @@ class Versions:
             with telling(f"capturing again, for {mode}", self.base.mesh):
                 captured, program = self.again(mode, self.root, [state.captured for state in alike], inputs)
         except Exception as error:  # of any class: the model's own too
-            error.add_note(f"the module was captured again, for {mode}{self._differs(wanted)}")
+            error.add_note(f"while the module was captured again, for {mode}{self._differs(wanted)}")
             raise
         if isinstance(program, int):
             served = [state for state in alike if state.program is alike[program].program]

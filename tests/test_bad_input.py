@@ -53,6 +53,12 @@ def test_an_unknown_solver() -> None:
     assert "unknown solver 'simplex'" in message and "ilp" in message and "megatron_sp" in message
 
 
+def test_a_model_that_reduces_its_gradients_itself() -> None:
+    made = mlp()
+    wrapped = Case(model=nn.DataParallel(made.model), batch=made.batch, loss_fn=made.loss_fn)
+    assert "is in DataParallel, which reduces its gradients: give the model inside" in refused(plan, wrapped)
+
+
 def test_an_unknown_solver_to_compare() -> None:
     made = mlp()
     assert "unknown solver 'simplex'" in refused(

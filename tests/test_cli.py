@@ -209,7 +209,7 @@ def test_compare_without_any_plan_fails() -> None:
         (["plan", "no_such_module:build", "--mesh", "a=2"], "No module named 'no_such_module'"),
         (
             ["plan", "test_cli:build", "--mesh", "a=2"],
-            "missing a required argument: 'width'; give arguments with --set",
+            "missing a required argument: 'width'; it is given batch, sequence and dtype",
         ),
         (
             ["plan", "test_cli:mesh_shape", "--set", "text=a=2", "--mesh", "a=2"],
@@ -227,6 +227,10 @@ def test_compare_without_any_plan_fails() -> None:
         ),
         (["plan", "test_cli:build", "--set", "width=8", "--mesh", "a=2", "--solver", "best"], "unknown solver 'best'"),
         (["plan", "test_cli:build", "--set", "width=8", "--mesh", "a=2", "--dtype", "int8"], "--dtype is 'int8'"),
+        (
+            ["plan", "test_cli:build", "--set", "width=8", "--mesh", "a=2", "--dtype", "bfloat16"],
+            "takes no dtype, so --dtype would change nothing",
+        ),
         (
             ["plan", "test_cli:build", "--set", "width=8", "--mesh", "a=2", "--cluster", "mine"],
             "unknown cluster 'mine'",

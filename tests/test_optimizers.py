@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -236,3 +237,31 @@ def resumed(folder: str, kind: str, groups: str, plainly: bool) -> None:
 def test_a_checkpoint_is_read_whatever_was_stepped(tmp_path: Path, kind: str, groups: str, plainly: bool) -> None:
     """On another plan, or in plain PyTorch."""
     run(2, resumed, str(tmp_path), kind, groups, plainly)
+
+
+def optimizers_of_the_model_that_was_given() -> list[str]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    batch, model, said = torch.ones(8, 6), mlp(), []
+    before = torch.optim.SGD([{"params": [p]} for p in model.parameters()], lr=0.1)
+    parallel = autopar.parallelize(model, mesh, (batch,), loss_fn=mean_square, solver="fsdp")
+    logger = logging.getLogger("autopar")
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    for _ in range(2):
+        parallel(batch).backward()
+        before.step()
+    parallel.optimizer(torch.optim.SGD, lr=0.1).step()
+    mean_square(model(batch)).backward()  # the model itself trains, as a reference may
+    before.step()
+    logger.removeHandler(handler)
+    with pytest.raises(ValueError, match="not the parallel module's parameters"):
+        parallel.optimizer(torch.optim.AdamW, [{"params": [*model.parameters()]}])
+    return said
+
+
+def test_an_optimizer_of_the_model_that_was_given_is_told() -> None:
+    """It was made before parallelize, and would train nothing without a word."""
+    for said in run(2, optimizers_of_the_model_that_was_given):
+        (warned,) = [text for text in said if "SGD steps parameters of the model" in text]
+        assert "Make the optimizer of these, after parallelize" in warned

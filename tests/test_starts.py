@@ -14,8 +14,8 @@ from torch import nn
 from autopar.passes.space.choices import SiteChoice
 from autopar.passes.space.problem import Assignment
 from autopar.planning.planner import Planner
+from autopar.planning.provenance import ELSEWHERE
 from autopar.planning.request import Request
-from autopar.planning.rivals import ELSEWHERE
 from autopar.planning.search import Search
 from autopar.planning.starts import by_blocks
 

@@ -113,7 +113,9 @@ def test_the_command_simulates_plans_and_models(tmp_path: Path) -> None:
     assert (same["cluster"], same["seconds"]) == ("dgx-a100", pytest.approx(there.seconds))
     assert same["utilization"] == pytest.approx(there.utilization)
     here = CliRunner().invoke(app, ["simulate", str(plan), *of_model])
-    assert f"step {short_seconds(made.seconds)}, MFU {made.utilization:.1%}" in here.stdout
+    again_text = CliRunner().invoke(app, ["simulate", str(plan), *of_model, "--cluster", "dgx-a100"])
+    assert made.utilization is None and f"step {short_seconds(made.seconds)}" in here.stdout
+    assert f"step {short_seconds(there.seconds)}, MFU {there.utilization:.1%}" in again_text.stdout
     assert "give --model" in CliRunner().invoke(app, ["simulate", str(plan)]).stderr.replace("\n", " ")
     other = CliRunner().invoke(app, ["simulate", str(plan), "--solver", "fsdp"])
     assert other.exit_code == 2 and "--solver does not go with a saved plan" in other.stderr

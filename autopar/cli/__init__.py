@@ -90,6 +90,12 @@ class Commands(TyperGroup):
             return None
         return TyperCommand(cmd_name, help=command.help, rich_help_panel=command.panel)
 
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        finally:
+            GIVEN.clear()
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command itself. An unknown one is answered with the nearest that there is."""
         name, *rest = args
@@ -109,6 +115,7 @@ class Commands(TyperGroup):
             raise typer.Exit(2) from None
         SAID["quiet"] = any(word in QUIET for word in takewhile(lambda word: word != "--", rest))
         FROM_FILE[:] = found.words
+        GIVEN[:] = [*rest, *found.words]
         if found.words:
             notes().print(f"{FILE}: {shlex.join(found.words)}", style="dim", markup=False, soft_wrap=True)
         ctx.default_map = {name: dict(found.defaults)}
@@ -138,6 +145,9 @@ TYPED: list[str] = []
 
 FROM_FILE: list[str] = []
 """What `autopar.toml` adds to them."""
+
+GIVEN: list[str] = []
+"""Both, while a command runs."""
 
 
 def main() -> None:

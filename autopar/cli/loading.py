@@ -19,7 +19,7 @@ from autopar.files import json_of, text_of
 from autopar.planning.plan import Plan
 from autopar.planning.provenance import Source
 
-from . import FROM_FILE, TYPED
+from . import FROM_FILE, GIVEN, TYPED
 from .common import parsed
 from .configured import FILE
 
@@ -205,11 +205,21 @@ def _called(
         sys.path.remove("")
     taken = inspect.signature(make).parameters
     offered = {"batch": batch, "sequence": sequence, "dtype": dtype}
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
+    for key, option in (("batch", "--batch"), ("sequence", "--seq"), ("dtype", "--dtype")):
+        if key not in taken and not takes_any and _is_given(option):
+            raise ValueError(
+                f"{module}:{name}{inspect.signature(make)} takes no {key}, so {option} would change nothing: let it "
+                f"take {key}, or leave {option} out"
+            )
     given = {key: value for key, value in offered.items() if key in taken} | dict(settings)
     try:
         inspect.signature(make).bind(**given)
     except TypeError as error:
-        raise ValueError(f"{module}:{name}{inspect.signature(make)}: {error}; give arguments with --set") from error
+        raise ValueError(
+            f"{module}:{name}{inspect.signature(make)}: {error}; it is given batch, sequence and dtype if it takes "
+            f"arguments of these names, and others with --set"
+        ) from error
     result = make(**given)
     parts = result if isinstance(result, tuple) else (result,)
     if len(parts) not in (2, 3) or not isinstance(parts[0], nn.Module):
@@ -221,3 +231,8 @@ def _called(
     if isinstance(inputs, Mapping):
         return Loaded(model=model, kwargs=inputs, loss_fn=loss_fn)
     return Loaded(model=model, args=tuple(inputs), kwargs={}, loss_fn=loss_fn)
+
+
+def _is_given(option: str) -> bool:
+    """Whether the running command was given an option, by a person or a file."""
+    return any(word.partition("=")[0] == option for word in GIVEN)

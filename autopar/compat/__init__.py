@@ -121,5 +121,6 @@ from .wrapping import (
     HOOKS_OF_STATES as HOOKS_OF_STATES,
     plain_name as plain_name,
     rebind_state_hooks as rebind_state_hooks,
+    reduces_itself as reduces_itself,
     unwrapped as unwrapped,
 )

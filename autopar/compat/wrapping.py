@@ -132,3 +132,9 @@ def _cell(cell: CellType, moved: Callable[[Any], Any]) -> CellType:
         return cell
     held = moved(value)
     return cell if held is value else CellType(held)
+
+
+def reduces_itself(model: nn.Module) -> str | None:
+    """The class of a wrapper around the model or a part of it that reduces gradients on its own."""
+    wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+    return next((type(module).__name__ for module in model.modules() if isinstance(module, wrappers)), None)

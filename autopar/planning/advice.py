@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from autopar.ir.layout import local_meta
 from autopar.passes.space.problem import Assignment
+from autopar.passes.space.space import Space
 
 from .account import parameter_layouts
 from .plan import Plan
 from .record import Advice
 from .training import GATHERS, MICRO_BATCHES_MOST, Training
-
-if TYPE_CHECKING:
-    from .planner import Planner
 
 TIMES = 4
 """So many times the micro-batches are priced: they save three quarters of what is reduced once a step."""
@@ -24,26 +21,22 @@ LEAST_SPEEDUP = 1.05
 """What is worth a person's time."""
 
 
-def advised(planner: Planner, plan: Plan) -> Plan:
-    """The plan with advice, if ranks wait for much of its step and more micro-batches fit and pay. Steps are estimated
-    from programs of few copies, as those of candidates are."""
-    if not plan.waits or planner.costs is not None or TIMES * plan.training.micro_batches > MICRO_BATCHES_MOST:
+def advised(plan: Plan, space: Space, assignment: Assignment, step_seconds: Callable[[Training], float]) -> Plan:
+    """The plan with advice, if ranks wait for much of its step and more micro-batches fit and pay. `step_seconds` are
+    those of the assignment in a step that trains so: estimated, as those of candidates are."""
+    if not plan.waits or TIMES * plan.training.micro_batches > MICRO_BATCHES_MOST:
         return plan
-    assignment = planner.assignment(plan)
-    steps = [
-        planner.trained(training).steps.estimated_seconds(assignment, None)[0]
-        for training in _fitting(planner, plan, assignment)
-    ]
+    steps = [step_seconds(training) for training in _fitting(space, plan, assignment)]
     speedup = TIMES * plan.seconds / min(steps) if steps else 0.0
     if speedup < LEAST_SPEEDUP:
         return plan
     return replace(plan, advice=Advice(micro_batches=TIMES * plan.training.micro_batches, speedup=speedup))
 
 
-def _fitting(planner: Planner, plan: Plan, assignment: Assignment) -> Iterator[Training]:
+def _fitting(space: Space, plan: Plan, assignment: Assignment) -> Iterator[Training]:
     """The ways to gather for more micro-batches that surely fit: beside all that the plan holds, each rank keeps the
     gradients of its parameters as it computes them, and those parameters too if they are gathered once a step."""
-    space, limit = planner.space, plan.memory_limit_bytes
+    limit = plan.memory_limit_bytes
     free = None if limit is None else limit * (1.0 - plan.headroom) - plan.bytes
     metas = {name: space.graph.metas[value] for name, value in space.graph.parameters.items()}
     whole = sum(

@@ -200,7 +200,19 @@ class Planner:
             check_measured(self.training)
             return by_measuring(self, request)
         with uncollected():
-            return advised(self, in_time(self, request, partial(in_ways, make=Planner._planned)))
+            return self._advised(in_time(self, request, partial(in_ways, make=Planner._planned)))
+
+    def _advised(self, plan: Plan) -> Plan:
+        """The plan, and what would shorten its waits."""
+        if not plan.waits or self.costs is not None:
+            return plan
+        assignment = self.assignment(plan)
+        return advised(
+            plan,
+            self.space,
+            assignment,
+            lambda training: self.trained(training).steps.estimated_seconds(assignment, None)[0],
+        )
 
     def limit(self, request: Request) -> float | None:
         """The bytes that a rank may need: as requested, or what its device has for a step, less the headroom."""

@@ -25,6 +25,9 @@ from autopar.passes.capture.captured import Captured
 VERSIONED = ("autopar", "torch")
 """Packages whose versions a plan carries; so does it that of the model's own package."""
 
+ELSEWHERE = "another descent"
+"""The name of what another descent of the search ended with."""
+
 EDITED = "edited"
 """The winner of a plan whose decisions a person changed."""
 

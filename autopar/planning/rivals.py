@@ -19,6 +19,7 @@ from .account import account, least_seconds
 from .known import Known
 from .options import resting_bytes
 from .presets import PRESETS
+from .provenance import ELSEWHERE
 from .request import Request
 from .searches import Searches
 from .solving import Solved
@@ -30,9 +31,6 @@ Rival = tuple[str, Solved]
 
 OWN = "search"
 """The name of the search's own result among its rivals."""
-
-ELSEWHERE = "another descent"
-"""The name of what another descent of the search ended with."""
 
 AGAIN = "search again"
 """The name of the best near another one, where more or less of the traffic in buckets is hidden."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from autopar import compat
 from autopar.ir.precision import Precision
@@ -23,6 +24,11 @@ logger = logging.getLogger(__name__)
 
 def canonical_names(model: nn.Module) -> dict[str, str]:
     """Every name of a parameter or buffer -> the first name of the same tensor."""
+    if (wrapper := compat.reduces_itself(model)) is not None:
+        raise CaptureError(
+            f"the model is in {wrapper}, which reduces its gradients: give the model inside of it (model.module), and "
+            f"autopar does that"
+        )
     names: dict[str, str] = {}
     first: dict[int, str] = {}
     spans: dict[int, list[tuple[int, int, str]]] = {}
@@ -31,6 +37,11 @@ def canonical_names(model: nn.Module) -> dict[str, str]:
             if nn.parameter.is_lazy(tensor):
                 raise CaptureError(f"parameter {name} has no shape yet: call the model once, before autopar")
             if not compat.is_plain(tensor):
+                if isinstance(tensor, DTensor):
+                    raise CaptureError(
+                        f"{name} is a DTensor: the model is parallel already. Give the model that it was made of, and "
+                        f"a plan with all axes of the mesh"
+                    )
                 raise CaptureError(
                     f"{name} is a {type(tensor).__name__} of layout {tensor.layout}: autopar takes the model as it "
                     f"is on one device, with plain strided tensors"

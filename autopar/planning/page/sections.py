@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ..provenance import EDITED, Candidate
+from ..provenance import EDITED, ELSEWHERE, Candidate
 from ..record import Record
 from ..texts import digits, listed, short_bytes, short_seconds
 from ..training import micro_batches_text, precision_text, recompute_text
@@ -28,11 +28,13 @@ LEAST_GAP = 0.0005
 WINNERS: Mapping[str, str] = {
     "search": "found by the search",
     "search again": "found by the search, with more or less of parameters' traffic hidden",
+    ELSEWHERE: "found by the search, from another start",
 }
 
 PLANS: Mapping[str, str] = {
     "search": "the search's plan",
     "search again": "the search's plan with more or less of parameters' traffic hidden",
+    ELSEWHERE: "the search's plan from another start",
     EDITED: "a plan that was edited",
 }
 """Whose plan a candidate's is; that of a preset has its name."""
