@@ -172,20 +172,23 @@ class ParallelModule(Filled, Standing):
 
         It is what it would be of any model: schedulers, `GradScaler` and `torch.distributed.checkpoint` work alike, and
         states go from the one to the other. `torch.optim.Muon` has each matrix orthogonalised by one rank. All ranks
-        step at once. Raises ValueError for a kind that is not known to treat each element alone (`ELEMENTWISE`).
+        step at once. Raises ValueError for a kind that is not known to treat each element alone (`ELEMENTWISE`), and for
+        parameters of another module.
         """
         state = _state(self)
         given = list(self.parameters() if params is None else params)
-        own = {id(parameter) for parameter in self.parameters()}
-        if any(id(p) not in own for each in given for p in (each["params"] if isinstance(each, dict) else [each])):
+        if kind is not torch.optim.Muon:
+            made = on_shards(kind)(given, **options)  # type: ignore[arg-type]
+        else:
+            layouts: dict[Any, Any] = {state.value(name): state.layout(name) for name in state.aliases}
+            made = Muon(given, layouts=layouts, mesh=state.mesh, **options)
+        own = set(map(id, self.parameters()))
+        if any(id(parameter) not in own for group in made.param_groups for parameter in group["params"]):
             raise ValueError(
                 "these are not the parallel module's parameters, which are others than those of the model that it was "
                 "made of: give parameters of the parallel module"
             )
-        if kind is not torch.optim.Muon:
-            return on_shards(kind)(given, **options)  # type: ignore[arg-type]
-        layouts: dict[Any, Any] = {state.value(name): state.layout(name) for name in state.aliases}
-        return Muon(given, layouts=layouts, mesh=state.mesh, **options)
+        return made
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -39,8 +39,8 @@ def on_shards(kind: type[Any]) -> type[Any]:
     element alone."""
     if kind not in ELEMENTWISE:
         raise ValueError(
-            f"{kind.__name__} is not known to step element by element: make it of parallel.parameters(), as of any "
-            f"model's, or give one of Muon, {', '.join(each.__name__ for each in ELEMENTWISE)}"
+            f"{kind.__name__} is not known to step element by element: create it from parallel.parameters(), as for "
+            f"any model, or give one of Muon, {', '.join(each.__name__ for each in ELEMENTWISE)}"
         )
     local_step = bare_step(kind)
 

@@ -192,7 +192,7 @@ def scaled() -> None:
         return loss
 
     assert math.isfinite(float(optimizers[0].step(closure).detach()))
-    with pytest.raises(ValueError, match=r"LBFGS is not known to step element by element: make it of parallel\.param"):
+    with pytest.raises(ValueError, match=r"LBFGS is not known to step .*: create it from parallel\.param"):
         module.optimizer(torch.optim.LBFGS)
 
 
