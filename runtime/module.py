@@ -172,8 +172,8 @@ class ParallelModule(Filled, Standing):
 
         It is what it would be of any model: schedulers, `GradScaler` and `torch.distributed.checkpoint` work alike, and
         states go from the one to the other. `torch.optim.Muon` has each matrix orthogonalised by one rank. All ranks
-        step at once. Raises ValueError for a kind that is not known to treat each element alone (`ELEMENTWISE`), and for
-        parameters of another module.
+        step at once. Raises ValueError for a kind that is not known to treat each element alone (`ELEMENTWISE`), and
+        for parameters of another module.
         """
         state = _state(self)
         given = list(self.parameters() if params is None else params)
