@@ -583,3 +583,16 @@ def test_hooks_of_gradients_see_one_call_at_a_time() -> None:
         assert torch.equal(parallel.layer.weight.grad.full_tensor(), model.layer.weight.grad)  # type: ignore
         with pytest.raises(ValueError, match=r"one backward\(\) runs through two calls, and hooks wait"):
             (parallel(X) + parallel(2 * X)).backward()
+
+
+class Sloped(nn.Linear):
+    """Reads the slope of attention."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        slope = torch.func.grad(lambda r: F.scaled_dot_product_attention(*[r[:, None]] * 3).sin().sum())(x)
+        return (super().forward(x) * slope).square().mean()
+
+
+def test_attention_that_a_transform_differentiates() -> None:
+    model, x = Sloped(8, 8).double(), torch.randn(4, 6, 8, dtype=torch.float64)
+    assert check(model, {"a": 2}, (x,), plans=2, steps=2).equal

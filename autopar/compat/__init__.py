@@ -67,6 +67,7 @@ from .tensors import (
     backward_running as backward_running,
     by_tensor as by_tensor,
     fake_mode as fake_mode,
+    is_differentiated as is_differentiated,
     is_fake as is_fake,
     is_observed as is_observed,
     is_plain as is_plain,

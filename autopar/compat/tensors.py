@@ -26,6 +26,11 @@ def is_transformed() -> bool:
     return torch._C._functorch.maybe_current_level() is not None
 
 
+def is_differentiated(tensor: torch.Tensor) -> bool:
+    """Whether a transform of `torch.func` differentiates by it, which functions of `torch.library` have no form for."""
+    return bool(torch._C._functorch.is_gradtrackingtensor(tensor))
+
+
 class _Kernels(FakeTensorMode):  # type: ignore[no-untyped-call]
     """Fakes whose norms give the same dtypes on every device, those of `autopar.ops.kernels`. torch's give others for
     statistics of bfloat16 and float16 on a CPU, beside wider weights, and for running statistics in these dtypes.

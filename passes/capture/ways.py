@@ -134,7 +134,7 @@ def _attended_heads(*args: Any, **kwargs: Any) -> Any:
 
 def _deep_copy(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
     """`copy.deepcopy(tensor)`, as an operator."""
-    if not (compat.is_fake(tensor) and tensor.is_leaf):
+    if not (compat.is_fake(tensor) and tensor.is_leaf) or compat.is_transformed():
         return copy.deepcopy(tensor, memo)
     if id(tensor) not in memo:
         same = tensor.detach().clone()
