@@ -65,9 +65,9 @@ def plan(
     `mesh_shape` maps axis names to sizes, outermost first: `{"dp": 8, "tp": 8}`. For a number of devices, or "auto" for
     all of the cluster, autopar chooses the mesh too (`plan.mesh`). `args` and `kwargs` are the global example inputs,
     such as token ids [batch, sequence] of the whole batch (real, meta or fake; values are read only where forward's
-    Python reads them). `loss_fn` takes the model's output to the loss, a scalar; without it
-    the output's `.loss`, or a scalar output, is the loss. `cluster` is a name, the path of a file, or a `Cluster`. If
-    it is None, plans are for "local", and `parallelize` on a CUDA mesh plans for "dgx-h100".
+    Python reads them). `loss_fn` takes the model's output to the loss, a scalar; without it the output's `.loss`, or a
+    scalar output, is the loss. `cluster` is a name, the path of a file, or a `Cluster`. If it is None, plans are for
+    "local", and `parallelize` on a CUDA mesh plans for "dgx-h100".
 
     `solver` is "auto" (the default: what "dp" finds, or a preset's plan where its step is shorter), "dp" (dynamic
     programming), "ilp" (integer program), "exhaustive", or a preset: "ddp" (data parallel), "fsdp", "megatron",
@@ -267,11 +267,10 @@ def parallelize(
     """The model as a module that trains on the mesh: same loss, same gradients, same parameter names.
 
     Every rank of the `mesh` (a `DeviceMesh` of PyTorch) calls it, with the same model and the same global example
-    inputs. The first rank plans
-    (unless a `plan` is given) and the others receive the plan; all ranks then write the same program. Arguments as for
-    `autopar.plan`; with `cost="profiled"` all ranks measure the programs among which the first one chooses, except for
-    those in the database `profiles` (docs/profiling.md). `materialize` must give a model on meta its values before the
-    first step.
+    inputs. The first rank plans (unless a `plan` is given) and the others receive the plan; all ranks then write the
+    same program. Arguments as for `autopar.plan`; with `cost="profiled"` all ranks measure the programs among which the
+    first one chooses, except for those in the database `profiles` (docs/profiling.md). `materialize` must give a model
+    on meta its values before the first step.
 
     Outputs that the plan splits are DTensors. With `whole_outputs` each rank gathers them, and returns the plain
     tensors of the model on one device, for code that computes a metric or a loss with plain labels.

@@ -8,6 +8,7 @@ values, as capture did, and says by name which differ: the module then needs ano
 import logging
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import chain
 from operator import call, is_
 from typing import Any, NamedTuple
 
@@ -180,11 +181,12 @@ class Owners:
 
     def _warn_of_stale(self, optimizer: Optimizer, *_: object) -> None:
         """Of an optimizer of the model that was given to parallelize, where it steps and nothing has a gradient."""
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if not parameters or parameters[0] not in self.owners or optimizer in self.warned:
+        parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        first = next(parameters, None)
+        if first is None or first not in self.owners or optimizer in self.warned:
             return
-        living = any(owner() is not None for _, owner, _ in self.owners[parameters[0]])
-        if living and all(parameter in self.owners and parameter.grad is None for parameter in parameters):
+        living = any(owner() is not None for _, owner, _ in self.owners[first])
+        if living and all(p in self.owners and p.grad is None for p in (first, *parameters)):
             self.warned.add(optimizer)
             logger.warning(
                 "%s steps parameters of the model as it was given to parallelize, which have no gradients: the "

@@ -17,10 +17,9 @@ from itertools import takewhile
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from typer.core import TyperCommand, TyperGroup
 
-from autopar.report.telling import SAID, notes
+from autopar.report.telling import SAID, complain, notes
 
 from .configured import FILE, configured
 
@@ -111,7 +110,7 @@ class Commands(TyperGroup):
         try:
             found = configured(name, options, rest)
         except ValueError as error:
-            Console(stderr=True, highlight=False).print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+            complain(error)
             raise typer.Exit(2) from None
         SAID["quiet"] = any(word in QUIET for word in takewhile(lambda word: word != "--", rest))
         FROM_FILE[:] = found.words

@@ -9,7 +9,6 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, ParamSpec, Protocol, TypeVar
 
@@ -17,8 +16,9 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from autopar.extensions import nearest
 from autopar.planning.rendering import Row, comma_separated, markdown, page_width, rendered, tables
-from autopar.report.telling import Ticker, following, notes
+from autopar.report.telling import Ticker, complain, following, notes
 
 from .later import Later
 from .names import COSTS, OPTIMIZERS, PRESETS, SOLVERS
@@ -68,7 +68,7 @@ def reports_bad_input(command: Callable[P, T]) -> Callable[P, T]:
 
 
 def fail(what: object) -> NoReturn:
-    Console(stderr=True, highlight=False).print(f"error: {what}", style="red", markup=False, soft_wrap=True)
+    complain(what)
     raise typer.Exit(BAD_INPUT)
 
 
@@ -189,9 +189,7 @@ TEXT, JSON, CSV, MARKDOWN = TABULAR = ("text", "json", "csv", "markdown")
 def chosen(form: str | None, as_json: bool, among: Sequence[str] = TABULAR) -> str:
     """The format that --format or --json asks for, text if neither does."""
     if form is not None and form not in among:
-        close = get_close_matches(form, among, n=1)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
-        raise ValueError(f"--format is {form!r}{hint}: give {', '.join(among[:-1])} or {among[-1]}")
+        raise ValueError(f"--format is {form!r}{nearest(form, among)}: give {', '.join(among[:-1])} or {among[-1]}")
     if as_json and form not in (None, JSON):
         raise ValueError(f"--json and --format {form} were both given: give one of them")
     return form or (JSON if as_json else TEXT)

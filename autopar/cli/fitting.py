@@ -76,7 +76,7 @@ def fit_command(
         with common.progress() as tell, signals_exit():
             tell(0.0, "reading the model")
             loaded = loading.load(model, common.parsed(settings or []), batch=batch, sequence=sequence, dtype=dtype)
-            fits.fit(
+            result = fits.fit(
                 loaded.model,
                 sizes,
                 loaded.args,
@@ -96,9 +96,8 @@ def fit_command(
     except SystemExit as ended:
         if not known:
             raise
-        status = int(ended.code or 0)
+        result, status = known[-1], int(ended.code or 0)
         notes().print("ended early, with what it had: the same command goes on from there")
-    result = known[-1]
     if result.kept:
         notes().print(f"{result.kept} answers were known from before, kept in {path}", soft_wrap=True)
     common.print_rows(result, form)

@@ -336,7 +336,7 @@ def show_command(
         with working("writing the program" if program else READING):
             shown = plan.program() if program else plan.joint_graph()
             if form == FX and save is not None:
-                torch.save(fx.graph_module(plan.program()), save)
+                torch.save(fx.graph_module(shown), save)  # type: ignore[arg-type]
             elif form == "dot":
                 written = export.to_dot(shown)
             else:

@@ -22,9 +22,9 @@ LEAST_SPEEDUP = 1.05
 
 
 def advised(plan: Plan, space: Space, assignment: Assignment, step_seconds: Callable[[Training], float]) -> Plan:
-    """The plan with advice, if ranks wait for much of its step and more micro-batches fit and pay. `step_seconds` are
+    """A plan whose ranks wait for much of its step, with advice if more micro-batches fit and pay. `step_seconds` are
     those of the assignment in a step that trains so: estimated, as those of candidates are."""
-    if not plan.waits or TIMES * plan.training.micro_batches > MICRO_BATCHES_MOST:
+    if TIMES * plan.training.micro_batches > MICRO_BATCHES_MOST:
         return plan
     steps = [step_seconds(training) for training in _fitting(space, plan, assignment)]
     speedup = TIMES * plan.seconds / min(steps) if steps else 0.0

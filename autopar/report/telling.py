@@ -36,6 +36,11 @@ def notes() -> Console:
     return Console(stderr=True, highlight=False, quiet=SAID["quiet"])
 
 
+def complain(error: object) -> None:
+    """Says an error in a line on standard error, whatever else is kept quiet."""
+    Console(stderr=True, highlight=False).print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+
+
 class Ticker:
     """Tells what is being done, and for how long, while its block runs; a quick block says nothing in a pipe. Of blocks
     within each other the innermost speaks."""

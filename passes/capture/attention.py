@@ -51,8 +51,8 @@ def attended(
         )
     scores = _scores(tensors, enable_gqa)
     learned = attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled()
-    learned = learned or any(map(compat.is_differentiated, tensors))
-    if scores is None or learned or not _fits(attn_mask, scores) or not 0 <= dropout_p <= 1:
+    in_transform = any(map(compat.is_differentiated, tensors))
+    if scores is None or learned or in_transform or not _fits(attn_mask, scores) or not 0 <= dropout_p <= 1:
         # a bias that is trained has a gradient of the size of the scores
         return compat.plain_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     batch = scores[:-3]
