@@ -32,7 +32,7 @@ def rank(hidden: int, rounds: int) -> list[dict[str, Any]]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     import autopar
-    from autopar.compat import local_tensor
+    from autopar.compat.distributed import local_tensor
 
     ranks = dist.get_world_size()
     torch.manual_seed(0)

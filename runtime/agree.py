@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar import compat
+from autopar.compat import distributed
+from autopar.compat.distributed import patient
 from autopar.ir.graph import WAIT, Node
 from autopar.ir.program import Program, source_line
 from autopar.report.telling import Ticker
@@ -34,7 +35,7 @@ def follow_world_timeout(mesh: DeviceMesh) -> None:
     """Give the mesh's groups the timeout that `init_process_group` was given, unless they have their own."""
     for group in process_groups(mesh):
         if group is not None:
-            compat.follow_world_timeout(group, torch.device(mesh.device_type))
+            distributed.follow_world_timeout(group, torch.device(mesh.device_type))
 
 
 def axis_name(mesh: DeviceMesh, axis: int) -> str:
@@ -95,7 +96,7 @@ def on_first_rank(function: Callable[[], T], mesh: DeviceMesh) -> T:
         if group is not None and not any(coordinate[axis + 1 :]):
             box = [message]
             what = "a broadcast of the first rank's result,"
-            with watched(what, axis_name(mesh, axis), group), compat.patient(group, torch.device(mesh.device_type)):
+            with watched(what, axis_name(mesh, axis), group), patient(group, torch.device(mesh.device_type)):
                 dist.broadcast_object_list(box, group=group, group_src=0)
             message = box[0]
     result, failure = message

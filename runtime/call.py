@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from autopar import compat
-from autopar.compat import is_real, local_tensor, storage_span
+from autopar.compat import tensors
+from autopar.compat.distributed import local_tensor
+from autopar.compat.tensors import backward_running, is_observed, is_real, receiver, storage_span
+from autopar.compat.watching import hooks_gradient
 from autopar.ir.program import ProgramInput
 from autopar.passes.capture.looks import listed
 from autopar.passes.capture.shown import presented
@@ -183,8 +185,8 @@ class ProgramStep(torch.autograd.Function):
         assert state.shared is not None
         ctx.read = [k for k in state.shared.kept if k < len(call.given) and isinstance(call.given[k], DTensor)]
         ctx.given = [call.given[k] for k in ctx.read]
-        ctx.versions = compat.versions(ctx.given)
-        ctx.updated = compat.versions(state.value(output.target) for _, output in state.updates)
+        ctx.versions = tensors.versions(ctx.given)
+        ctx.updated = tensors.versions(state.value(output.target) for _, output in state.updates)
         return outputs
 
     @staticmethod
@@ -217,9 +219,9 @@ class ProgramStep(torch.autograd.Function):
         _refuse_unanswered(state)
         by_path = dict(zip(state.output_paths, gradients, strict=True))
         _refuse_lost(state, by_path, dict(zip(state.output_paths, ctx.returned, strict=True)))
-        if compat.versions(ctx.given) != ctx.versions:
+        if tensors.versions(ctx.given) != ctx.versions:
             _refuse_written([state.inputs[k] for k in ctx.read], ctx.given, ctx.versions)
-        if compat.versions(state.value(output.target) for _, output in state.updates) != ctx.updated:
+        if tensors.versions(state.value(output.target) for _, output in state.updates) != ctx.updated:
             raise ValueError(
                 f"{listed([output.target for _, output in state.updates])}, which backward() writes, changed since the "
                 f"call: a program reads it as it was then. Run backward() on each call before the next one"
@@ -288,12 +290,12 @@ def _receivers(ctx: Any) -> Receivers | None:
     found: dict[str, DTensor] = {}
     for (i, _), needed, (node, _) in zip(ctx.sources, ctx.needs_input_grad[1:], ctx.next_functions, strict=True):
         if needed and i.role == "parameter" and i.target not in ctx.unasked:
-            runs, parameter = compat.receiver(node)
+            runs, parameter = receiver(node)
             if not runs:
                 continue
             if parameter is None or not can_wait(parameter, i.meta.dtype):
                 return None
-            if compat.hooks_gradient(parameter):
+            if hooks_gradient(parameter):
                 raise ValueError(
                     f"parameter {i.target} was given a hook between forward and backward within no_sync(), where "
                     f"gradients wait: register it before the call"
@@ -319,7 +321,7 @@ class _Once(torch.autograd.Function):
 
 def _refuse_written(read: Sequence[ProgramInput], given: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
     """As autograd does for plain tensors."""
-    for i, now, version in zip(read, compat.versions(given), versions, strict=True):
+    for i, now, version in zip(read, tensors.versions(given), versions, strict=True):
         if now != version:
             raise ValueError(
                 f"{i.role} {i.target} was written between forward and backward, which reads it: call optimizer.step() "
@@ -355,7 +357,7 @@ def _refuse_second(ctx: Any) -> None:
             f"backward() runs a second time on one call, whose program gives {listed(once)} what forward's own "
             f"backward() or a function's backward leaves there: call the module again"
         )
-    task = compat.backward_running()
+    task = backward_running()
     if state.captured.hooked and task == state.task:
         raise ValueError(
             f"one backward() runs through two calls, and hooks wait for the gradients of "
@@ -364,7 +366,7 @@ def _refuse_second(ctx: Any) -> None:
         )
     state.task = task
     for (i, _), (node, _) in zip(ctx.sources, ctx.next_functions, strict=True):
-        if i.target in state.captured.early and compat.receiver(node)[1] is None:
+        if i.target in state.captured.early and receiver(node)[1] is None:
             raise ValueError(
                 f"something else than .grad takes the gradient of {i.target}, to which a program adds what forward "
                 f"computes by a backward() of its own: call backward() on what the module returned"
@@ -378,7 +380,7 @@ def _refuse_lost(
     others = [path for path in by_path if path not in state.carriers]
     for path in others:
         output = returned[path]()
-        if output is not None and compat.is_observed(output):
+        if output is not None and is_observed(output):
             raise ValueError(
                 f"{path} has a hook or retain_grad(), and its gradient is not computed where {state.captured.loss} "
                 f"is differentiated: have the model return what you look for, or leave the hook out"

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from autopar.compat import is_profiling
+from autopar.compat.tensors import is_profiling
 from autopar.cost.liveness import lifetimes
 from autopar.ir import randomness, variates
 from autopar.ir.graph import WAIT, Node, Ref, parameters, schema

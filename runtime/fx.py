@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch.fx.proxy import GraphAppendingTracer
 
-from autopar.compat import called_whole
+from autopar.compat.fx_nodes import called_whole
 from autopar.ir.program import Program
 from autopar.ops.kernels import ADAPTED, kernel_of
 

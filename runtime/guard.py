@@ -16,7 +16,8 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from autopar import compat
+from autopar.compat.tensors import by_tensor
+from autopar.compat.watching import global_hooks
 from autopar.passes.capture.looks import ABSENT, Drawn, Look, Reads, listed
 from autopar.passes.capture.state import REGISTERED, look
 
@@ -30,7 +31,7 @@ class Guard:
         self.reads = reads
         self.modules = dict(model.named_modules())
         self.roots: dict[str, Any] = {} if loss_fn is None else {"loss_fn": loss_fn}
-        self.roots |= compat.global_hooks()
+        self.roots |= global_hooks()
         self.changed: list[str] = []
         """What differed when it was last seen not to hold."""
         seen = self._look()
@@ -156,7 +157,7 @@ class Owners:
     """Which parallel module a parameter of a model went into."""
 
     def __init__(self) -> None:
-        self.owners = compat.by_tensor()
+        self.owners = by_tensor()
         self.stepping: RemovableHandle | None = None
         self.warned: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar import compat
-from autopar.compat import local_tensor
+from autopar.compat.distributed import all_gather_single, control_channel, keep_until_exit, local_tensor
+from autopar.compat.tensors import is_real
 
 from .agree import CollectiveError, coordinate_of, digest_of, is_timeout, outlasting, process_groups
 
@@ -80,7 +80,7 @@ class Handshake:
         self.mesh, self.program = mesh, int(program[:15], 16)
         self.ranks: list[int] = sorted(mesh.mesh.flatten().tolist())
         own = [group for group in process_groups(mesh) if group is not None]
-        self.channel = compat.control_channel(self.ranks, own[0], torch.device(mesh.device_type)) if own else None
+        self.channel = control_channel(self.ranks, own[0], torch.device(mesh.device_type)) if own else None
         self.coordinate = coordinate_of(mesh)
         self.calls = self.failures = self.backwards = self.reductions = 0
         self.defers = False
@@ -113,7 +113,7 @@ class Handshake:
         digests = self.digests.of(intent.tensors)
         words = torch.cat([torch.tensor([*head, *digests, int(intent.defers)]), _words(intent.text)])
         rows = torch.empty(len(self.ranks) * len(words), dtype=torch.int64)
-        work = compat.all_gather_single(rows, words, self.channel.group)
+        work = all_gather_single(rows, words, self.channel.group)
         self.exchange = _Exchange(
             call=self.calls, work=work, rows=rows, paths=tuple(intent.tensors), sent=words, error=intent.error
         )
@@ -230,7 +230,7 @@ class Handshake:
         self.channel.write(str(dist.get_rank()), f"{'!' if is_cause else ' '}{self.calls} {text}")
         for group in (self.channel.group, *process_groups(self.mesh)):
             if group is not None:
-                compat.keep_until_exit(group)
+                keep_until_exit(group)
 
     def _notes(self) -> tuple[str, bool]:
         """Where the ranks were as they failed, or the one that is the cause; and whether no rank is silent."""
@@ -321,7 +321,7 @@ class _Digests:
             slot = min(number, INPUTS_MOST - 1)
             if isinstance(tensor, DTensor):
                 shards[slot], tensor = self._shard(tensor), local_tensor(tensor)
-            if compat.is_real(tensor) and tensor.numel():
+            if is_real(tensor) and tensor.numel():
                 value = digest_of(sampled(tensor.detach()))
                 sums[slot] = sums[slot] + value * (number + 1)
         return [word for pair in zip(shards, self._on_host(sums), strict=True) for word in pair]

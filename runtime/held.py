@@ -14,9 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from autopar import compat
-from autopar.compat import is_real, local_tensor, make_dtensor
+from autopar.compat.distributed import dtensors_of, local_tensor, make_dtensor
+from autopar.compat.optimizing import fused_steps_on_shards
 from autopar.compat.outputs import Output, split_output, unviewed
+from autopar.compat.redistributing import full_tensor, redistributed
+from autopar.compat.tensors import is_real, take_notes
 from autopar.ir.layout import Layout, Replicate, is_chunked, is_even, local_shape, pad, valid_shape
 from autopar.ir.program import Program, ProgramInput, ProgramOutput
 from autopar.ir.randomness import keys
@@ -80,7 +82,7 @@ class State:
     def __init__(
         self, captured: Captured, program: Program, plan: object, mesh: DeviceMesh, handshake: Handshake | None = None
     ) -> None:
-        compat.fused_steps_on_shards()
+        fused_steps_on_shards()
         self.captured, self.program, self.plan, self.mesh = captured, program, plan, mesh
         self.coordinate = coordinate_of(mesh)
         self.device = device_of(mesh)
@@ -245,7 +247,7 @@ class State:
 
     def _redistributed(self, name: str, value: DTensor, requires_grad: bool) -> torch.Tensor:
         if not isinstance(self.value(name), nn.Parameter):
-            return compat.full_tensor(value).to(self.device)
+            return full_tensor(value).to(self.device)
         shape = tuple(value.shape)
         wanted = placements_of(self.layout(name), shape, self.program.mesh)
         with torch.no_grad():
@@ -263,9 +265,9 @@ class State:
             return local_tensor(value).contiguous()
         if value.device_mesh != self.mesh or is_strided((*value.placements, *wanted)) or not as_in_torch:
             # torch's redistribution of strided shards is not to be relied on, beside gathering them
-            part = local_slice(compat.full_tensor(value), layout, self.program.mesh, self.coordinate)
+            part = local_slice(full_tensor(value), layout, self.program.mesh, self.coordinate)
             return unpadded(part, shape, layout, self.program.mesh, self.coordinate)
-        return local_tensor(compat.redistributed(value, self.mesh, wanted)).contiguous()
+        return local_tensor(redistributed(value, self.mesh, wanted)).contiguous()
 
     def padded(self, local: torch.Tensor, i: ProgramInput) -> torch.Tensor:
         """What the program is given, from what a DTensor's rank holds."""
@@ -343,8 +345,8 @@ class State:
             return local
         gradient = self.split_gradient(name, local)
         if form is None:
-            return compat.full_tensor(gradient)
-        return gradient if gradient.placements == form else compat.redistributed(gradient, self.mesh, form)
+            return full_tensor(gradient)
+        return gradient if gradient.placements == form else redistributed(gradient, self.mesh, form)
 
     def split_gradient(self, name: str, local: torch.Tensor) -> DTensor:
         """The gradient of an input or parameter, as the program places it."""
@@ -356,7 +358,7 @@ def adopt(state: State, name: str, tensor: torch.Tensor) -> None:
     """Have this rank's part of a value under all names that it has."""
     is_parameter = isinstance(state.value(name), nn.Parameter)
     new = nn.Parameter(tensor, requires_grad=tensor.requires_grad) if is_parameter else tensor
-    compat.take_notes(new, state.value(name))
+    take_notes(new, state.value(name))
     state.registered.put(name, new)
 
 
@@ -365,7 +367,7 @@ def _wrapping(state: State, output: ProgramOutput) -> Callable[[torch.Tensor], D
     assert output.meta is not None
     shape, layout, mesh, coordinate = output.meta.shape, output.layout, state.program.mesh, state.coordinate
     stride = contiguous_stride(shape)
-    wrapped = compat.dtensors_of(state.mesh, state.placements(output), torch.Size(shape), stride, output.meta.dtype)
+    wrapped = dtensors_of(state.mesh, state.placements(output), torch.Size(shape), stride, output.meta.dtype)
 
     def trimmed(local: torch.Tensor) -> DTensor:
         return wrapped(unpadded(local, shape, layout, mesh, coordinate))

@@ -14,15 +14,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autopar.compat import (
-    Conversion,
-    SafetensorsReader,
-    Stored,
-    local_tensor,
-    make_dtensor,
-    plain_name,
-    stored_names,
-)
+from autopar.compat.checkpoints import SafetensorsReader, Stored
+from autopar.compat.converting import Conversion, stored_names
+from autopar.compat.distributed import local_tensor, make_dtensor
+from autopar.compat.wrapping import plain_name
 from autopar.files import cut, json_of, text_of
 from autopar.ir.layout import Layout, Replicate, Shape, valid_shape
 

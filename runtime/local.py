@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
-from autopar.compat import make_dtensor
+from autopar.compat.distributed import make_dtensor
 from autopar.ir.graph import meta_of
 from autopar.ir.layout import Placement, Split
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.compat import local_tensor
+from autopar.compat.distributed import local_tensor
 
 
 class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]

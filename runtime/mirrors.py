@@ -14,7 +14,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autopar.compat import full_tensor
+from autopar.compat.redistributing import full_tensor
 from autopar.passes.capture.fakes import STANDS_FOR
 
 from .agree import raise_together

@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.cluster.machine import Cluster
-from autopar.compat import hook_gradient, unwrapped
+from autopar.compat.watching import hook_gradient
+from autopar.compat.wrapping import unwrapped
 from autopar.ir.graph import JointGraph, Ref, map_references
 from autopar.ir.layout import Layout
 from autopar.ir.program import Program

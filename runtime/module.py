@@ -14,8 +14,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
-from autopar import compat
-from autopar.compat import is_real
+from autopar.compat.tensors import is_real, uncompiled
+from autopar.compat.waiting import name_waits
+from autopar.compat.wrapping import HOOKS_OF_STATES, rebind_state_hooks, unwrapped
 from autopar.ir.program import Program
 from autopar.passes.capture.captured import Captured
 from autopar.passes.capture.shown import presented
@@ -81,7 +82,7 @@ class ParallelModule(Filled, Standing):
     ) -> None:
         super().__init__()
         checkpoints_of(ParallelModule)
-        compat.name_waits(alone)
+        name_waits(alone)
         follow_world_timeout(mesh)
         raise_together(mismatch(program, mesh), mesh)
         all_equal(
@@ -98,11 +99,11 @@ class ParallelModule(Filled, Standing):
         state = State(captured, program, plan, mesh)
         state.whole_outputs, state.holds = whole_outputs, holds
         vars(self)["_state"] = state
-        plain = compat.unwrapped(model)
+        plain = unwrapped(model)
         root = mirrored(state.mirrors, plain)
-        compat.rebind_state_hooks(state.mirrors)
+        rebind_state_hooks(state.mirrors)
         # the same dictionaries: the root's parameters and submodules are this module's own
-        shared = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *compat.HOOKS_OF_STATES)
+        shared = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *HOOKS_OF_STATES)
         vars(self).update((name, vars(root)[name]) for name in shared)
         self.training = captured.training
         vars(self)["_root"] = root
@@ -222,7 +223,7 @@ class ParallelModule(Filled, Standing):
         All ranks must call it alike. Steps take several times as long."""
         vars(self)["_finite"] = bool(on)
 
-    @compat.uncompiled
+    @uncompiled
     @presented()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         vars(self)["_original"].warn()

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar.compat import local_tensor, muon_rate, orthogonalized
+from autopar.compat.distributed import local_tensor
+from autopar.compat.optimizing import muon_rate, orthogonalized
 from autopar.ir.layout import Layout, Shape, Split, valid_shape
 
 from .agree import coordinate_of, watched

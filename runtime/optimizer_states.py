@@ -19,8 +19,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar import compat
-from autopar.compat import first_states, plain_name
+from autopar.compat.optimizing import Shapes, around_checkpoints, first_states
+from autopar.compat.tensors import by_tensor
+from autopar.compat.wrapping import plain_name
 
 from .agree import exchange
 
@@ -58,7 +59,7 @@ class Asked:
         return {plain_name(name): places[id(p)] for name, p in named if id(p) in places}
 
 
-ASKED = compat.by_tensor()
+ASKED = by_tensor()
 """A tensor that was got -> what it was got with, and the name of its parameter."""
 
 
@@ -92,7 +93,7 @@ def checkpoints_of(kind: type[nn.Module]) -> None:
             held = set().union(*exchange(held, mesh))
         return set_states(Asked.of(model, optimizers).places(), optimizers, states, held, by_torch)
 
-    compat.around_checkpoints(get, put, to_read)
+    around_checkpoints(get, put, to_read)
 
 
 @contextmanager
@@ -116,7 +117,7 @@ def all_stepped(optimizers: Optimizers) -> Iterator[None]:
                 del optimizer.state[parameter]
 
 
-def to_read(state_dict: dict[str, Any], there: compat.Shapes) -> dict[str, Any]:
+def to_read(state_dict: dict[str, Any], there: Shapes) -> dict[str, Any]:
     """What is to be read of a checkpoint that has the keys `there`: of parameters whose states it lacks, none, and of
     frozen ones whose states it has, those too, which `state_dict` gets. A checkpoint that has no states at all, or some
     of a parameter and not others, is PyTorch's to refuse."""
@@ -150,7 +151,7 @@ def to_read(state_dict: dict[str, Any], there: compat.Shapes) -> dict[str, Any]:
 
 
 def room_for(
-    stored: compat.Shapes, optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: torch.Tensor
+    stored: Shapes, optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: torch.Tensor
 ) -> dict[str, Any] | None:
     """Tensors for the states that a checkpoint has of a parameter. None where some of them are no tensors."""
     shapes = {key.rpartition(".")[-1]: shape for key, shape in stored.items()}

@@ -17,9 +17,9 @@ from weakref import WeakValueDictionary
 import torch
 from torch.distributed.tensor import DTensor
 
-from autopar import compat
-from autopar.compat import local_tensor
+from autopar.compat.distributed import local_tensor
 from autopar.compat.later import computation_of, later, postpone
+from autopar.compat.neutral import without_autocast
 
 from .execute import clocked_by
 
@@ -45,7 +45,7 @@ Form = Literal["step", "micro", "last"]
 @contextmanager
 def quietly(state: State) -> Iterator[None]:
     """How a half of a program runs: it casts by itself, and its waits are timed if somebody asks."""
-    with compat.without_autocast(state.device.type), clocked_by(state.observed.clock):
+    with without_autocast(state.device.type), clocked_by(state.observed.clock):
         yield
 
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from autopar.compat import strided_shard
+from autopar.compat.redistributing import strided_shard
 from autopar.ir.layout import (
     Layout,
     Partial,

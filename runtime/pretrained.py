@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from autopar.compat import plain_name
+from autopar.compat.wrapping import plain_name
 
 from .agree import together
 from .anew import anew_of, unsaved_buffers

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.cluster.measurements import Case
-from autopar.compat import make_dtensor
+from autopar.compat.distributed import make_dtensor
 from autopar.ir import randomness
 from autopar.ir.graph import Node
 from autopar.ir.layout import Shape, local_shape

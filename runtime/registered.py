@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autopar import compat
+from autopar.compat.tensors import memory_of
+from autopar.compat.wrapping import plain_name
 
 Registry = dict[str, Any]
 
@@ -60,7 +61,7 @@ class Registered:
         for name, (registry, key) in places.items():
             canonical = first.setdefault(id(registry[key]), tied.get(name, name))
             self.slots[id(registry), key] = canonical
-            plain = compat.plain_name(name)
+            plain = plain_name(name)
             for each in (name,) if plain in places else (name, plain):
                 self.owners[each] = (registry, key)
                 self.aliases.setdefault(canonical, []).append(each)
@@ -87,7 +88,7 @@ class Registered:
             if seen[0] is not value and self._is_needed(name):
                 self._refuse(name, value)
                 self._see(name, value)
-            elif isinstance(value, DTensor) and seen[1] != compat.memory_of(value):
+            elif isinstance(value, DTensor) and seen[1] != memory_of(value):
                 raise ValueError(
                     f"parameter {name} was given other .data, which a DTensor does not take over: write into it "
                     f"instead, with parameter.data.copy_(...) or under torch.no_grad()"
@@ -115,7 +116,7 @@ class Registered:
             dicts, keys, values, split, shells, sizes = self._armed
             if (
                 all(map(is_, map(dict.get, dicts, keys), values))
-                and list(map(compat.memory_of, split)) == shells
+                and list(map(memory_of, split)) == shells
                 and [len(now) for _, now, _ in self._modules] == sizes
             ):
                 return
@@ -144,7 +145,7 @@ class Registered:
             self._see(name, registry[key])
 
     def _see(self, name: str, value: torch.Tensor) -> None:
-        self._shells[name] = value, compat.memory_of(value) if isinstance(value, DTensor) else 0
+        self._shells[name] = value, memory_of(value) if isinstance(value, DTensor) else 0
         self._armed = None
 
     def _arm(self) -> None:
@@ -158,7 +159,7 @@ class Registered:
         entries += [(now, key, module) for _, now, then in self._modules for key, module in then.items()]
         dicts, keys, values = ([entry[k] for entry in entries] for k in range(3))
         split = [value for value in values if isinstance(value, DTensor)]
-        shells, sizes = [*map(compat.memory_of, split)], [len(then) for *_, then in self._modules]
+        shells, sizes = [*map(memory_of, split)], [len(then) for *_, then in self._modules]
         self._armed = dicts, keys, values, split, shells, sizes
 
     def _is_needed(self, name: str) -> bool:

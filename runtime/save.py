@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.compat import SAFETENSORS_DTYPES
+from autopar.compat.checkpoints import SAFETENSORS_DTYPES
 
 from .agree import all_equal, on_first_rank, together
 from .boxes import Box, is_owner

@@ -19,7 +19,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autopar.compat import bare_step, full_tensor, local_tensor, make_dtensor, redistributed
+from autopar.compat.distributed import local_tensor, make_dtensor
+from autopar.compat.optimizing import bare_step
+from autopar.compat.redistributing import full_tensor, redistributed
 
 ELEMENTWISE = (
     torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.Adamax, torch.optim.AdamW,

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from autopar import compat
-from autopar.compat import storage_span
 from autopar.compat.outputs import is_view
+from autopar.compat.tensors import memory_of, storage_span
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +35,14 @@ class Shared:
         saved: Sequence[torch.Tensor],
     ) -> Shared:
         """`written` are the indices of the inputs that are buffers and written by the program."""
-        storages = [compat.memory_of(x) for x in given]
+        storages = [memory_of(x) for x in given]
         taken, buffers = set(storages), {storages[k] for k in written}
-        behind = [compat.memory_of(x) for x in saved]
+        behind = [memory_of(x) for x in saved]
         kept = {storage for storage in behind if storage not in buffers}
         shared = []
         for index, value in enumerate(results):
             if value is not None and value.numel():
-                storage = compat.memory_of(value)
+                storage = memory_of(value)
                 # outputs are no views, and a write into one that was would not be seen to change what is kept
                 if storage in taken or (storage in kept and is_view(value)):
                     shared.append(index)

@@ -17,7 +17,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from autopar.compat import full_tensor, local_tensor, memory_of, plain_name
+from autopar.compat.distributed import local_tensor
+from autopar.compat.redistributing import full_tensor
+from autopar.compat.tensors import memory_of
+from autopar.compat.wrapping import plain_name
 
 from .anew import unsaved_buffers
 from .held import State, adopt

@@ -19,7 +19,9 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autopar.compat import full_tensor, hook_gradient, unwrapped
+from autopar.compat.redistributing import full_tensor
+from autopar.compat.watching import hook_gradient
+from autopar.compat.wrapping import unwrapped
 from autopar.ir.graph import JointGraph, Node
 from autopar.ir.program import ProgramOutput
 from autopar.ir.tree import flatten

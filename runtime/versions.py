@@ -14,7 +14,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autopar import compat
+from autopar.compat.autocast import autocast_dtype
+from autopar.compat.distributed import local_tensor
+from autopar.compat.tensors import versions
+from autopar.compat.watching import hooks_gradient
 from autopar.passes.capture.captured import Captured
 from autopar.passes.capture.concrete import Pinned, same_value
 
@@ -122,14 +125,14 @@ class Versions:
         """Take note of the outputs of a call, which the caller must not write where eager's model would change."""
         shares = {leaf.path: leaf.shares for leaf in state.captured.output_leaves if leaf.shares}
         pairs = zip(state.output_paths, results, strict=True) if shares else ()
-        held = ((path, compat.local_tensor(x) if isinstance(x, DTensor) else x.detach()) for path, x in pairs)
+        held = ((path, local_tensor(x) if isinstance(x, DTensor) else x.detach()) for path, x in pairs)
         lent = [(path, shares[path], x) for path, x in held if path in shares]
-        self.lent = [(*each, version) for each, version in zip(lent, compat.versions(x for *_, x in lent), strict=True)]
+        self.lent = [(*each, version) for each, version in zip(lent, versions(x for *_, x in lent), strict=True)]
 
     def _check_lent(self) -> None:
         lent, self.lent = self.lent, []
         for path, name, tensor, version in lent:
-            if compat.versions([tensor]) != [version]:
+            if versions([tensor]) != [version]:
                 raise ValueError(
                     f"{path}, which the last call returned, was written in place: eager returns the memory of {name} "
                     f"there, which would change, and a parallel module returns a value. Write {name} of the module, or "
@@ -138,7 +141,7 @@ class Versions:
 
     def wants(self, inputs: Inputs) -> Wanted:
         """What a call with these inputs wants of a program, in the mode that the module is in now."""
-        gradients, cast = torch.is_grad_enabled(), compat.autocast_dtype(self.device_type)
+        gradients, cast = torch.is_grad_enabled(), autocast_dtype(self.device_type)
         training = tuple(m.training for m in self.modules)
         trains = tuple(registry[key].requires_grad for _, registry, key in self.parameters) if gradients else ()
         key = (cast, gradients, training, trains, inputs.form)
@@ -170,7 +173,7 @@ class Versions:
             number=wanted.number,
             text=wanted.text,
             has_program=ready is not None,
-            defers=self.base.pending.asks and not any(map(compat.hooks_gradient, self.base.registered.tensors())),
+            defers=self.base.pending.asks and not any(map(hooks_gradient, self.base.registered.tensors())),
             reads=ready is not None and bool(ready.pinned),
             tensors=inputs.tensors,
         )

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autopar.compat import full_tensor
+from autopar.compat.redistributing import full_tensor
 from autopar.passes.capture.fakes import skeleton
 
 from .agree import together

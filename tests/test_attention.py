@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.attention.bias import CausalBias, CausalVariant, causal_lower_right, causal_upper_left
 
-from autopar import compat, testing
+from autopar import testing
+from autopar.compat.tensors import attention_kernel
 from autopar.ir.graph import meta_of
 from autopar.ops import rule_of, sdpa
 from autopar.ops.oracle import Report, check_rule, make_call
@@ -269,7 +270,7 @@ def test_grouped_heads_with_a_mask_are_the_efficient_kernels_on_cuda(
         query, key, value = (x.repeat(1, 1, 1, 2) for x in (query, key, value))
         mask = torch.randn(8, 8, dtype=dtype)
         predicted = sdpa.expected_kernel("cuda", dtype, (8, 8), (8, 8), False, True, False)
-        assert compat.attention_kernel(query, key, value, mask, False, 0.5) == predicted == "efficient"
+        assert attention_kernel(query, key, value, mask, False, 0.5) == predicted == "efficient"
 
 
 # ---- as models call it ---------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import nn
 
-from autopar import compat
+from autopar.compat.tensors import fake_mode, is_fake
 from autopar.ir.graph import JointGraph, TensorMeta, map_references, overload
 from autopar.passes.capture.captured import Captured, CaptureError
 from autopar.passes.capture.trace import capture
@@ -246,7 +246,7 @@ def test_leaves_the_model_alone(case: Case, before: tuple[Any, torch.Tensor], ca
         identity, version, values = before[0][key]
         assert id(tensor) == identity and tensor._version == version and torch.equal(tensor, values)
         assert tensor.grad is None
-        assert not compat.is_fake(tensor)
+        assert not is_fake(tensor)
     assert case.model.training
 
 
@@ -272,7 +272,7 @@ def test_leaves_the_model_alone_when_it_fails() -> None:
 
 def test_a_fake_model_is_captured_too() -> None:
     real = capture(mlp(), (X,)).graph
-    with compat.fake_mode():
+    with fake_mode():
         model, x = mlp(), torch.empty(5, 6)
     assert str(capture(model, (x,)).graph) == str(real)
 

@@ -25,8 +25,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
-from autopar import compat
-from autopar.compat.devices import ON_CPU_ALONE, ON_CUDA_ALONE
+from autopar.compat.autocast import autocast_of
+from autopar.compat.devices import ON_CPU_ALONE, ON_CUDA_ALONE, devices_of
+from autopar.compat.distributed import local_tensor, make_dtensor
+from autopar.compat.redistributing import full_tensor, redistributed
+from autopar.compat.tensors import fake_mode, memory_of
 from autopar.ir.graph import JointGraph
 from autopar.passes.capture.trace import capture
 from autopar.planning.capturing import captured_for_planning
@@ -72,13 +75,13 @@ def test_the_lists_of_kernels_are_torchs() -> None:
         base = name.partition(".")[0]
         if on_cpu != on_cuda and not base.startswith(TORCHS_OWN) and not name.endswith("out"):
             op = f"aten.{name}" if "." in name else f"aten.{name}.default"
-            assert compat.devices_of(op) == {"cpu" if on_cpu else "cuda"}, name
+            assert devices_of(op) == {"cpu" if on_cpu else "cuda"}, name
     both = {name.partition(".")[0] for name, *on in kernels() if all(on)}
     assert not both & {name for name in (*ON_CPU_ALONE, *ON_CUDA_ALONE) if "." not in name}
 
 
 def check_graph(graph: JointGraph) -> None:
-    bound = {node.op for node in graph.nodes if compat.devices_of(node.op) != {"cpu", "cuda"}}
+    bound = {node.op for node in graph.nodes if devices_of(node.op) != {"cpu", "cuda"}}
     assert not bound, f"the graph holds {bound}, which one device alone has"
     named = {v for node in graph.nodes for _, v in node.kwargs if isinstance(v, torch.device)}
     assert named <= {torch.device("cpu")}
@@ -148,11 +151,11 @@ def test_a_reshaped_fake_lies_as_a_tensor_does() -> None:
     for tensor in tensors:
         for shape in ((-1,), (2, -1), (1, tensor.numel()), (-1, 4, 2)):
             expected = tensor.reshape(shape)
-            with compat.fake_mode(), torch.no_grad():
+            with fake_mode(), torch.no_grad():
                 fake = torch.empty(48, device="cuda").as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
                 found = KERNELS["aten.reshape.default"](fake, shape)
-            is_view = compat.memory_of(expected) == compat.memory_of(tensor)
-            assert is_view == (compat.memory_of(found) == compat.memory_of(fake))
+            is_view = memory_of(expected) == memory_of(tensor)
+            assert is_view == (memory_of(found) == memory_of(fake))
             assert (found.shape, found.stride()) == (expected.shape, expected.stride())
             assert found.storage_offset() == expected.storage_offset() and found.is_cuda
             views += is_view
@@ -321,7 +324,7 @@ def test_autocast_of_cuda_casts_on_the_cpu_as_it_does_there(probe: str) -> None:
                     return "refused"
 
         there = result("cuda", cuda_autocast())
-        with torch.autocast("cpu", torch.bfloat16), compat.autocast_of("cuda"):
+        with torch.autocast("cpu", torch.bfloat16), autocast_of("cuda"):
             here = result("cpu", FakeTensorMode())
         assert here == there, (probe, pair)
 
@@ -441,13 +444,13 @@ class Gathering(TorchDispatchMode):
 
 def gather_on_fakes(device: str) -> None:
     mesh = init_device_mesh(device, (2, 2), mesh_dim_names=("dp", "tp"))
-    with compat.fake_mode(), Gathering() as gathering:
+    with fake_mode(), Gathering() as gathering:
         local = torch.empty(6, 4, device=device)
-        split = compat.make_dtensor(local, mesh, (Shard(0), Replicate()), torch.Size((12, 4)), (4, 1))
-        full = compat.full_tensor(split)
-        moved = compat.redistributed(split, mesh, (Replicate(), Shard(1)))
+        split = make_dtensor(local, mesh, (Shard(0), Replicate()), torch.Size((12, 4)), (4, 1))
+        full = full_tensor(split)
+        moved = redistributed(split, mesh, (Replicate(), Shard(1)))
         assert (full.device.type, full.shape) == (device, (12, 4))
-        assert (moved.device.type, moved.placements, compat.local_tensor(moved).shape) == (
+        assert (moved.device.type, moved.placements, local_tensor(moved).shape) == (
             device, (Replicate(), Shard(1)), (12, 2)
         )  # fmt: skip
     assert set(gathering.devices) == {"cpu"}

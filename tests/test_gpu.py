@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 import autopar
-from autopar.compat import full_tensor
+from autopar.compat.redistributing import full_tensor
 from autopar.ops import sdpa
 from autopar.passes.capture.trace import capture
 from autopar.planning.plan import graph_digest

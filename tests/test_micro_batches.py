@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar.cluster.library import named_cluster
-from autopar.compat import patched
+from autopar.compat.patching import patched
 from autopar.passes.codegen.program import codegen
 from autopar.passes.lower.bucket import bucket
 from autopar.passes.lower.hold import held

@@ -19,7 +19,7 @@ from models import assert_same, eager, on_ranks, simulated
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
-from autopar import compat
+from autopar.compat.devices import devices_of
 from autopar.ir.program import Program
 from autopar.passes.codegen.program import codegen
 from autopar.passes.lower.bucket import bucket
@@ -58,7 +58,7 @@ def test_every_plan(name: str, presets: Sequence[str], gpu: Fakes) -> None:
     expected = eager(made)
     planner = Planner(made.model, GRID, made.args, made.kwargs, loss_fn=made.loss_fn)
     assert not planner.space.without_rule
-    assert all(len(compat.devices_of(node.op)) == 2 for node in planner.captured.graph.nodes)
+    assert all(len(devices_of(node.op)) == 2 for node in planner.captured.graph.nodes)
     for plan, program in programs(planner, presets):
         gpu.run(program)
         try:

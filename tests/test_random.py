@@ -21,7 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar import compat, testing
+from autopar import testing
+from autopar.compat.neutral import plain_attention
 from autopar.ir import randomness
 from autopar.ir.graph import TensorMeta
 from autopar.ir.randomness import keys
@@ -401,9 +402,7 @@ MASK[3] = False  # a query that sees nothing
 )
 def test_attention_in_parts_is_attention(heads: int, given: dict[str, Any]) -> None:
     q, k, v = torch.randn(2, 4, 8, 16), torch.randn(2, heads, 8, 16), torch.randn(2, heads, 8, 16)
-    torch.testing.assert_close(
-        compat.plain_attention(q, k, v, **given), F.scaled_dot_product_attention(q, k, v, **given)
-    )
+    torch.testing.assert_close(plain_attention(q, k, v, **given), F.scaled_dot_product_attention(q, k, v, **given))
 
 
 @pytest.mark.gpu

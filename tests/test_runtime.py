@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor import Replicate as Replicate_
 
-from autopar.compat import local_tensor
+from autopar.compat.distributed import local_tensor
 from autopar.ir.graph import Node, Ref, TensorMeta
 from autopar.ir.layout import Layout, Replicate, Split, is_legal, local_shape, shard
 from autopar.ir.program import Program, ProgramInput, ProgramOutput, RankIndex

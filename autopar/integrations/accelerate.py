@@ -15,7 +15,8 @@ from accelerate.scheduler import AcceleratedScheduler
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from autopar.compat import full_tensor, patched
+from autopar.compat.patching import patched
+from autopar.compat.redistributing import full_tensor
 from autopar.runtime.clip import clip_grad_norm_
 from autopar.runtime.module import ParallelModule
 

@@ -14,7 +14,7 @@ import transformers.trainer
 from transformers.trainer_pt_utils import safe_globals
 from transformers.utils.generic import can_return_loss, find_labels
 
-from autopar.compat import patched
+from autopar.compat.patching import patched
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.sharded import ELEMENTWISE, on_shards
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from autopar.compat import norm_dtype, statistics_dtype
+from autopar.compat.tensors import norm_dtype, statistics_dtype
 from autopar.ir.graph import overload, parameters
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar import compat
+from autopar.compat.devices import devices_of
 from autopar.extensions import nearest
 from autopar.ir.graph import JointGraph
 from autopar.solve import SOLVERS
@@ -122,7 +122,7 @@ def check_profiles(profiles: Any) -> None:
 
 def check_kernels(graph: JointGraph, device_type: str) -> None:
     """Raises ValueError for an operator that the device has no kernel for: eager would not run there either."""
-    missing = {node.op: node.module for node in graph.nodes if device_type not in compat.devices_of(node.op)}
+    missing = {node.op: node.module for node in graph.nodes if device_type not in devices_of(node.op)}
     if missing:
         shown = "; ".join(f"{op} in {module or 'the model'}" for op, module in missing.items())
         raise ValueError(

@@ -17,7 +17,7 @@ from torch import nn
 from autopar.cluster.library import named_cluster
 from autopar.cluster.links import are_of_gloo
 from autopar.cluster.machine import Cluster
-from autopar.compat import unwrapped
+from autopar.compat.wrapping import unwrapped
 from autopar.cost import liveness
 from autopar.cost.optimizers import Optimizer, named_optimizer
 from autopar.cost.streams import TimelineCache

@@ -26,7 +26,7 @@ from autopar.cluster.collectives import collective_seconds
 from autopar.cluster.links import Factors, Link
 from autopar.cluster.machine import Cluster, Operators, operator_key
 from autopar.cluster.measurements import Case, quartiles
-from autopar.compat import is_real
+from autopar.compat.tensors import is_real
 from autopar.cost.roofline import FREE
 from autopar.cost.streams import TimelineCache, timeline
 from autopar.ir.graph import WAIT, JointGraph, Node, Ref, TensorMeta

@@ -14,7 +14,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch.overrides import TorchFunctionMode
 
-from autopar import compat
+from autopar.compat.devices import devices_of
+from autopar.compat.tensors import fake_mode, memory_of, unmodified
 from autopar.ir.graph import WAIT, Node, Ref, TensorMeta
 from autopar.ir.layout import local_meta
 from autopar.ir.program import Program, RankIndex, names_no_device
@@ -28,10 +29,10 @@ def _reshaped(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """A view where one is possible, or else a copy, on any device alike. torch says which in Python for fakes, in a
     hundred times the time that it takes for a tensor on `meta`."""
     sizes, strides = tuple(x.shape), x.stride()
-    with compat.unmodified():
+    with unmodified():
         base = torch.empty_strided(sizes, strides, dtype=x.dtype, device="meta")
         made = base.reshape(shape)
-        is_view = compat.memory_of(made) == compat.memory_of(base)
+        is_view = memory_of(made) == memory_of(base)
     if is_view:
         return torch.as_strided(x, made.shape, made.stride(), x.storage_offset())
     return torch.empty(made.shape, dtype=x.dtype, device=x.device)
@@ -55,7 +56,7 @@ class Fakes:
 
     def __init__(self, device_type: str = "cuda") -> None:
         self.device = torch.device(device_type, 0)
-        self._mode = compat.fake_mode()
+        self._mode = fake_mode()
         self._tensors: dict[tuple[Any, ...], torch.Tensor] = {}
         """One for each way to lie in memory."""
         self._results: dict[tuple[Any, ...], tuple[Any, ...]] = {}
@@ -86,7 +87,7 @@ class Fakes:
             contiguous(values[instruction.args[0].name])
             values[instruction.outputs[0]] = self._empty(program.metas[instruction.outputs[0]])
             return
-        if self.device.type not in compat.devices_of(instruction.op):
+        if self.device.type not in devices_of(instruction.op):
             raise ValueError(f"there is no such kernel on {self.device.type}")
         rank = (0,) * len(program.mesh)
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.utils._pytree as pytree
 
-from autopar import compat
+from autopar.compat.watching import Watching
 from autopar.ir.graph import JointGraph, Node, Ref, meta_of
 from autopar.ops.emit import LocalEmitter
 from autopar.ops.lockstep import run
@@ -44,7 +44,7 @@ def untouched_random_state() -> Iterator[None]:
         np.random.set_state(numbers)
 
 
-class Draws(compat.Watching):  # type: ignore[no-untyped-call]
+class Draws(Watching):  # type: ignore[no-untyped-call]
     """Eager's random operators with these keys. The number of the next one is the seed of torch's generator: a
     checkpoint that puts the generator back draws the same numbers again. `read` are the numbers of those that the graph
     has too, where it lacks some that nobody reads."""

@@ -9,7 +9,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from autopar import compat
+from autopar.compat.neutral import causal_biases, without_autocast
 from autopar.ir.program import Program
 from autopar.ir.randomness import keys
 from autopar.ir.tree import flatten
@@ -156,7 +156,7 @@ def _forward_and_backward(
 ) -> tuple[Sequence[tuple[str, Any]], str | None, dict[str, Any]]:
     """What a step returns, by path, the path of the loss, and what was returned before the backward pass."""
     torch.clear_autocast_cache()  # within a context around all steps, it holds the parameters of the first
-    with compat.causal_biases(), drawn:
+    with causal_biases(), drawn:
         output = model(*args, **kwargs)
         if loss_fn is not None:
             output = loss_fn(output)
@@ -166,7 +166,7 @@ def _forward_and_backward(
     differentiated, tangents = _differentiated(pairs, loss)
     if differentiated:
         # a checkpoint draws again; a backward pass belongs outside of autocast
-        with compat.causal_biases(), drawn, compat.without_autocast("cpu"):
+        with causal_biases(), drawn, without_autocast("cpu"):
             torch.autograd.backward(differentiated, tangents)
     return pairs, loss, snapshot
 

@@ -11,7 +11,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from autopar import compat
+from autopar.compat.neutral import without_autocast
+from autopar.compat.wrapping import unwrapped
 from autopar.ir.layout import Layout
 from autopar.ir.program import Program
 from autopar.passes.capture.captured import Captured
@@ -74,7 +75,7 @@ class Trial:
         check_numbers(model, seed, steps, dtype)
         self.seed, self.steps = seed, steps
         self.args, self.kwargs = _cast(tuple(args), dtype), _cast(dict(kwargs or {}), dtype)
-        self.model, self.loss_fn = _copy(compat.unwrapped(model), loss_fn, dtype)
+        self.model, self.loss_fn = _copy(unwrapped(model), loss_fn, dtype)
         self.planners: dict[tuple[tuple[str, int], ...], Planner] = {}
         with untouched_random_state():
             # a copy of its own, lest what capture does to it is seen by eager
@@ -170,7 +171,7 @@ class Trial:
         start: Mapping[str, torch.Tensor] = {**parameters, **buffers, **captured.constants}
         held = {name: tensor.detach() for name, tensor in start.items()}
         try:
-            with compat.without_autocast("cpu"):
+            with without_autocast("cpu"):
                 steps = simulated_steps(
                     program,
                     captured,
@@ -209,7 +210,7 @@ class Trial:
     ) -> Difference:
         """Where a step departs from eager."""
         graph, seed, tangents = self.captured.graph, self.seed + step, tangents_of(program, self.captured)
-        with compat.without_autocast("cpu"):
+        with without_autocast("cpu"):
             try:
                 difference = first_difference(
                     program, laid_out, graph, held, inputs, tangents, seed=seed, tolerance=self.tolerance

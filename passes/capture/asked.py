@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-from autopar import compat
+from autopar.compat.patching import patched
 
 from .captured import CaptureError
 from .looks import is_library
@@ -45,9 +45,9 @@ def without_files() -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         for holder in (builtins, io):
-            stack.enter_context(compat.patched(holder, "open", guarded(io.open, opens)))
+            stack.enter_context(patched(holder, "open", guarded(io.open, opens)))
         for name in ("stat", "listdir", "scandir"):
-            stack.enter_context(compat.patched(os, name, guarded(getattr(os, name), lambda *_, **__: True)))
+            stack.enter_context(patched(os, name, guarded(getattr(os, name), lambda *_, **__: True)))
         yield
     if refused:  # `os.path.exists` takes it for the answer "no"
         raise refused[0]

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
-from autopar import compat
+from autopar.compat.autocast import cast_by_autocast
+from autopar.compat.neutral import plain_attention
+from autopar.compat.tensors import is_differentiated
 from autopar.ir.graph import overload
 from autopar.ops.sdpa import ATTENTION
 
@@ -35,7 +37,7 @@ def attended(
     """
     if isinstance(attn_mask, CausalBias):
         attn_mask, is_causal = _of_causal_bias(attn_mask, is_causal, query.device)
-    query, key, value, attn_mask = compat.cast_by_autocast(query, key, value, attn_mask)
+    query, key, value, attn_mask = cast_by_autocast(query, key, value, attn_mask)
     if attn_mask is not None and not dropout_p and _reads_two_dims(attn_mask, (query, key, value), enable_gqa):
         raise IndexError(
             f"attn_mask has {attn_mask.dim()} dims, of which torch's fused attention reads the last two: give it those "
@@ -51,10 +53,10 @@ def attended(
         )
     scores = _scores(tensors, enable_gqa)
     learned = attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled()
-    in_transform = any(map(compat.is_differentiated, tensors))
+    in_transform = any(map(is_differentiated, tensors))
     if scores is None or learned or in_transform or not _fits(attn_mask, scores) or not 0 <= dropout_p <= 1:
         # a bias that is trained has a gradient of the size of the scores
-        return compat.plain_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        return plain_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     batch = scores[:-3]
     q, k, v = (_of_rank_four(x, batch) for x in tensors)
     if q.shape[1] == 1 < k.shape[1]:

@@ -15,7 +15,19 @@ from typing import Any, NamedTuple
 import torch
 import torch.utils._pytree as pytree
 
-from autopar import compat
+from autopar.compat.recording import Whereabouts
+from autopar.compat.tensors import RECORDED, is_fake, is_plain, is_real, memory_of, unmodified, unseen
+from autopar.compat.watching import (
+    COLLECTIVES,
+    WritesInput,
+    WritesReal,
+    annotated,
+    property_of,
+    raised_by,
+    raised_by_product,
+    sizes_by_values,
+    written_by,
+)
 from autopar.ir.graph import Node, Ref, called
 
 from .recorder import Origin, Recorder, aten, kind_of, line_running, line_shown
@@ -59,7 +71,7 @@ class Pinned:
         for path, strides in self.strides.items():
             if strides_of(given[path], offset=len(strides) > given[path].dim()) != strides:
                 return self.asked[0]
-        with compat.unmodified():
+        with unmodified():
             values = {**self.constants, **{name: inputs[path].detach().cpu() for path, name in self.inputs.items()}}
             for step in self.steps:
                 leaves = _run(step, values)
@@ -109,7 +121,7 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
     WritesInput before an operator writes a tensor that is not the step's.
     """
 
-    def __init__(self, where: compat.Whereabouts, sources: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, where: Whereabouts, sources: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
         self.where, self.sources = where, sources
         self.backward = False
@@ -145,8 +157,8 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if kind_of(func).asks:  # two thirds of all calls
-            return compat.property_of(func, args, kwargs or {})
-        with compat.unseen():  # what the model called was seen; what is asked here is nobody's call
+            return property_of(func, args, kwargs or {})
+        with unseen():  # what the model called was seen; what is asked here is nobody's call
             return self._dispatch(func, args, kwargs or {})
 
     def _dispatch(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -156,13 +168,13 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
                 f"the model has control flow that depends on data, torch's {kind.name}, which one graph cannot hold: "
                 f"write the loop out in Python, or as operators on all of its steps"
             )
-        if func.namespace in compat.COLLECTIVES:
+        if func.namespace in COLLECTIVES:
             raise ValueError(
                 f"forward calls a collective, {kind.name}, and a parallel module issues all collectives itself: its "
                 f"forward is that of one device on the global batch. Leave it out, and what divides by the number of "
                 f"ranks"
             )
-        if kind.reads or compat.sizes_by_values(func, args):
+        if kind.reads or sizes_by_values(func, args):
             result = self.read(func, args, kwargs)
             if result is not NotImplemented:
                 return result if kind.reads else pytree.tree_map_only(torch.Tensor, self._constant, result)
@@ -173,19 +185,19 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
             return args[0]
         if kind.indexes:
             args = self._placed(args)
-        func, args = compat.annotated(func, args)
+        func, args = annotated(func, args)
         kind = kind_of(func)
-        for x in compat.written_by(func, args, kwargs) if kind.writes else ():
-            if compat.is_real(x):
-                raise compat.WritesReal(x)
-            if (path := self._inputs.get(compat.memory_of(x))) is not None:
-                raise compat.WritesInput(path)
-        if kind.is_product and (raised := compat.raised_by_product(func, args, kwargs)) is not None:
+        for x in written_by(func, args, kwargs) if kind.writes else ():
+            if is_real(x):
+                raise WritesReal(x)
+            if (path := self._inputs.get(memory_of(x))) is not None:
+                raise WritesInput(path)
+        if kind.is_product and (raised := raised_by_product(func, args, kwargs)) is not None:
             raise of_eager(raised)
         try:
             result = func(*args, **kwargs)
         except Exception:
-            if (raised := compat.raised_by(func, args, kwargs)) is None:
+            if (raised := raised_by(func, args, kwargs)) is None:
                 raise
             raise of_eager(raised) from None
         node = self.note(func, args, kwargs, result)
@@ -200,7 +212,7 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
         return result
 
     def _unknown(self, tensor: torch.Tensor, lifted: bool) -> str:
-        if compat.is_real(tensor) and tensor.requires_grad and torch.is_grad_enabled():
+        if is_real(tensor) and tensor.requires_grad and torch.is_grad_enabled():
             raise TrainedConstant(tensor)
         return super()._unknown(tensor, lifted)
 
@@ -218,7 +230,7 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
             if places is NotImplemented:
                 placed.append(index)
                 continue
-            with compat.unmodified():
+            with unmodified():
                 columns = [column.clone() for column in places.unbind(1)]
             placed += map(self._constant, columns)
         return source, placed, *values
@@ -236,19 +248,19 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
                 f"forward sets a tensor of {tensor.dtype} {list(tensor.shape)} to {shown} (.data or set_()): give it a "
                 f"tensor of its shape and dtype"
             )
-        if not compat.is_fake(tensor):
-            raise compat.WritesReal(tensor)
+        if not is_fake(tensor):
+            raise WritesReal(tensor)
         if self.name(tensor) in self.paths:
-            raise compat.WritesInput(self.paths[self.known(tensor)])
-        if not compat.is_fake(value):
+            raise WritesInput(self.paths[self.known(tensor)])
+        if not is_fake(value):
             raise ValueError(
                 "forward sets a tensor to one that Python holds (.data or set_()), and they would change together "
                 "from then on: write its values with copy_()"
             )
         like, is_given = self.known(value), self.is_given(tensor)
-        with compat.unseen():
+        with unseen():
             tensor.data = value
-        vars(tensor).get(compat.RECORDED, {}).pop(self, None)
+        vars(tensor).get(RECORDED, {}).pop(self, None)
         name = self.enter("data", tensor)
         self.nodes.append(Node(op=str(aten.detach.default), args=(Ref(like),), outputs=(name,)))
         if like in self._concrete:
@@ -263,9 +275,9 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
     def is_concrete(self, x: Any) -> bool:
         if not isinstance(x, torch.Tensor):
             return False
-        if compat.is_fake(x):
+        if is_fake(x):
             return self.known(x) in self._concrete
-        return compat.is_real(x) and compat.is_plain(x) and not x.requires_grad
+        return is_real(x) and is_plain(x) and not x.requires_grad
 
     def origin(self) -> Origin:
         """Where an operator comes from: autograd's counter is at the operator's own number when it runs, and stays
@@ -291,7 +303,7 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
         line = line_shown()
         if self.strided.get(line) != "storage_offset":
             self.strided[line] = name
-        path = self._inputs.get(compat.memory_of(tensor), "")
+        path = self._inputs.get(memory_of(tensor), "")
         return answer + self.sources[path].storage_offset() if path and name == "storage_offset" else answer
 
     def read(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -311,11 +323,11 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
         steps = self._steps([asking])
         names = {name for step in (*steps, asking) for name in step.inputs}
         inputs = [self.paths[name] for name in sorted(names) if name in self.paths]
-        if bare := tuple(path for path in inputs if not compat.is_real(self.sources[path])):
+        if bare := tuple(path for path in inputs if not is_real(self.sources[path])):
             self.unread.append((line_shown(), bare))
             return NotImplemented
-        self.valued.update(compat.memory_of(self.constants[name]) for name in sorted(names & self.constants.keys()))
-        with compat.unmodified():
+        self.valued.update(memory_of(self.constants[name]) for name in sorted(names & self.constants.keys()))
+        with unmodified():
             result = called(asking, self._evaluated(steps, names).__getitem__)
             leaves = tuple(x.clone() if isinstance(x, torch.Tensor) else x for x in pytree.tree_leaves(result))
         if inputs:

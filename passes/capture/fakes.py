@@ -13,7 +13,10 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autopar import compat
+from autopar.compat import watching
+from autopar.compat.tensors import is_fake, is_plain, storage_span, take_notes
+from autopar.compat.watching import hook_gradient, is_stepped_in_backward
+from autopar.compat.wrapping import reduces_itself
 from autopar.ir.precision import Precision
 
 from .captured import CaptureError
@@ -24,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 def canonical_names(model: nn.Module) -> dict[str, str]:
     """Every name of a parameter or buffer -> the first name of the same tensor."""
-    if (wrapper := compat.reduces_itself(model)) is not None:
+    if (wrapper := reduces_itself(model)) is not None:
         raise CaptureError(
             f"the model is in {wrapper}, which reduces its gradients: give the model inside of it (model.module), and "
             f"autopar does that"
@@ -36,7 +39,7 @@ def canonical_names(model: nn.Module) -> dict[str, str]:
         for name, tensor in iterator(remove_duplicate=False):
             if nn.parameter.is_lazy(tensor):
                 raise CaptureError(f"parameter {name} has no shape yet: call the model once, before autopar")
-            if not compat.is_plain(tensor):
+            if not is_plain(tensor):
                 if isinstance(tensor, DTensor):
                     raise CaptureError(
                         f"{name} is a DTensor: the model is parallel already. Give the model that it was made of, and "
@@ -48,7 +51,7 @@ def canonical_names(model: nn.Module) -> dict[str, str]:
                 )
             names[name] = first.setdefault(id(tensor), name)
             if names[name] == name and tensor.numel():
-                storage, begin, end = compat.storage_span(tensor)
+                storage, begin, end = storage_span(tensor)
                 for other_begin, other_end, other in spans.setdefault(storage, []):
                     if begin < other_end and other_begin < end:
                         way = "tie them by making them one nn.Parameter"
@@ -69,25 +72,25 @@ class Fakes:
 
     def tensor(self, name: str, source: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A fake of the same shape and stride, and dtype if none is given, on the CPU, a leaf of autograd."""
-        if not compat.is_plain(source):
+        if not is_plain(source):
             raise CaptureError(f"{name} is a {type(source).__name__}: give the global tensor, real, on meta or fake")
         with self.mode:
             fake = torch.empty_strided(source.shape, source.stride(), dtype=dtype or source.dtype, device=HERE)
         if isinstance(source, nn.Parameter):
-            if compat.is_stepped_in_backward(source):
+            if is_stepped_in_backward(source):
                 raise CaptureError(
                     f"{name} has a hook that runs once its gradient is accumulated, and the parallel module has "
                     f"parameters of its own: register it on those, after parallelize"
                 )
             fake = nn.Parameter(fake, requires_grad=source.requires_grad and self.grad)
-            compat.take_notes(fake, source)
+            take_notes(fake, source)
             return fake
         return fake.requires_grad_(source.requires_grad and self.grad)
 
     def alias(self, source: torch.Tensor) -> torch.Tensor:
         """The same real tensor, a leaf of autograd."""
         same = self.here.tensor(source).detach().requires_grad_(source.requires_grad and self.grad)
-        compat.take_notes(same, source)
+        take_notes(same, source)
         return same
 
     def module(self, model: nn.Module) -> tuple[nn.Module, "Rebound"]:
@@ -106,11 +109,11 @@ class Fakes:
             memo[id(buffer)] = self.tensor(name, buffer)
         for name, tensor in _other_tensors(model):  # real ones become constants of the graph
             if id(tensor) not in memo:
-                bare = tensor.device.type == "meta" or compat.is_fake(tensor)
+                bare = tensor.device.type == "meta" or is_fake(tensor)
                 memo[id(tensor)] = self.tensor(name, tensor) if bare else self.alias(tensor)
         made, rebound = copied(model, memo)
         for name, hooks in gradient_hooks(model).items():
-            compat.hook_gradient(made.get_parameter(name), map(rebound.of, hooks))
+            hook_gradient(made.get_parameter(name), map(rebound.of, hooks))
         return made, rebound
 
 
@@ -121,7 +124,7 @@ def skeleton(model: nn.Module) -> tuple[nn.Module, "Rebound"]:
         bare = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         is_parameter = isinstance(tensor, nn.Parameter)
         bare = nn.Parameter(bare, requires_grad=tensor.requires_grad) if is_parameter else bare
-        compat.take_notes(bare, tensor)
+        take_notes(bare, tensor)
         memo[id(tensor)] = bare
     for _, tensor in _other_tensors(model):
         memo.setdefault(id(tensor), tensor)
@@ -130,7 +133,7 @@ def skeleton(model: nn.Module) -> tuple[nn.Module, "Rebound"]:
 
 def gradient_hooks(model: nn.Module) -> dict[str, list[Callable[[torch.Tensor], Any]]]:
     """The hooks that wait for gradients of parameters, by name."""
-    return {name: compat.gradient_hooks(parameter) for name, parameter in model.named_parameters()}
+    return {name: watching.gradient_hooks(parameter) for name, parameter in model.named_parameters()}
 
 
 def _other_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

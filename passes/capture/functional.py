@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from autopar import compat
+from autopar.compat.recording import Again
 from autopar.ir.graph import Node, called
 from autopar.ir.rewrite import reading
 from autopar.ops.normalization import STATISTICS
@@ -35,7 +35,7 @@ class Functional:
         self._names: Mapping[str, str] = {}
         self._then: dict[tuple[int, str], str] = {}
         self._same: Mapping[str, str] = {}
-        again: Sequence[compat.Again | None] = [record.again.get(i) for i in range(len(record.nodes))]
+        again: Sequence[Again | None] = [record.again.get(i) for i in range(len(record.nodes))]
         if record.writes:
             again = self._rewrite(record, moments, mode, again)
         if record.again:
@@ -46,8 +46,8 @@ class Functional:
         return self._same.get(name, name)
 
     def _rewrite(
-        self, record: Recorder, moments: Moments, mode: Any, again: Sequence[compat.Again | None]
-    ) -> Sequence[compat.Again | None]:
+        self, record: Recorder, moments: Moments, mode: Any, again: Sequence[Again | None]
+    ) -> Sequence[Again | None]:
         """`again` is of each recorded node, and what is returned of each node in functional form."""
         written = frozenset().union(*record.writes.values())
         is_written = {name for name, value in record.values.items() if value.memory in written}
@@ -90,7 +90,7 @@ class Functional:
         self._then = dict(zip(then, replay.looked, strict=True))
         self._names, self.values = names, replay.values
         nodes: list[Node] = []
-        following: list[compat.Again | None] = []
+        following: list[Again | None] = []
         for i, node in enumerate(record.nodes):
             nodes += replay.made.get(i, ()) if i in replay.made or i in replay.began else [reading(node, names)]
             following += [again[i]] * (len(nodes) - len(following))
@@ -101,7 +101,7 @@ class Functional:
 
 
 def once(
-    nodes: Sequence[Node], again: Sequence[compat.Again | None], values: Mapping[str, Geometry]
+    nodes: Sequence[Node], again: Sequence[Again | None], values: Mapping[str, Geometry]
 ) -> tuple[list[Node], dict[str, str]]:
     """Nodes without those of a checkpoint's second run that compute what was computed before, and the names that stand
     for theirs. What the second run does besides, such as counting in a buffer once more, stays.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from autopar import compat
+from autopar.compat.tensors import is_fake, is_real, memory_of, unmodified
 
 HERE = torch.device("cpu")
 
@@ -29,18 +29,18 @@ class Here:
 
     def tensor(self, source: torch.Tensor) -> torch.Tensor:
         """A tensor, or the copy on this device of a real one that is elsewhere."""
-        if source.device.type == HERE.type or not compat.is_real(source):
+        if source.device.type == HERE.type or not is_real(source):
             return source
         if id(source) not in self._copies:
-            with compat.unmodified():
+            with unmodified():
                 copy = source.detach().to(HERE)
             self._copies[id(source)] = copy.requires_grad_(source.requires_grad)
-            self.sources[compat.memory_of(copy)] = source
+            self.sources[memory_of(copy)] = source
         return self._copies[id(source)]
 
     def source(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor that a copy was made of, or the tensor itself."""
-        return self.sources.get(compat.memory_of(tensor), tensor)
+        return self.sources.get(memory_of(tensor), tensor)
 
     def call(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -65,7 +65,7 @@ class Here:
             return HERE if value.type == self.device_type else value
         if isinstance(value, str):
             return HERE if value.partition(":")[0] == self.device_type else value
-        if isinstance(value, torch.Tensor) and not compat.is_fake(value):
+        if isinstance(value, torch.Tensor) and not is_fake(value):
             return self.tensor(value)
         return value
 

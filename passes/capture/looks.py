@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from autopar import compat
+from autopar.compat.tensors import unmodified
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +167,7 @@ class Look:
 
     def restore(self) -> None:
         """Put everything back as it was when this look was taken. Warns of what lets nobody put it back."""
-        with compat.unmodified():
+        with unmodified():
             for observations, alike in ((self.equal, operator.eq), (self.same, operator.is_)):
                 for path, ask, answer, put in observations:
                     try:

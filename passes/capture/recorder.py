@@ -20,7 +20,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.utils._pytree as pytree
 
-from autopar import compat
+from autopar.compat import watching
+from autopar.compat.recording import Again
+from autopar.compat.tensors import RECORDED, is_fake, memory_of, value_of
+from autopar.compat.watching import Watching, written_by
 from autopar.ir.graph import Node, Ref, TensorMeta
 
 from .looks import is_library
@@ -39,7 +42,7 @@ class Origin(NamedTuple):
     region: tuple[int, ...] = ()
     line: Line | None = None
     backward: bool = False
-    again: compat.Again | None = None
+    again: Again | None = None
     """Whether the function of a checkpoint runs again."""
 
 
@@ -58,12 +61,10 @@ class Geometry(NamedTuple):
 
 
 def geometry_of(tensor: torch.Tensor) -> Geometry:
-    return Geometry(
-        tuple(tensor.shape), tensor.dtype, tensor.stride(), int(tensor.storage_offset()), compat.memory_of(tensor)
-    )
+    return Geometry(tuple(tensor.shape), tensor.dtype, tensor.stride(), int(tensor.storage_offset()), memory_of(tensor))
 
 
-class Recorder(compat.Watching):  # type: ignore[no-untyped-call]
+class Recorder(Watching):  # type: ignore[no-untyped-call]
     """Writes down the operators that run, as nodes. `enter` names the tensors that are there before."""
 
     def __init__(self) -> None:
@@ -78,7 +79,7 @@ class Recorder(compat.Watching):  # type: ignore[no-untyped-call]
         """Where in the model's code values were made."""
         self.writes: dict[int, frozenset[int]] = {}
         """The memory that a node writes in place, by the node's number."""
-        self.again: dict[int, compat.Again] = {}
+        self.again: dict[int, Again] = {}
         """Which nodes run since the function of a checkpoint does so again."""
         self.of_data: dict[str, str] = {}
         """Values whose shape or whose operands depend on the data: what the node does, in words."""
@@ -108,8 +109,8 @@ class Recorder(compat.Watching):  # type: ignore[no-untyped-call]
         return name
 
     def _call(self, tensor: torch.Tensor, name: str) -> None:
-        if compat.is_fake(tensor):
-            vars(tensor).setdefault(compat.RECORDED, {})[self] = name
+        if is_fake(tensor):
+            vars(tensor).setdefault(RECORDED, {})[self] = name
             self._kept.append(tensor.untyped_storage())
         else:
             self._real[id(tensor)] = name
@@ -117,9 +118,9 @@ class Recorder(compat.Watching):  # type: ignore[no-untyped-call]
 
     def name(self, tensor: torch.Tensor) -> str | None:
         """The name of a tensor that was seen."""
-        if not compat.is_fake(tensor):
+        if not is_fake(tensor):
             return self._real.get(id(tensor))
-        names: dict[Recorder, str] = vars(tensor).get(compat.RECORDED, {})
+        names: dict[Recorder, str] = vars(tensor).get(RECORDED, {})
         return names.get(self)
 
     def is_given(self, tensor: torch.Tensor) -> bool:
@@ -134,8 +135,8 @@ class Recorder(compat.Watching):  # type: ignore[no-untyped-call]
         return self._unknown(tensor, lifted) if name is None else name
 
     def _unknown(self, tensor: torch.Tensor, lifted: bool) -> str:
-        if compat.is_fake(tensor):
-            if before := [*vars(tensor).get(compat.RECORDED, {}).values()]:
+        if is_fake(tensor):
+            if before := [*vars(tensor).get(RECORDED, {}).values()]:
                 name = self.enter("earlier", tensor)
                 self.earlier[name] = before[-1]
                 return name
@@ -148,7 +149,7 @@ class Recorder(compat.Watching):  # type: ignore[no-untyped-call]
                 return name
         key = None
         if lifted and tensor.numel() <= _LIFTED_MOST:
-            key = compat.value_of(tensor), tensor.dtype, tuple(tensor.shape), tensor.device
+            key = value_of(tensor), tensor.dtype, tuple(tensor.shape), tensor.device
             if key in self._lifted:
                 self._call(tensor, self._lifted[key])
                 return self._lifted[key]
@@ -215,7 +216,7 @@ class Recorder(compat.Watching):  # type: ignore[no-untyped-call]
         origin = self.origin()
         node = Node(op=kind.op, args=node_args, kwargs=node_kwargs, outputs=tuple(outputs), **_of(origin))
         if kind.writes:
-            self.writes[len(self.nodes)] = frozenset(map(compat.memory_of, compat.written_by(func, args, kwargs)))
+            self.writes[len(self.nodes)] = frozenset(map(memory_of, written_by(func, args, kwargs)))
         if origin.again is not None:
             self.again[len(self.nodes)] = origin.again
         self.nodes.append(node)
@@ -280,7 +281,7 @@ def kind_of(func: Any) -> Kind:
         reads=torch.Tag.data_dependent_output in tags,
         writes=is_operator and func._schema.is_mutable,
         replaces=is_operator and func._overloadpacket is aten.set_,
-        is_product=compat.is_product(func),
+        is_product=watching.is_product(func),
         is_determined=is_operator
         and func.namespace == "aten"
         and torch.Tag.nondeterministic_seeded not in tags

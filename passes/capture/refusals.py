@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from autopar import compat
+from autopar.compat.watching import decides_by_data, is_of_sparse, leaves_numbers, unrecordable
 
 from .captured import CaptureError
 from .shown import is_users, line_in, line_raised
@@ -18,7 +18,7 @@ class OfData(CaptureError):
 def refusal(error: Exception, model: nn.Module, unread: Sequence[tuple[str, tuple[str, ...]]], sized: str) -> Exception:
     """The error for a trace that failed: the same one where eager raises it too. `unread` are the values that Python
     asked for and that are not concrete, `sized` is the first line whose result is as large as data say."""
-    decides, sizes = compat.decides_by_data(error), compat.leaves_numbers(error)
+    decides, sizes = decides_by_data(error), leaves_numbers(error)
     if decides or sizes:
         cause = unread_refusal(model, unread[-1:] if decides else unread)
         if cause is not None:
@@ -38,12 +38,12 @@ def refusal(error: Exception, model: nn.Module, unread: Sequence[tuple[str, tupl
             f"{subject}: a size in it depends on data{sized or line_raised(error)}, such as how many elements a mask "
             f"picks. Compute with all elements and a mask, or pass the size as a Python constant"
         )
-    if (op := compat.unrecordable(error)) is not None:
+    if (op := unrecordable(error)) is not None:
         return CaptureError(
             f"{subject}: torch cannot say how large the results of {op} are{line_raised(error)} before it computes "
             f"them. Compute them outside of the model, or by other operators"
         )
-    if compat.is_of_sparse(error):
+    if is_of_sparse(error):
         return CaptureError(
             f"{type(model).__name__} computes with a sparse tensor{line_raised(error)}, and shards are dense: use its "
             f"to_dense(), or index_add and gather"

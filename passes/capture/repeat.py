@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from autopar import compat
+from autopar.compat.tensors import value_of
 from autopar.ir.graph import Node, producers
 from autopar.ops.randomness import may_draw
 
@@ -89,7 +89,7 @@ class _Expressions:
         for given in recording.inputs:
             self.of[given.name] = number("input", given.role, given.target)
         for name, tensor in recording.recorder.constants.items():
-            value = compat.value_of(tensor)
+            value = value_of(tensor)
             content = id(tensor) if value is None else value
             self.of[name] = number("constant", content, tensor.dtype, tuple(tensor.shape))
             self.constant.add(self.of[name])

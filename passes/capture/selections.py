@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from autopar import compat
+from autopar.compat.tensors import stand_in
 from autopar.ops.aten import COPIES, NO_OPS
 from autopar.ops.ctc import ctc_loss
 
@@ -34,7 +34,7 @@ class Selected(torch.Tensor):
 
     @staticmethod
     def of(values: torch.Tensor, mask: torch.Tensor) -> Selected:
-        selected: Selected = compat.stand_in(Selected)
+        selected: Selected = stand_in(Selected)
         selected.picked, selected.mask = values, mask
         return selected
 

@@ -31,7 +31,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar import compat
+from autopar.compat.tensors import is_torchs, notes_of, unmodified
+from autopar.compat.watching import HOOKS, SETTINGS, SETTINGS_AT_WORK
 from autopar.ir.rewrite import distinct
 
 from .captured import CaptureError
@@ -59,7 +60,7 @@ REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
 """Attributes in which a module keeps what a graph has inputs for."""
 
 _OTHERWISE = REGISTRIES | {
-    *compat.HOOKS, "__dict__", "__class__", "training",
+    *HOOKS, "__dict__", "__class__", "training",
     "_flat_weights", "_flat_weight_refs",  # the parameters of torch's recurrent layers, once more
     STANDS_FOR,
 }  # fmt: skip
@@ -101,7 +102,7 @@ def look(modules: Mapping[str, nn.Module], roots: Mapping[str, Any], reads: Read
     """A look at modules by path and at other values by name; at `reads` alone, where given, and then not at
     generators, which others draw from too. Raises CaptureError where `reads` has what nothing sees into."""
     walk = _Walk(modules, reads)
-    with compat.unmodified():
+    with unmodified():
         if reads is None:
             # the functions of `random` and `numpy.random` are methods of a hidden generator each
             walk.reach("random", getattr(random.random, "__self__", None))
@@ -206,7 +207,7 @@ class _Walk:
         """A module of the model."""
         self.look.kept.append(module)
         self.fields(path, module, None if self.reads is None else self.reads.of(path))
-        for name in () if self.reads is None else compat.HOOKS:
+        for name in () if self.reads is None else HOOKS:
             _mapping(self, _joined(path, name), vars(module)[name])
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
@@ -227,7 +228,7 @@ class _Walk:
             if wanted is None and (fields or self.reads is None or not isinstance(value, types.FunctionType)):
                 self.sized(path, fields)
             for name in [*fields] if wanted is None else sorted(wanted):
-                if name in otherwise or compat.is_torchs(str(name)):
+                if name in otherwise or is_torchs(str(name)):
                     continue
                 if name in fields:
                     self.entry(_joined(path, name), fields, name)
@@ -257,7 +258,7 @@ class _Walk:
         """Attributes that people set on a tensor, as far as reached code names them."""
         if self.reads is None:
             self.sized(path, vars(tensor))
-        for name in compat.notes_of(tensor) if vars(tensor) else ():
+        for name in notes_of(tensor) if vars(tensor) else ():
             self.when_named(name, functools.partial(self.entry, f"{path}.{name}", vars(tensor), name))
 
     def entry(self, path: str, mapping: dict[Any, Any], key: Any) -> None:
@@ -351,8 +352,8 @@ class _Walk:
 
     def settings(self) -> None:
         """What the process is set to, as far as operators or reached code ask for it."""
-        for name, ask in compat.SETTINGS.items():
-            if name in self.look.names | compat.SETTINGS_AT_WORK:
+        for name, ask in SETTINGS.items():
+            if name in self.look.names | SETTINGS_AT_WORK:
                 self.look.facts[f"torch.{name}()"] = self.equal(f"torch.{name}()", ask)
         if self.look.names & {"environ", "getenv"}:
             self.reach("os.environ", vars(os.environ)["_data"])

@@ -13,7 +13,10 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from autopar import compat
+from autopar.compat.neutral import neutral, without_autocast
+from autopar.compat.patching import patched
+from autopar.compat.recording import followed, function_modes
+from autopar.compat.tensors import is_fake, memory_of
 from autopar.ir.graph import GraphInput, GraphOutput, meta_of
 from autopar.ir.precision import Precision
 from autopar.ir.tree import flatten
@@ -149,7 +152,7 @@ class Step:
         checks: dict[str, None] = {}
         generators = Generators(self.model)
         torch.clear_autocast_cache()  # within a context around all steps, it holds what the last one cast
-        with compat.followed(self.paths) as where, compat.neutral():
+        with followed(self.paths) as where, neutral():
             recorder = StepRecorder(where, sources)
             self.recorder = recorder
             held = self.held()
@@ -160,7 +163,7 @@ class Step:
             with watched as identities, generators.watched(), self.mode, without_checks(checks):
                 self.same = repeated(self.pairs) if identities else {}
                 with ways, recorder:
-                    where.modes = compat.function_modes()
+                    where.modes = function_modes()
                     outcome, tensors = self._forward()
                     results = [
                         GraphOutput(name=recorder.known(tensor), role="output", target=path)
@@ -180,7 +183,7 @@ class Step:
                     inputs.append(GraphInput(name=name, role="tangent", target=path))
                 if roots:
                     recorder.backward = True
-                    with ways, recorder, compat.without_autocast("cpu"):
+                    with ways, recorder, without_autocast("cpu"):
                         torch.autograd.backward([*roots.values()], [*tangents.values()])
                         late = [replace(output, role="update") for output in self._written(recorder, held)]
         gradients = [
@@ -231,10 +234,10 @@ class Step:
         loss = self._loss(output, pairs)
         described: list[Leaf] = []
         tensors: dict[str, torch.Tensor] = {}
-        memory = {compat.memory_of(tensor): name for name, tensor in self.held().items()}
+        memory = {memory_of(tensor): name for name, tensor in self.held().items()}
         for path, value in pairs:
             if isinstance(value, torch.Tensor):
-                shares = memory.get(compat.memory_of(value), "")
+                shares = memory.get(memory_of(value), "")
                 described.append(Leaf(path=path, meta=meta_of(value), requires_grad=value.requires_grad, shares=shares))
                 tensors[path] = value
             elif is_constant(value):
@@ -260,7 +263,7 @@ class Step:
         for name, old in held.items():
             registry, key = self.places[name]
             new = registry.get(key)
-            other = name if new is None else lying.setdefault(compat.memory_of(new), name)
+            other = name if new is None else lying.setdefault(memory_of(new), name)
             if other != name:
                 raise CaptureError(
                     f"forward leaves {name} in the memory of {other}, with which it would change: give it a copy "
@@ -314,7 +317,7 @@ def without_checks(lines: dict[str, None]) -> contextlib.AbstractContextManager[
 
     def truth(tensor: torch.Tensor) -> bool:
         frame = sys._getframe(1)
-        goes_on = passing(frame) if compat.is_fake(tensor) else None
+        goes_on = passing(frame) if is_fake(tensor) else None
         if goes_on is None:
             return bool(original(tensor))
         lines[f"{frame.f_code.co_filename}:{frame.f_lineno}"] = None
@@ -322,7 +325,7 @@ def without_checks(lines: dict[str, None]) -> contextlib.AbstractContextManager[
 
     original = torch.Tensor.__bool__
     truth.__name__ = original.__name__
-    return compat.patched(torch.Tensor, "__bool__", truth)
+    return patched(torch.Tensor, "__bool__", truth)
 
 
 def passing(frame: FrameType) -> bool | None:

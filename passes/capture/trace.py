@@ -19,7 +19,9 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from autopar import compat
+from autopar.compat.autocast import autocast_dtype, autocast_of
+from autopar.compat.tensors import fake_mode, memory_of
+from autopar.compat.watching import WritesInput, WritesReal
 from autopar.ir.garbage import uncollected
 from autopar.ir.graph import GraphInput, JointGraph
 from autopar.ir.precision import AS_IS, Precision
@@ -80,7 +82,7 @@ def capture(
     """
     kind = device_type or _own_device_type(model, args, kwargs)
     is_here = kind == HERE.type or torch.get_default_device().type != kind
-    with uncollected(), compat.autocast_of(kind), contextlib.nullcontext() if is_here else HERE:
+    with uncollected(), autocast_of(kind), contextlib.nullcontext() if is_here else HERE:
         return _capture(model, args, dict(kwargs or {}), loss_fn, kind, precision)
 
 
@@ -92,7 +94,7 @@ def _capture(
     device_type: str,
     precision: Precision,
 ) -> Captured:
-    mode = compat.fake_mode()
+    mode = fake_mode()
     grad = torch.is_grad_enabled()
     canonical = canonical_names(model)
     here = Here(device_type)
@@ -138,9 +140,9 @@ def _capture(
         raise
     except TrainedConstant as error:
         raise CaptureError(f"{witness.trained(error.tensor)}{line_raised(error)}") from None
-    except compat.WritesReal as error:
+    except WritesReal as error:
         raise CaptureError(f"{witness.written(error.args[0])}{line_raised(error)}") from None
-    except compat.WritesInput as error:
+    except WritesInput as error:
         raise CaptureError(
             f"forward writes input {error.args[0]} in place{line_raised(error)}, which a program does not do: write a "
             f"copy (clone()), or make it a buffer"
@@ -185,7 +187,7 @@ def _capture(
         constants=constants,
         training=model.training,
         without_gradient=missing,
-        autocast=compat.autocast_dtype("cpu"),
+        autocast=autocast_dtype("cpu"),
         reads=witness.reads,
         pinned=first.recorder.pinned(),
         checkpoints=first.checkpoints,
@@ -199,7 +201,7 @@ def _recorded(step: Step, witness: Witness) -> tuple[Recording, Functional]:
     """The step, recorded twice: the second time with the state that the first left. Raises CaptureError where the two
     differ."""
     first = step.record(witness.watching())
-    witness.valued |= first.recorder.valued | set(map(compat.memory_of, first.recorder.constants.values()))
+    witness.valued |= first.recorder.valued | set(map(memory_of, first.recorder.constants.values()))
     left = [name for tensor in witness.left if (name := first.recorder.name(tensor)) is not None]
     second = step.record(witness.again())
     functional = first.functional(left)

@@ -18,7 +18,8 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from autopar import compat
+from autopar.compat.patching import patched
+from autopar.compat.tensors import is_fake, is_real, is_transformed, memory_of, notes_of, unmodified
 
 from .asked import (
     ADDRESSING,
@@ -59,7 +60,7 @@ class OtherWays(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "")
-        if name == "__get__" and func.__self__ is not _GRAD and compat.is_fake(args[0]):
+        if name == "__get__" and func.__self__ is not _GRAD and is_fake(args[0]):
             return func(*args)  # most calls are of attributes, which need nothing
         func, args, kwargs = self.here.call(func, args, kwargs or {})
         if Selected in types and func is not F.ctc_loss:
@@ -71,8 +72,8 @@ class OtherWays(TorchFunctionMode):
             refusing(message)()
         if name in _STRIDES and not is_library(file):
             return self.recorder.strides(name, args[0], func(*args, **kwargs))
-        if name in _VALUES and compat.is_real(args[0]):
-            self.recorder.valued.add(compat.memory_of(args[0]))
+        if name in _VALUES and is_real(args[0]):
+            self.recorder.valued.add(memory_of(args[0]))
         if (generator := kwargs.pop("generator", None)) is not None:
             self.generators.check(generator)
         return self.traced.get(func, func)(*args, **kwargs)
@@ -80,10 +81,10 @@ class OtherWays(TorchFunctionMode):
     def _read(self, func: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """The numbers of a tensor, where they are known."""
         values: Any = NotImplemented
-        if not compat.is_transformed():
+        if not is_transformed():
             values = self.recorder.read(torch.ops.aten.clone.default, (tensor,), {})
         if values is not NotImplemented:
-            with compat.unmodified():
+            with unmodified():
                 return func(values.requires_grad_(tensor.requires_grad), *args, **kwargs)
         if func is not torch.Tensor.tolist:  # whose numbers may be sizes
             refusing(READING_VALUES)()
@@ -97,7 +98,7 @@ class OtherWays(TorchFunctionMode):
             return "" if is_library(file) else ASKING
         if name == "share_memory_" or (name == "data_ptr" and not is_library(file)):
             return ADDRESSING
-        if func is torch.Tensor.__reduce_ex__ and compat.is_fake(args[0]):
+        if func is torch.Tensor.__reduce_ex__ and is_fake(args[0]):
             return PICKLING
         if func not in (_GRAD.__get__, _GRAD.__set__) or not args[0].is_leaf or not args[0].requires_grad:
             return ""
@@ -128,19 +129,19 @@ def _dense(func: Callable[..., Any], *args: Any, **kwargs: Any) -> torch.Tensor:
 
 def _attended_heads(*args: Any, **kwargs: Any) -> Any:
     """`multi_head_attention_forward`, for which torch calls a mode, and for nothing inside."""
-    with compat.patched(F, "scaled_dot_product_attention", attended):
+    with patched(F, "scaled_dot_product_attention", attended):
         return F.multi_head_attention_forward(*args, **kwargs)
 
 
 def _deep_copy(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
     """`copy.deepcopy(tensor)`, as an operator."""
-    if not (compat.is_fake(tensor) and tensor.is_leaf) or compat.is_transformed():
+    if not (is_fake(tensor) and tensor.is_leaf) or is_transformed():
         return copy.deepcopy(tensor, memo)
     if id(tensor) not in memo:
         same = tensor.detach().clone()
         same = nn.Parameter(same) if isinstance(tensor, nn.Parameter) else same
         memo[id(tensor)] = same.requires_grad_(tensor.requires_grad)
-        vars(same).update(copy.deepcopy(compat.notes_of(tensor), memo))
+        vars(same).update(copy.deepcopy(notes_of(tensor), memo))
     made: torch.Tensor = memo[id(tensor)]
     return made
 
@@ -149,7 +150,7 @@ def _of_list(func: Callable[..., Any], place: int, *args: Any, **kwargs: Any) ->
     """`func`, which turns a list at this place among its arguments into a tensor."""
     args = (*args, kwargs.pop("data")) if "data" in kwargs else args
     if isinstance(args[place], (list, tuple)) and any(
-        isinstance(x, torch.Tensor) and compat.is_fake(x) for x in pytree.tree_leaves(args[place])
+        isinstance(x, torch.Tensor) and is_fake(x) for x in pytree.tree_leaves(args[place])
     ):
         like = {"dtype": args[0].dtype, "device": args[0].device} if place else {}
         return _stacked(*args[place:], **{**like, **kwargs})
@@ -180,22 +181,22 @@ class Generators:
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """While forward runs: a state of which nobody knows tells whether a generator was seeded since."""
-        with compat.unmodified():
+        with unmodified():
             states = [(generator, generator.get_state()) for generator in self.held]
             for generator in self.held:
                 generator.manual_seed(0x5EED5EED)
                 self.marks[id(generator)] = generator.get_state()
         try:
-            with compat.patched(torch, "Generator", _own_class(self.base)):
+            with patched(torch, "Generator", _own_class(self.base)):
                 yield
         finally:
-            with compat.unmodified():
+            with unmodified():
                 for generator, state in states:
                     generator.set_state(state)
 
     def check(self, generator: torch.Generator) -> None:
         mark = self.marks.get(id(generator))
-        with compat.unmodified():
+        with unmodified():
             seeded = mark is not None and not torch.equal(mark, generator.get_state())
         if seeded or (type(generator) is not self.base and generator is not torch.default_generator):
             what = "seeds a torch.Generator" if seeded else "makes a torch.Generator of its own"
@@ -224,7 +225,7 @@ def as_strided(
     """`input.as_strided(size, stride)` of a tensor without gaps, by `unfold`, since shards have no addresses in memory.
     What has none of that form is the operator."""
     sizes, strides = (pytree.tree_map_only(torch.Tensor, int, tuple(given)) for given in (size, stride))
-    made = None if storage_offset or not compat.is_fake(input) else windows(input, sizes, strides)
+    made = None if storage_offset or not is_fake(input) else windows(input, sizes, strides)
     return torch.as_strided(input, sizes, strides, storage_offset) if made is None else made
 
 
@@ -314,7 +315,7 @@ def multilabel_margin_loss(
 
 def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """`torch.nn.functional.dropout`, as the operator of every device that keeps what it kept as truth values."""
-    if inplace or not training or not 0 < p < 1 or not input.is_floating_point() or compat.is_transformed():
+    if inplace or not training or not 0 < p < 1 or not input.is_floating_point() or is_transformed():
         return F.dropout(input, p, training, inplace)
     result: Tensor = torch.ops.aten.native_dropout.default(input, p, True)[0]
     return result

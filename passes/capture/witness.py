@@ -19,7 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar import compat
+from autopar.compat.patching import patched
+from autopar.compat.tensors import memory_of, notes_of, storage_span, unmodified
+from autopar.compat.watching import HOOKS, asking_for_inference, global_hooks, seeding
 from autopar.ir.rewrite import distinct
 
 from .asked import ASKING, SEEDING, refusing, without_files
@@ -37,7 +39,7 @@ class Witness:
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
         self.modules = dict(model.named_modules())
         self.roots: dict[str, Any] = {} if loss_fn is None else {"loss_fn": loss_fn}
-        self.roots |= compat.global_hooks()
+        self.roots |= global_hooks()
         self.paths = {id(module): path for path, module in self.modules.items()}
         self.looks: list[Look] = []
         """What Python could reach before the first step, after it, and after the second."""
@@ -54,7 +56,7 @@ class Witness:
     def reads(self) -> Reads:
         return Reads(
             names={owner: frozenset(names) for owner, names in self.read.items()},
-            values=frozenset(p for p, tensor in self.seen.tensors if compat.memory_of(tensor) in self.valued),
+            values=frozenset(p for p, tensor in self.seen.tensors if memory_of(tensor) in self.valued),
             identities=self.identities,
         )
 
@@ -68,8 +70,8 @@ class Witness:
             raise CaptureError(ASKING.format(line=f" as {kept[0]}"))
         with (
             self._observed(before.classes),
-            compat.seeding(refusing(SEEDING)),
-            compat.asking_for_inference(refusing(ASKING)),
+            seeding(refusing(SEEDING)),
+            asking_for_inference(refusing(ASKING)),
             without_files(),
         ):
             yield self.identities
@@ -102,7 +104,7 @@ class Witness:
             if not kept:
                 asks = sorted(before.names & _ASKS)
                 kept = [f"something that changes by itself ({listed(asks)})" if asks else "something"]
-            hooks = [path for path in kept if path.rpartition(".")[2] in compat.HOOKS]
+            hooks = [path for path in kept if path.rpartition(".")[2] in HOOKS]
             if hooks:
                 raise CaptureError(
                     f"forward registers hooks ({listed(hooks)}) in each call, and they pile up, in eager too: register "
@@ -152,13 +154,13 @@ class Witness:
         """Where the model holds constants, by name, or other paths that are not taken."""
         held, paths = self._held(), dict[str, str]()
         for name, tensor in constants.items():
-            paths[name] = distinct(held.get(compat.memory_of(tensor), name), {*taken, *paths.values()})
+            paths[name] = distinct(held.get(memory_of(tensor), name), {*taken, *paths.values()})
         return paths
 
     def written(self, tensor: torch.Tensor) -> str:
         """Why a tensor that Python holds cannot be written in place."""
         other = f"a tensor {list(tensor.shape)} that is not the model's"
-        name = self._held().get(compat.memory_of(tensor), other)
+        name = self._held().get(memory_of(tensor), other)
         return (
             f"forward writes {name} in place, which is no buffer of the model: capture changes nothing, and a program "
             f"writes buffers alone. Make it a buffer (register_buffer, persistent=False if no checkpoint is to hold it)"
@@ -166,7 +168,7 @@ class Witness:
 
     def trained(self, tensor: torch.Tensor) -> str:
         """Why a tensor that Python holds cannot be trained."""
-        path = self._held().get(compat.memory_of(tensor), "a tensor")
+        path = self._held().get(memory_of(tensor), "a tensor")
         return (
             f"{path} requires a gradient and is no parameter of the model: it would not train. Make it one (an "
             f"nn.Parameter attribute, nn.ParameterList, nn.ParameterDict; a loss with parameters is a module of the "
@@ -175,19 +177,19 @@ class Witness:
 
     def _held(self) -> dict[int, str]:
         """Where Python holds what is on a memory."""
-        return {compat.memory_of(tensor): path for path, tensor in reversed(self.seen.tensors)}
+        return {memory_of(tensor): path for path, tensor in reversed(self.seen.tensors)}
 
     def _look(self) -> Look:
         return look(self.modules, self.roots)
 
     def _tensors(self) -> dict[str, tuple[Any, ...]]:
         """Which memory each parameter and buffer has, and whether it requires a gradient."""
-        with compat.unmodified():
+        with unmodified():
             return {
                 f"{path}.{key}" if path else key: (
                     kind,
                     tensor.requires_grad,
-                    compat.notes_of(tensor),
+                    notes_of(tensor),
                 )
                 for path, module in self.modules[""].named_modules()
                 for kind in ("_parameters", "_buffers")
@@ -214,13 +216,13 @@ class Witness:
             return object.__getattribute__(module, name)
 
         with contextlib.ExitStack() as stack:
-            stack.enter_context(compat.patched(nn.Module, "__getattribute__", of_module))
-            stack.enter_context(compat.patched(nn.Module, "__setattr__", to_module))
+            stack.enter_context(patched(nn.Module, "__getattribute__", of_module))
+            stack.enter_context(patched(nn.Module, "__setattr__", to_module))
             for cls in classes:
                 if not issubclass(cls, (nn.Module, type)):
                     noted = read.setdefault(cls, set())
                     try:
-                        stack.enter_context(compat.patched(cls, "__getattribute__", _noting(cls, noted)))
+                        stack.enter_context(patched(cls, "__getattribute__", _noting(cls, noted)))
                     except TypeError:
                         noted.add("__dict__")  # a class that cannot be watched: all of its attributes count
             yield
@@ -270,12 +272,12 @@ _ASKS = frozenset(
 
 def check_memory(constants: Mapping[str, torch.Tensor], seen: Look, model: nn.Module) -> None:
     """Raises CaptureError where a constant of the graph views a parameter or buffer, with which it would not change."""
-    held = [(name, *compat.storage_span(t)) for name, t in (*model.named_parameters(), *model.named_buffers())]
+    held = [(name, *storage_span(t)) for name, t in (*model.named_parameters(), *model.named_buffers())]
     for name, tensor in constants.items():
-        storage, begin, end = compat.storage_span(tensor)
+        storage, begin, end = storage_span(tensor)
         shared = [other for other, memory, first, last in held if memory == storage and first < end and begin < last]
         if shared:
-            paths = [path for path, other in seen.tensors if compat.storage_span(other) == (storage, begin, end)]
+            paths = [path for path, other in seen.tensors if storage_span(other) == (storage, begin, end)]
             raise CaptureError(
                 f"{paths[0] if paths else name} is on the memory of {shared[0]}, and would not change with it: a "
                 f"program keeps parameters and buffers in memory of their own. Take it of {shared[0]} in forward "

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from autopar import compat
+from autopar.compat.tensors import attention_kernel, is_fake
 
 from . import call as rooms
 from .call import Attending, Kernel, Pair, Triple
@@ -82,10 +82,10 @@ def kernel_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call:
     sizes = query.shape[-2:], (key.shape[-2], value.shape[-1])
     asked = call.causal, call.mask is not None, call.kept is not None
     expected = expected_kernel(query.device.type, query.dtype, *sizes, *asked)
-    if query.is_cuda and call.kept is None and not compat.is_fake(query):
+    if query.is_cuda and call.kept is None and not is_fake(query):
         # torch itself refuses a mask beside a causal one, which the efficient kernel takes
         both = call.causal and call.mask is not None
-        chosen = compat.attention_kernel(query, key, value, call.mask, call.causal and not both, call.scale)
+        chosen = attention_kernel(query, key, value, call.mask, call.causal and not both, call.scale)
         return KERNELS[expected if both and chosen == "cudnn" else chosen]
     return KERNELS[expected]
 
