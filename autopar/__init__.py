@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from autopar.ir.precision import Precision
     from autopar.ops.oracle import check_rule
     from autopar.ops.registry import register_rule
-    from autopar.passes import register_lowering
+    from autopar.passes.flow import register_lowering
     from autopar.passes.lower.lowering import Lowering
     from autopar.planning.costs import CostMode, register_cost
     from autopar.planning.plan import Plan
@@ -36,7 +36,7 @@ MODULES = {
     "autopar.ir.precision": ("Precision",),
     "autopar.ops.oracle": ("check_rule",),
     "autopar.ops.registry": ("register_rule",),
-    "autopar.passes": ("register_lowering",),
+    "autopar.passes.flow": ("register_lowering",),
     "autopar.passes.lower.lowering": ("Lowering",),
     "autopar.planning.costs": ("CostMode", "register_cost"),
     "autopar.planning.plan": ("Plan",),

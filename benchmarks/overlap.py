@@ -51,8 +51,8 @@ HAND = {"ddp": "DDP", "fsdp": "FSDP2"}
 def programs(planner: Any, plan: Any) -> dict[str, Any]:
     """A plan's program under each lowering."""
     from autopar.cost.streams import alone_seconds
-    from autopar.passes import LOWERINGS
     from autopar.passes.codegen.program import codegen
+    from autopar.passes.flow import LOWERINGS
     from autopar.passes.lower.bucket import bucket
     from autopar.passes.lower.lowering import Target
     from autopar.passes.lower.overlap import overlap

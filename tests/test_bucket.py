@@ -19,8 +19,8 @@ from autopar.cluster.library import named_cluster
 from autopar.ir.graph import WAIT, Node, Ref, TensorMeta
 from autopar.ir.layout import REPLICATE, Split
 from autopar.ir.program import Program, ProgramInput, ProgramOutput
-from autopar.passes import LOWERINGS, Flow
 from autopar.passes.codegen.program import codegen
+from autopar.passes.flow import LOWERINGS, Flow
 from autopar.passes.lower.bucket import bucket
 from autopar.passes.lower.bucketing.reductions import IN_FLIGHT
 from autopar.passes.lower.lowering import Target

@@ -13,8 +13,8 @@ from autopar.cluster.library import named_cluster
 from autopar.cost.streams import timeline
 from autopar.ir.layout import REPLICATE
 from autopar.ir.program import Program
-from autopar.passes import LOWERINGS
 from autopar.passes.codegen.program import codegen
+from autopar.passes.flow import LOWERINGS
 from autopar.passes.lower.bucket import bucket
 from autopar.passes.lower.chunk import CHUNKING
 from autopar.passes.lower.lowering import Target

@@ -18,7 +18,7 @@ from torch import nn
 import autopar
 from autopar.extensions import TABLES, scoped
 from autopar.ir.program import Program
-from autopar.passes import LOWERINGS, STEPS, Flow
+from autopar.passes.flow import LOWERINGS, STEPS, Flow
 from autopar.passes.lower.lowering import Target, always, where_quicker
 from autopar.passes.lower.regions import Refused
 from autopar.planning.costs import COSTS

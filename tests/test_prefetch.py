@@ -8,7 +8,7 @@ from test_bucket import assert_same, program
 from autopar.cluster.library import named_cluster
 from autopar.cost.streams import timeline
 from autopar.ir.program import Program
-from autopar.passes import LOWERINGS
+from autopar.passes.flow import LOWERINGS
 from autopar.passes.lower.bucket import LIMIT_BYTES, bucket
 from autopar.passes.lower.lowering import Target
 from autopar.runtime.simulate import simulate_step

@@ -24,7 +24,7 @@ from autopar.cost.streams import timeline
 from autopar.extensions import scoped
 from autopar.ir.graph import TensorMeta
 from autopar.ir.program import Program
-from autopar.passes import LOWERINGS
+from autopar.passes.flow import LOWERINGS
 from autopar.passes.lower.lowering import Target
 from autopar.passes.lower.slice import SLICING
 from benchmarks.rivals import RIVALS, cannon, register, summa, wang

@@ -13,8 +13,8 @@ from pairwise import pairwise
 from autopar.cluster.library import named_cluster
 from autopar.cost.streams import timeline
 from autopar.ir.program import Program
-from autopar.passes import LOWERINGS
 from autopar.passes.codegen.program import codegen
+from autopar.passes.flow import LOWERINGS
 from autopar.passes.lower.lowering import Target
 from autopar.passes.lower.slice import SLICING
 

@@ -10,8 +10,8 @@ import torch
 
 from autopar.cost.streams import timeline
 from autopar.ir.program import Program
-from autopar.passes import LOWERINGS
 from autopar.passes.codegen.program import codegen
+from autopar.passes.flow import LOWERINGS
 from autopar.passes.lower.lowering import Target
 from autopar.planning import writer
 from autopar.planning.plan import Plan

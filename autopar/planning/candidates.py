@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from autopar.cost.streams import TimelineCache, timeline
 from autopar.ir.layout import local_meta
 from autopar.ir.program import Program
-from autopar.passes import Flow
+from autopar.passes.flow import Flow
 from autopar.passes.segments.facts import fingerprint
 from autopar.profile.database import ProgramRow
 from autopar.profile.programs import Costs, Measure, Order, segment_programs, structure

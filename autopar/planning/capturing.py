@@ -12,8 +12,8 @@ from torch import nn
 
 from autopar.cluster.machine import Cluster
 from autopar.ops import rule_of
-from autopar.passes import CAPTURE, CHECKPOINTS, MASKS, ROUTING, SEEDS, Flow
 from autopar.passes.capture.captured import Captured
+from autopar.passes.flow import CAPTURE, CHECKPOINTS, MASKS, ROUTING, SEEDS, Flow
 
 from .training import Training
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from autopar.passes import Flow
+from autopar.passes.flow import Flow
 from autopar.passes.space.problem import Assignment
 from autopar.solve.problem import Infeasible
 

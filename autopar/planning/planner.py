@@ -25,8 +25,8 @@ from autopar.cost.timeline import Timeline
 from autopar.ir.garbage import uncollected
 from autopar.ir.layout import Layout
 from autopar.ir.program import Program
-from autopar.passes import SEGMENTS, SPACE, Flow
 from autopar.passes.capture.captured import Captured
+from autopar.passes.flow import SEGMENTS, SPACE, Flow
 from autopar.passes.segments.segment import Segments
 from autopar.passes.space.problem import Assignment
 from autopar.passes.space.space import Space

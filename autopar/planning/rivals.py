@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from autopar.passes import Flow
+from autopar.passes.flow import Flow
 from autopar.passes.space.problem import Allowed
 from autopar.solve import SOLVERS
 from autopar.solve.problem import Infeasible

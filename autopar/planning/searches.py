@@ -6,8 +6,8 @@ from dataclasses import replace
 from functools import cache, partial
 
 from autopar.cost.redistribute import Redistributor
-from autopar.passes import BLOCKS
 from autopar.passes.blocks.block import Blocks
+from autopar.passes.flow import BLOCKS
 from autopar.passes.space.problem import Allowed
 from autopar.passes.space.space import Space
 from autopar.solve.effort import Effort

@@ -12,7 +12,7 @@ from functools import cached_property, partial
 from autopar.cost import liveness
 from autopar.cost.memory import Peak, moments
 from autopar.cost.streams import TimelineCache
-from autopar.passes import LOWERINGS
+from autopar.passes.flow import LOWERINGS
 from autopar.passes.lower.bucket import LIMIT_BYTES
 from autopar.passes.lower.shorten import KEPT, shortened
 from autopar.passes.space.problem import Assignment

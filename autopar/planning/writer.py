@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from autopar.cost import liveness
 from autopar.cost.streams import TimelineCache
 from autopar.ir.program import Program
-from autopar.passes import CODEGEN, LOWERINGS, Flow, lowerings
+from autopar.passes.flow import CODEGEN, LOWERINGS, Flow, lowerings
 from autopar.passes.lower.bucket import LIMIT_BYTES
 from autopar.passes.lower.lowering import Adopted, Lowering, Target, When
 from autopar.passes.lower.shorten import KEPT as LOOKED_AT
