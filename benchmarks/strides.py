@@ -32,7 +32,7 @@ import test_ops
 from autopar.ir.graph import overload, parameters
 from autopar.ops.contract import prepared_arguments
 from autopar.ops.oracle import LAYOUTS, laid_out
-from autopar.ops.table import TABLE
+from autopar.ops.rules import RULES
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 6e-2}
@@ -183,7 +183,7 @@ def main() -> None:
     parser.add_argument("--without-contract", action="store_true", help="give kernels operands as they lie")
     options = parser.parse_args()
     tried, wrong, context = 0, 0, multiprocessing.get_context("fork")
-    for op in TABLE:
+    for op in RULES.rows:
         if any(name in op for name in MEANINGLESS) or not any(name in op for name in options.only or ("",)):
             continue
         receive, send = context.Pipe(duplex=False)

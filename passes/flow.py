@@ -17,6 +17,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 from autopar.extensions import Table
 from autopar.ir.graph import JointGraph
 from autopar.ir.program import Program
+from autopar.ops import registry as registry  # all rows, and those of users
 from autopar.ops.routing import in_token_order
 from autopar.ops.sdpa import ATTENTION
 from autopar.solve import solve

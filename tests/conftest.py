@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from autopar.ops.oracle import Report, RuleError
-from autopar.ops.table import TABLE
+from autopar.ops.rules import RULES
 
 
 class Tally(logging.Handler):
@@ -26,7 +26,7 @@ class Tally(logging.Handler):
         self.bad = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        if isinstance(record.args, tuple) and isinstance(report := record.args[0], Report) and report.op in TABLE:
+        if isinstance(record.args, tuple) and isinstance(report := record.args[0], Report) and report.op in RULES.rows:
             self.instances[report.op] += report.instances
 
     @pytest.hookimpl(wrapper=True)

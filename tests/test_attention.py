@@ -16,8 +16,9 @@ from torch.nn.attention.bias import CausalBias, CausalVariant, causal_lower_righ
 from autopar import testing
 from autopar.compat.tensors import attention_kernel
 from autopar.ir.graph import meta_of
-from autopar.ops import rule_of, sdpa
+from autopar.ops import sdpa
 from autopar.ops.oracle import Report, check_rule, make_call
+from autopar.ops.rules import rule_of
 from autopar.ops.sdpa.workspace import workspace_bytes
 from autopar.passes.capture.attention import attended
 from autopar.planning.planner import Planner

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.ops import rule_of
 from autopar.ops.bounds import in_range
 from autopar.ops.oracle import Cut, RuleError, check_cuts, make_call
+from autopar.ops.rules import rule_of
 
 SIZE = 12
 X, ONES = torch.arange(float(SIZE)), torch.ones(2)

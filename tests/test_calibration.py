@@ -26,8 +26,8 @@ from autopar.cluster.links import GLOO, KINDS, Measured
 from autopar.cluster.machine import Cluster, Device, Level
 from autopar.cluster.measurements import Compute, Measurements, Sample, Together, axes, level_axes
 from autopar.ir.graph import Node, Ref, TensorMeta
-from autopar.ops import Call, rule_of
-from autopar.ops.registry import RULES
+from autopar.ops.rule import Call
+from autopar.ops.rules import RULES, rule_of
 from autopar.runtime.measure.operators import (
     MOVERS,
     RING_BYTES,

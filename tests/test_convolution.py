@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor
 
 from autopar.ir.graph import overload
 from autopar.ir.program import Program
-from autopar.ops import rule_of
 from autopar.ops.emit import Emission
 from autopar.ops.oracle import Cut, Report, check_cuts, check_rule, make_call
+from autopar.ops.rules import rule_of
 from autopar.passes.capture.trace import capture
 from autopar.passes.codegen.program import codegen
 from autopar.passes.lower.bucket import bucket

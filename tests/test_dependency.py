@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.ir.graph import Node, Ref, TensorMeta
-from autopar.ops import rule_of
 from autopar.ops.rule import Call
+from autopar.ops.rules import rule_of
 from autopar.passes.dependency.affine import AffineMap, Expression, compose, identity, permute, preserved, reshape
 from autopar.passes.dependency.operators import dependency
 

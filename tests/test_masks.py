@@ -14,8 +14,8 @@ from models import Case, assert_same, eager, simulated
 from torch import nn
 
 from autopar.ir.graph import JointGraph, Node
-from autopar.ops import rule_of
 from autopar.ops.rule import call_of
+from autopar.ops.rules import rule_of
 from autopar.ops.sdpa import ATTENTION
 from autopar.passes.capture.trace import capture
 from autopar.passes.codegen.program import codegen

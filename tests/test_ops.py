@@ -23,9 +23,10 @@ from hypothesis import strategies as st
 
 from autopar.ir.graph import JointGraph, map_references, overload, parameters
 from autopar.ir.randomness import keys
-from autopar.ops import Call, Factor, OpRule, emit, needs_no_rule, oracle, rule_of, sdpa
+from autopar.ops import emit, oracle, sdpa
 from autopar.ops.oracle import Report, RuleError, check_rule, make_call
-from autopar.ops.table import TABLE
+from autopar.ops.rule import Call, Factor, OpRule
+from autopar.ops.rules import RULES, needs_no_rule, rule_of
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Shape = Sequence[int]
@@ -987,7 +988,7 @@ def _pointwise(op: str) -> Example:
     return draw_arguments
 
 
-@pytest.mark.parametrize("op", sorted(TABLE))
+@pytest.mark.parametrize("op", sorted(RULES.rows))
 def test_rule_of_every_op(op: str) -> None:
     """Whatever the rule allows is right, and it was tried: each factor and each linear set, in some
     example of the op."""

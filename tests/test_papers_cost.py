@@ -38,8 +38,8 @@ from torch import nn
 
 from autopar.cluster.collectives import prices
 from autopar.cluster.machine import Cluster, Level
-from autopar.ops import rule_of
 from autopar.ops.rule import Call
+from autopar.ops.rules import rule_of
 from autopar.passes.blocks.partition import blocks
 from autopar.passes.capture.trace import capture
 

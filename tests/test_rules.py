@@ -16,8 +16,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
-from autopar.ops import Call, OpRule, rule_of
 from autopar.ops.oracle import RuleError, make_call
+from autopar.ops.rule import Call, OpRule
+from autopar.ops.rules import rule_of
 from autopar.ops.template import assemble
 from autopar.passes.codegen.program import codegen
 from autopar.passes.lower.bucket import bucket

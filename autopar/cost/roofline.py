@@ -7,8 +7,8 @@ from autopar.cluster.machine import Device
 from autopar.ir.graph import CONTIGUOUS, RESHAPE, VIEWS, Node
 from autopar.ir.program import Program
 from autopar.ir.rewrite import input_and_output_metas
-from autopar.ops import Call, rule_of
-from autopar.ops.rule import call_of
+from autopar.ops.rule import Call, call_of
+from autopar.ops.rules import rule_of
 
 from . import liveness
 

@@ -17,7 +17,7 @@ import torch
 from autopar.ir.graph import overload, parameters, schema
 from autopar.ops.template import tensor_arguments
 
-from .registry import RULES
+from .rules import RULES
 from .strides import Preparation, contiguous
 
 

@@ -16,9 +16,9 @@ from autopar.ir.layout import Layout, Shape, local_shape, padded_shape
 from autopar.ir.program import RankIndex
 from autopar.ir.rewrite import NodeWriter
 
-from . import expand, localize
 from .expansions import LocalCall, filled_beyond
 from .rule import ROUTED, Call, OpRule, neutral
+from .rules import expand, localize
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from autopar.ir.layout import Shape
 from autopar.ir.program import RankIndex, names_no_device
 
 from . import contract
+from . import registry as registry  # all rows, and those of users
 from .kernels import kernel_of
 from .strides import Preparation, contiguous
 

@@ -30,12 +30,12 @@ from autopar.ir.layout import (
     valid_shape,
 )
 
-from . import rule_of
 from .emit import OPERAND, Emission, local_program, local_shapes
 from .kernels import kernel_of
 from .lockstep import Values, run
 from .registry import qualified
 from .rule import Call, OpRule
+from .rules import rule_of
 
 log = logging.getLogger(__name__)
 

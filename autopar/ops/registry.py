@@ -1,22 +1,19 @@
-"""Rules that users register for their own operators, beside the table's.
-
-What the dims of an operator mean is a fact about that operator, the same for every model, mesh and rank, and every step
-of the flow (segments, blocks, space, codegen, the oracle) must use the same rule. So it is no argument of a plan.
-"""
+"""Rules that users register for their own operators, beside autopar's rows (`rules`)."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from autopar.extensions import Table
 from autopar.ir.graph import VIEWS, overload, schema
 
+from . import table as table  # whose operators have rules already
 from .expansions import Expansion
 from .families import Rule, from_template
 from .local import Local, unchanged
 from .rule import Call, OpRule
+from .rules import RULES, Entry
 from .strides import needs
-from .table import TABLE, Entry
 from .template import Operand, Template, parse, tensor_arguments
 
 
@@ -33,22 +30,10 @@ class Registered:
         return f"{rule!r} with {options}"
 
 
-class Registry:
-    """The table, and what users add to it."""
+REGISTERED = Table("rule", Registered)
+"""What `register_rule` adds to."""
 
-    def __init__(self, table: Mapping[str, Entry]) -> None:
-        self.table = table
-        self.registered = Table("rule", Registered)
-
-    def get(self, op: str) -> Entry | None:
-        """The entry of "namespace.name.overload", or None."""
-        if op in self.table:
-            return self.table[op]
-        return self.registered[op].entry if op in self.registered else None
-
-
-RULES = Registry(TABLE)
-"""What `register_rule` adds to and every step reads."""
+RULES.beside = lambda op: REGISTERED[op].entry if op in REGISTERED else None
 
 
 def register_rule(
@@ -93,7 +78,7 @@ def register_rule(
     its schema, and an operator that has another rule already unless it is to `replace` that one.
     """
     name = qualified(op)
-    if name in TABLE or name in VIEWS:
+    if name in RULES.rows or name in VIEWS:
         raise ValueError(f"autopar has a rule of its own for {name}, which cannot be replaced")
     if schema(name).is_mutable:
         raise ValueError(f"{name} writes into its arguments ({schema(name)}): only functional operators can be split")
@@ -121,7 +106,7 @@ def register_rule(
         raise ValueError(f"contiguous of {name} names {unknown[0]}: give some of its tensors, {', '.join(arguments)}")
     source = (rule, sets, contraction, flops, tuple(expands), tuple(even), expand, local, needed)
     entry = Entry(_checked(name, rule, function), local, expand, strides=needs(" ".join(needed)))
-    RULES.registered.add(Registered(name, source, entry), replace=replace)
+    REGISTERED.add(Registered(name, source, entry), replace=replace)
 
 
 def qualified(op: str) -> str:

@@ -32,9 +32,9 @@ from autopar.ir.graph import WAIT, TensorMeta, schema
 from autopar.ir.layout import padded_shape
 from autopar.ir.precision import CAST
 from autopar.ir.rewrite import input_and_output_metas
-from autopar.ops import rule_of
 from autopar.ops.emit import Emission, expands, local_program
 from autopar.ops.rule import Call, Dims, OpRule, call_of
+from autopar.ops.rules import rule_of
 from autopar.passes.lower.accumulate import LINEAR
 from autopar.passes.lower.regions import ADDING
 from autopar.passes.space.choices import AxisChoice, SiteChoice

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from autopar.cluster.machine import Cluster
-from autopar.ops import rule_of
+from autopar.ops.rules import rule_of
 from autopar.passes.capture.captured import Captured
 from autopar.passes.flow import CAPTURE, CHECKPOINTS, MASKS, ROUTING, SEEDS, Flow
 

@@ -18,8 +18,8 @@ from torch import nn
 from autopar.cluster.library.write import cluster_toml
 from autopar.cluster.machine import Cluster
 from autopar.ir.graph import JointGraph, TensorMeta
-from autopar.ops import rule_of
 from autopar.ops.rule import call_of
+from autopar.ops.rules import rule_of
 from autopar.passes.capture.captured import Captured
 
 VERSIONED = ("autopar", "torch")

@@ -32,8 +32,8 @@ from autopar.cost.streams import TimelineCache, timeline
 from autopar.ir.graph import WAIT, JointGraph, Node, Ref, TensorMeta
 from autopar.ir.program import Program
 from autopar.ir.rewrite import input_and_output_metas
-from autopar.ops import rule_of
 from autopar.ops.rule import call_of
+from autopar.ops.rules import rule_of
 from autopar.passes.blocks.block import ParallelBlock
 from autopar.passes.blocks.partition import blocks
 from autopar.passes.segments.segment import Segments

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from autopar.ir.graph import JointGraph, is_view
-from autopar.ops import rule_of
 from autopar.ops.rule import Call, OpRule, call_of
+from autopar.ops.rules import rule_of
 from autopar.passes.dependency.affine import AffineMap, Preserved, compose, preserved
 from autopar.passes.dependency.operators import dependency, signatures
 

@@ -13,8 +13,8 @@ from autopar.ir.graph import CONTIGUOUS, PERMUTE, RESHAPE, WAIT, Node, Ref, Tens
 from autopar.ir.layout import REPLICATE, Partial, Shape, Split
 from autopar.ir.program import LAYOUT
 from autopar.ir.rewrite import NodeWriter, inlined
-from autopar.ops import rule_of
 from autopar.ops.emit import OPERAND, Emission, local_program
+from autopar.ops.rules import rule_of
 
 from .regions import Metas, Refused, Region, adding, factors_of, has_rank, local_call
 

@@ -14,9 +14,9 @@ from typing import Any
 from autopar.ir.graph import CONTIGUOUS, PERMUTE, RESHAPE, WAIT, Node, TensorMeta
 from autopar.ir.layout import PARTIAL, REPLICATE, Partial, Placement, Split, permute_layout, reshape_split
 from autopar.ir.program import RankIndex
-from autopar.ops import Call, rule_of
 from autopar.ops.emit import expands
-from autopar.ops.rule import OpRule, call_of
+from autopar.ops.rule import Call, OpRule, call_of
+from autopar.ops.rules import rule_of
 
 DIM_0 = ("all_gather", "reduce_scatter", "all_to_all")
 """Collectives along dim 0, whose shares are its outermost digit: a cut below it is one of operand and result."""

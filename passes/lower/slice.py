@@ -13,8 +13,8 @@ from collections.abc import Container, Iterator, Sequence
 from autopar.ir.graph import CONTIGUOUS, WAIT, Node, producers, readers
 from autopar.ir.layout import Split
 from autopar.ir.program import LAYOUT
-from autopar.ops import rule_of
 from autopar.ops.rule import call_of
+from autopar.ops.rules import rule_of
 
 from .adopt import InParts, Place, Way
 from .regions import Metas

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from autopar.ir.graph import RESHAPE, JointGraph, Node, TensorMeta, map_references, overload, takes
-from autopar.ops import localize
 from autopar.ops.randomness import draws
 from autopar.ops.rule import Call, OpRule, call_of
+from autopar.ops.rules import localize
 
 CPU = torch.device("cpu")
 """Where values are computed, whatever the default device is."""

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.ir.graph import JointGraph, is_view
-from autopar.ops import rule_of
 from autopar.ops.rule import call_of
+from autopar.ops.rules import rule_of
 from autopar.passes.dependency.affine import AffineMap, compose, identity
 from autopar.passes.dependency.operators import dependency, signatures
 

@@ -8,8 +8,8 @@ from autopar.cluster.machine import Cluster
 from autopar.cost.optimizers import OPTIMIZERS, Optimizer
 from autopar.cost.redistribute import Redistributor
 from autopar.ir.graph import JointGraph, Node, TensorMeta, is_view
-from autopar.ops import rule_of
 from autopar.ops.rule import Call, OpRule, call_of
+from autopar.ops.rules import rule_of
 from autopar.passes.dependency.operators import constants_of
 from autopar.passes.segments.segment import Repeated, Segments
 

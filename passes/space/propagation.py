@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from autopar.ir.layout import Placement, Routed, Split, is_legal, period_of, periods_of
-from autopar.ops import localize
 from autopar.ops.emit import local_shapes
+from autopar.ops.rules import localize
 
 from .choices import PASSES_PARTIAL, REPLICATED, AxisChoice, SiteChoice
 from .collapse import from_root, to_root
