@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .own import define
+
 # odd numbers: 2^32 / golden ratio, the multipliers of Wellons' lowbias32, and 2^32 / plastic number
 _WEYL, _FIRST, _SECOND, _HIGH = 0x9E3779B9, 0x7FEB352D, 0x846CA68B, 0xC13FA9A9
 _BITS = 32
@@ -236,9 +238,7 @@ OPERATORS: Mapping[Callable[..., Any], str] = {
     integers: f"(Tensor key, SymInt[] size, SymInt low, SymInt high, ScalarType dtype, {FORM}) -> Tensor",
 }
 
-for _function, _schema in OPERATORS.items():
-    torch.library.define(f"autopar::{_function.__name__}", _schema)
-    torch.library.impl(f"autopar::{_function.__name__}", "CompositeExplicitAutograd")(_function)
+define(OPERATORS)
 
 
 @torch.library.impl("autopar::dropout", "Meta")

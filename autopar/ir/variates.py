@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from .own import define
 from .randomness import FORM, Loops, part_of, uniform_of
 
 _ATTEMPTS = 64
@@ -71,9 +72,8 @@ OPERATORS: Mapping[Callable[..., Any], str] = {
     standard_gamma: f"(Tensor key, Tensor shape, {FORM}) -> Tensor",
 }
 
-for _function, _schema in OPERATORS.items():
-    torch.library.define(f"autopar::{_function.__name__}", _schema)
-    torch.library.impl(f"autopar::{_function.__name__}", "CompositeExplicitAutograd")(_function)
+define(OPERATORS)
+for _function in OPERATORS:
     torch.library.impl(f"autopar::{_function.__name__}", "Meta")(lambda key, parameter, *_: torch.empty_like(parameter))
 
 

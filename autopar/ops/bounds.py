@@ -7,6 +7,7 @@ index outside of the dim, where one device raises IndexError: an op that splits 
 import torch
 
 from autopar.ir.graph import Ref
+from autopar.ir.own import FUNCTIONS
 
 from .rule import Emitter
 
@@ -32,12 +33,11 @@ def in_range(indices: torch.Tensor, lowest: int, size: int, ignored: int | None 
     return indices
 
 
-OPERATORS = (in_range,)
-
 torch.library.define("autopar::in_range", "(Tensor(a) indices, int lowest, int size, int? ignored=None) -> Tensor(a)")
 torch.library.impl("autopar::in_range", "CompositeExplicitAutograd")(
     lambda indices, *bounds: in_range(indices, *bounds).view_as(indices)
 )
+FUNCTIONS[CHECK] = in_range
 
 
 def checked(emitter: Emitter, indices: Ref, size: int, *, from_end: bool = False, ignored: int | None = None) -> Ref:

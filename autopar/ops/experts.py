@@ -17,6 +17,7 @@ import torch
 
 from autopar.ir.graph import Ref
 from autopar.ir.layout import Layout, Routed, local_stride, settled
+from autopar.ir.own import define
 
 from .expansions import LocalCall, Results
 from .families import EACH, FIRST, from_template
@@ -120,9 +121,7 @@ OPERATORS: Mapping[Callable[..., Any], str] = {
     row_dot: "(Tensor x, Tensor y) -> Tensor",
 }
 
-for _function, _schema in OPERATORS.items():
-    torch.library.define(f"autopar::{_function.__name__}", _schema)
-    torch.library.impl(f"autopar::{_function.__name__}", "CompositeExplicitAutograd", _function)
+define(OPERATORS)
 
 
 def _unmoved(x: torch.Tensor, *table: object) -> torch.Tensor:

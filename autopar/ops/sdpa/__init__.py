@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from autopar.compat.tensors import attention_kernel, is_fake
+from autopar.ir.own import define
 
 from . import call as rooms
 from .call import Attending, Kernel, Pair, Triple
@@ -122,9 +123,7 @@ OPERATORS: Mapping[Callable[..., Any], str] = {
     ),
 }
 
-for _function, _schema in OPERATORS.items():
-    torch.library.define(f"autopar::{_function.__name__}", _schema)
-    torch.library.impl(f"autopar::{_function.__name__}", "CompositeExplicitAutograd", _function)
+define(OPERATORS)
 
 
 def _fake(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object, **named: object) -> Pair:
