@@ -10,7 +10,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from autopar.compat.distributed import all_gather_single, local_tensor
+from autopar.compat.collectives import all_gather_single
+from autopar.compat.distributed import local_tensor
 from autopar.compat.redistributing import redistributed
 
 from .agree import axis_name, device_of, process_groups, watched

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from autopar.compat.distributed import all_gather_single, from_host_alone, reduce_scatter_single
+from autopar.compat.collectives import all_gather_single, from_host_alone, reduce_scatter_single
 
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 

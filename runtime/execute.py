@@ -8,7 +8,7 @@ simulated traces (`autopar.report.simulation`).
 
 import builtins
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -20,14 +20,13 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from autopar.compat.tensors import is_profiling
-from autopar.cost.liveness import lifetimes
+from autopar.cost.lifetimes import lifetimes
 from autopar.ir.graph import WAIT, Node, Ref, parameters, schema
 from autopar.ir.program import Program, RankIndex, names_no_device
 from autopar.ops.contract import needed_by
 from autopar.ops.kernels import function_of
 from autopar.ops.strides import Preparation, contiguous
 
-from .agree import located
 from .collectives import COLLECTIVES, Pending, all_reduce_in_place, wait
 
 MARK = "mark"
@@ -92,17 +91,26 @@ class Executable:
     backward: Callable[[list[torch.Tensor]], tuple[torch.Tensor | None, ...]]
 
 
+Half = Callable[[list[torch.Tensor]], Any]
+"""A function of the source: `forward` or `backward`."""
+
+Groups = Sequence[dist.ProcessGroup | None]
+Around = Callable[[Half, Program, Groups, Mapping[int, Node]], Half]
+"""What stands around each function of the source, given the instruction on each of its lines."""
+
+
+def _bare(half: Half, program: Program, groups: Groups, lines: Mapping[int, Node]) -> Half:
+    return half
+
+
 def compile(
-    program: Program,
-    process_groups: Sequence[dist.ProcessGroup | None],
-    *,
-    device: torch.device | None = None,
+    program: Program, process_groups: Groups, *, device: torch.device | None = None, around: Around = _bare
 ) -> Executable:
     """Compile `program` for this rank of the mesh.
 
     `process_groups` holds the group of each mesh axis that this rank belongs to, None for an axis of
     size 1. `device` replaces the devices that factory functions of the program name: a model
-    captured on one device runs on another.
+    captured on one device runs on another. `around` is what says where an error comes from (`agree.located`).
     """
     coordinate = []
     for axis, size, group in zip(program.axes, program.mesh, process_groups, strict=True):
@@ -110,7 +118,7 @@ def compile(
         if ranks != size:
             raise ValueError(f"the program wants {size} ranks on mesh axis {axis!r}; its process group has {ranks}")
         coordinate.append(0 if group is None else dist.get_rank(group))
-    return SourceWriter(program, tuple(coordinate), tuple(process_groups), device).executable()
+    return SourceWriter(program, tuple(coordinate), tuple(process_groups), device, around).executable()
 
 
 class SourceWriter:
@@ -122,8 +130,10 @@ class SourceWriter:
         coordinate: tuple[int, ...],
         groups: tuple[dist.ProcessGroup | None, ...],
         device: torch.device | None,
+        around: Around = _bare,
     ) -> None:
         self.program, self.coordinate, self.groups, self.device = program, coordinate, groups, device
+        self.around = around
         self.index = cache(lambda index: index.at(coordinate))
         self.bound: dict[str, Any] = {}
         self.lines: dict[int, Node] = {}
@@ -147,11 +157,13 @@ class SourceWriter:
     def executable(self) -> Executable:
         program = self.program
 
-        def functions(source: str) -> dict[str, Callable[[list[torch.Tensor]], Any]]:
+        def functions(source: str) -> dict[str, Half]:
             scope = {**self.bound, MARK: record_function, CLOCK: clocked}
             scope[WATCH] = lambda n, *values: watch(self.lines[n], values)
             exec(builtins.compile(source, f"<program {program.digest}>", "exec"), scope)
-            return {name: located(scope[name], program, self.groups, self.lines) for name in ("forward", "backward")}
+            return {
+                name: self.around(scope[name], program, self.groups, self.lines) for name in ("forward", "backward")
+            }
 
         def watch(instruction: Node, values: tuple[Any, ...]) -> None:
             watcher = _watcher.get()
@@ -175,7 +187,7 @@ class SourceWriter:
         others = cache(lambda style: functions(self.source(style)))
         without_autograd = torch.no_grad()
 
-        def runs(name: str) -> Callable[[list[torch.Tensor]], Any]:
+        def runs(name: str) -> Half:
             function = plain[name]
 
             def run(arguments: list[torch.Tensor]) -> Any:

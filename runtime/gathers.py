@@ -9,7 +9,7 @@ import torch
 from autopar.compat import tensors
 from autopar.passes.lower.hold import held
 
-from .execute import Executable, compile
+from .execute import Executable
 from .held import State
 
 
@@ -19,7 +19,7 @@ class Gathers:
     def __init__(self, state: State) -> None:
         parts = held(state.program)
         self.count = len(parts.names)
-        self.cold, self.warm = (compile(p, state.groups, device=state.device) for p in (parts.cold, parts.warm))
+        self.cold, self.warm = map(state.compiled, (parts.cold, parts.warm))
         self.parameters = [k for k, i in enumerate(state.inputs) if i.role == "parameter"]
         self.values: list[torch.Tensor] = []
         self.versions: list[int] = []

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar.compat.distributed import all_gather_single, control_channel, keep_until_exit, local_tensor
+from autopar.compat.collectives import all_gather_single
+from autopar.compat.distributed import control_channel, keep_until_exit, local_tensor
 from autopar.compat.tensors import is_real
 
 from .agree import CollectiveError, coordinate_of, digest_of, is_timeout, outlasting, process_groups

@@ -31,6 +31,7 @@ from .agree import (
     coordinate_of,
     device_of,
     digest,
+    located,
     process_groups,
     raise_together,
     together,
@@ -88,7 +89,7 @@ class State:
         self.device = device_of(mesh)
         self.nothing = torch.empty(0, device=self.device)
         self.groups = process_groups(mesh)
-        self.executable = compile(program, self.groups, device=self.device)
+        self.executable = self.compiled(program)
         self.inputs = tuple(i for i in program.inputs if i.role not in ("tangent", "seed"))
         nodes = (*program.forward, *program.backward)
         self.read = {*(name for node in nodes for name in node.inputs), *(o.name for o in program.outputs)}
@@ -164,8 +165,10 @@ class State:
     def parts(self) -> Parts:
         """What runs where gradients of several micro-batches are added up."""
         parts = accumulation(self.program)
-        compiled = (compile(p, self.groups, device=self.device) for p in (parts.micro, parts.last, parts.rest))
-        return Parts(parts, *compiled)
+        return Parts(parts, *map(self.compiled, (parts.micro, parts.last, parts.rest)))
+
+    def compiled(self, program: Program) -> Executable:
+        return compile(program, self.groups, device=self.device, around=located)
 
     @property
     def aliases(self) -> dict[str, list[str]]:

@@ -29,7 +29,17 @@ from autopar.ir.layout import Shape, local_shape
 from autopar.ir.program import Program, ProgramInput
 from autopar.profile.programs import LEAST_RUNS, Measurement, Order
 
-from .agree import Groups, axis_name, coordinate_of, device_of, exchange, on_first_rank, process_groups, watched
+from .agree import (
+    Groups,
+    axis_name,
+    coordinate_of,
+    device_of,
+    exchange,
+    located,
+    on_first_rank,
+    process_groups,
+    watched,
+)
 from .execute import Executable, SourceWriter
 from .measure.collectives import collectives_seconds
 from .memory import peak_bytes
@@ -141,7 +151,7 @@ class _Timed(SourceWriter):
     def __init__(
         self, stamps: _Stamps, program: Program, coordinate: Shape, groups: Groups, device: torch.device
     ) -> None:
-        super().__init__(program, coordinate, tuple(groups), device)
+        super().__init__(program, coordinate, tuple(groups), device, located)
         self.stamps = stamps
 
     def call(self, instruction: Node, in_place: bool) -> str:

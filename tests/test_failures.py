@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import autopar
 from autopar.passes.codegen.program import codegen
 from autopar.planning.planner import Planner
-from autopar.runtime.agree import CollectiveError, follow_world_timeout, on_first_rank
+from autopar.runtime.agree import CollectiveError, follow_world_timeout, located, on_first_rank
 from autopar.runtime.execute import compile
 
 DIES = 3
@@ -227,7 +227,7 @@ def test_an_error_in_the_program_says_where() -> None:
     program = codegen(planner.space, planner.assignment(planner.plan(solver="ddp")))
     weight = made.model.embed.weight.detach()
     with pytest.raises(IndexError) as caught:
-        compile(program, (None,)).forward([weight, torch.tensor([1, 16] * 6)])
+        compile(program, (None,), around=located).forward([weight, torch.tensor([1, 16] * 6)])
     (note,) = caught.value.__notes__
     line = r"`embedding = aten.embedding.default\(.*\)`"
     assert re.fullmatch(f"on rank 0, in {line} for embedding of module 'embed'", note)

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar.ir.graph import Node
+from autopar.runtime.agree import located
 from autopar.runtime.execute import compile
 from autopar.runtime.module import ParallelModule
 
@@ -96,7 +97,7 @@ def tampered(what: str) -> None:
     else:
         model = vars(module)["_verifier"].model
         model.register_forward_hook(lambda module, args, out: {**out, "y": out["y"] * 3.0})
-    state.executable = compile(program, state.groups)
+    state.executable = compile(program, state.groups, around=located)
     output = module(batch(0, torch.float64))
     output["y"].square().sum().backward()
 

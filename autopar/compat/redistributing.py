@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from .distributed import from_host_alone
+from .collectives import from_host_alone
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -20,7 +20,8 @@ from autopar.ops.experts import DOT, MM, MM_WEIGHT, SUM
 from autopar.ops.sdpa import ATTENTION, ATTENTION_BACKWARD
 from autopar.ops.sdpa.workspace import workspace_bytes as attention_bytes
 
-from .liveness import Line, Memory, PlacementCache, lifetimes
+from .lifetimes import Line, lifetimes
+from .liveness import Memory, PlacementCache
 from .optimizers import Optimizer
 
 KINDS = ("parameters", "gradients", "optimizer", "inputs", "outputs", "activations", "temporaries")
