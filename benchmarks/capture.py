@@ -22,7 +22,7 @@ from rich.table import Table
 CHILD = """
 import sys, time, torch
 from transformers import LlamaConfig, LlamaForCausalLM
-from autopar.passes.capture import capture
+from autopar.passes.capture.trace import capture
 def model(layers, width):
     with torch.device("meta"):
         return LlamaForCausalLM(LlamaConfig(

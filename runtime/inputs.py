@@ -14,7 +14,8 @@ from torch import nn
 from autopar.compat.outputs import current
 from autopar.ir.graph import TensorMeta, meta_of
 from autopar.ir.tree import flatten
-from autopar.passes.capture.captured import Captured, leaf_of, names_by, repeated
+from autopar.passes.capture.captured import Captured
+from autopar.passes.capture.leaves import leaf_of, names_by, repeated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,8 @@ from autopar.ir.graph import JointGraph, Ref, map_references
 from autopar.ir.layout import Layout
 from autopar.ir.program import Program
 from autopar.ir.rewrite import living
-from autopar.passes.capture.captured import Captured, NothingTrainedError
+from autopar.passes.capture.captured import Captured
+from autopar.passes.capture.errors import NothingTrainedError
 from autopar.passes.capture.fakes import gradient_hooks, skeleton
 from autopar.planning.at_rest import Decided
 from autopar.planning.capturing import captured_for_planning

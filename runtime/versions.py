@@ -19,7 +19,8 @@ from autopar.compat.distributed import local_tensor
 from autopar.compat.tensors import versions
 from autopar.compat.watching import hooks_gradient
 from autopar.passes.capture.captured import Captured
-from autopar.passes.capture.concrete import Pinned, same_value
+from autopar.passes.capture.concrete import Pinned
+from autopar.passes.capture.leaves import same_value
 
 from .agree import all_equal, telling, together
 from .guard import Guard, report_changed

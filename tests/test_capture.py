@@ -15,9 +15,11 @@ import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import nn
 
-from autopar.compat.tensors import fake_mode, is_fake
+from autopar.compat.fakes import fake_mode
+from autopar.compat.tensors import is_fake
 from autopar.ir.graph import JointGraph, TensorMeta, map_references, overload
-from autopar.passes.capture.captured import Captured, CaptureError
+from autopar.passes.capture.captured import Captured
+from autopar.passes.capture.errors import CaptureError
 from autopar.passes.capture.trace import capture
 
 transformers = pytest.importorskip("transformers")

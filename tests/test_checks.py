@@ -16,7 +16,7 @@ from models import Case, assert_same, eager, simulated
 from plans import random_assignment
 from torch import nn
 
-from autopar.passes.capture.captured import CaptureError
+from autopar.passes.capture.errors import CaptureError
 from autopar.passes.capture.trace import capture
 from autopar.passes.codegen.program import codegen
 from autopar.planning.planner import Planner

@@ -28,8 +28,9 @@ import autopar
 from autopar.compat.autocast import autocast_of
 from autopar.compat.devices import ON_CPU_ALONE, ON_CUDA_ALONE, devices_of
 from autopar.compat.distributed import local_tensor, make_dtensor
+from autopar.compat.fakes import fake_mode
 from autopar.compat.redistributing import full_tensor, redistributed
-from autopar.compat.tensors import fake_mode, memory_of
+from autopar.compat.tensors import memory_of
 from autopar.ir.graph import JointGraph
 from autopar.passes.capture.trace import capture
 from autopar.planning.capturing import captured_for_planning

@@ -16,7 +16,7 @@ from torch import distributions, nn
 
 from autopar.ir import variates
 from autopar.ir.randomness import keys
-from autopar.passes.capture.captured import CaptureError
+from autopar.passes.capture.errors import CaptureError
 from autopar.passes.capture.trace import capture
 from autopar.passes.codegen.program import codegen
 from autopar.passes.lower.bucket import bucket

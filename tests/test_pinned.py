@@ -14,7 +14,7 @@ from torch.distributed.tensor import distribute_tensor
 
 import autopar
 from autopar import testing
-from autopar.passes.capture.captured import CaptureError
+from autopar.passes.capture.errors import CaptureError
 from autopar.passes.capture.trace import capture
 from autopar.passes.capture.ways import windows
 from tests.models import assert_close

@@ -28,7 +28,7 @@ from autopar.ir.graph import Node, Ref, TensorMeta
 from autopar.ir.layout import Replicate, Split
 from autopar.ir.precision import CAST
 from autopar.ir.program import Program, ProgramInput, ProgramOutput
-from autopar.passes.capture.captured import CaptureError
+from autopar.passes.capture.errors import CaptureError
 from autopar.passes.codegen.precision import with_casts
 from autopar.passes.codegen.program import codegen
 from autopar.passes.lower.accumulate import accumulation

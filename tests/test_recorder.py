@@ -25,8 +25,9 @@ from torch.utils.checkpoint import checkpoint
 import autopar
 from autopar.ir.graph import overload
 from autopar.ops.lockstep import run
-from autopar.passes.capture import CaptureError, capture
 from autopar.passes.capture.captured import Captured
+from autopar.passes.capture.errors import CaptureError
+from autopar.passes.capture.trace import capture
 from autopar.testing import check
 
 X = torch.randn(5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import autopar
 from autopar.ops.contract import needed_by
 from autopar.ops.oracle import RuleError, laid_out
-from autopar.passes.capture.captured import CaptureError
+from autopar.passes.capture.errors import CaptureError
 from autopar.passes.capture.trace import capture
 from autopar.passes.codegen.program import codegen
 from autopar.passes.lower.bucket import bucket

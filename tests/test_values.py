@@ -18,8 +18,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.utils.parametrizations import weight_norm
 
 import autopar
-from autopar.passes.capture.captured import CaptureError
-from autopar.passes.capture.concrete import same_value
+from autopar.passes.capture.errors import CaptureError
+from autopar.passes.capture.leaves import same_value
 from autopar.passes.capture.trace import capture
 from autopar.runtime.agree import digest
 from autopar.runtime.module import ParallelModule

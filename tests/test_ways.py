@@ -21,7 +21,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import autopar
-from autopar.passes.capture.captured import CaptureError
+from autopar.passes.capture.errors import CaptureError
 from autopar.passes.capture.trace import capture
 from autopar.passes.capture.ways import stft
 from autopar.passes.codegen.program import codegen

@@ -5,7 +5,6 @@ import contextlib
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,20 +13,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import CheckpointFunction, _checkpoint_hook, _checkpoint_without_reentrant_generator
 
+from .dispatch import Again
 from .patching import patched
 
 NO_NUMBER = 1 << 63
 """From here on are the sequence numbers of nodes that have none, such as those that accumulate into a leaf."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Again:
-    """That the function of a checkpoint runs again in backward: the number of the run; whether it draws the random
-    numbers that it drew before; whether autograd differentiates this run, and not the first one."""
-
-    run: int
-    draws_alike: bool
-    is_differentiated: bool
 
 
 class Whereabouts:

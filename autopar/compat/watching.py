@@ -16,8 +16,6 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.modules import module as every_module
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from .patching import patched
 from .tensors import unmodified
@@ -29,34 +27,6 @@ class WritesReal(Exception):
 
 class WritesInput(Exception):
     """An operator of a traced model writes its input at this path."""
-
-
-def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The tensors that a call of an operator writes."""
-    schema = getattr(func, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return []
-    given = [
-        args[i] if i < len(args) else kwargs.get(argument.name)
-        for i, argument in enumerate(schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    return [x for x in pytree.tree_leaves(given) if isinstance(x, torch.Tensor)]
-
-
-class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode that looks at operators, and at control flow, and leaves them as they are. Dynamo, which traces the
-    branches of `torch.cond` in eager, works under it as without."""
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        return True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled while a mode watches, and to say so takes longer than most of its calls
 
 
 def property_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -109,11 +79,6 @@ def raised_by_product(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
     if len(dtypes) < 2 or raised_by(func, args, kwargs, longest=4, dtype=torch.float32) is not None:
         return None
     return raised_by(func, args, kwargs, longest=4)
-
-
-def is_product(func: Any) -> bool:
-    """Whether an operator multiplies matrices, in torch's own count of work."""
-    return getattr(func, "_overloadpacket", None) in flop_registry
 
 
 def annotated(func: Any, args: Sequence[Any]) -> tuple[Any, Sequence[Any]]:

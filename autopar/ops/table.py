@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from functools import partial
 
+from autopar.compat.meta_kernels import meta_kernels
+
 from . import (
     attention,
     convolution,
@@ -47,6 +49,8 @@ from .rule import Call
 from .rules import RULES, Entry, aten, own
 from .strides import needs
 from .views import repeated, stacked, taken
+
+meta_kernels()
 
 
 def _upsampled(spatial: int) -> dict[str, Entry]:

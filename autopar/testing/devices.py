@@ -15,7 +15,8 @@ import torch.utils._pytree as pytree
 from torch.overrides import TorchFunctionMode
 
 from autopar.compat.devices import devices_of
-from autopar.compat.tensors import fake_mode, memory_of, unmodified
+from autopar.compat.fakes import fake_mode
+from autopar.compat.tensors import memory_of, unmodified
 from autopar.ir.graph import WAIT, Node, Ref, TensorMeta
 from autopar.ir.layout import local_meta
 from autopar.ir.program import Program, RankIndex, names_no_device

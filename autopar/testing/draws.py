@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.utils._pytree as pytree
 
-from autopar.compat.watching import Watching
+from autopar.compat.dispatch import Watching
 from autopar.ir.graph import JointGraph, Node, Ref, meta_of
 from autopar.ops.emit import LocalEmitter
 from autopar.ops.lockstep import run

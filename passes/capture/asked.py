@@ -12,9 +12,9 @@ from typing import Any
 
 from autopar.compat.patching import patched
 
-from .captured import CaptureError
+from .errors import CaptureError
 from .looks import is_library
-from .recorder import line_shown
+from .shown import line_shown
 
 
 def refusing(message: str) -> Callable[[], None]:

@@ -1,45 +1,19 @@
 """What capture knows about a step: its graph, its leaves, and how a call is bound to them."""
 
-import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import nn
 
-from autopar.ir.graph import JointGraph, TensorMeta, meta_of
+from autopar.ir.graph import JointGraph, meta_of
 from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.tree import flatten
 
-from .concrete import Pinned, same_value
+from .concrete import Pinned
+from .leaves import Leaf, same_value
 from .looks import Reads
-
-
-class CaptureError(ValueError):
-    """The model cannot be captured as it is; the message says what to change."""
-
-
-class NothingTrainedError(CaptureError):
-    """Nothing that is differentiated depends on any trainable parameter, in eager neither."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Leaf:
-    """A leaf of the inputs or of the output. `path` is the target of its graph input or output
-    ("kwargs.input_ids", "output.logits"). A leaf that is not a tensor has `meta` None and is the
-    Python constant that it was when the model was captured. `requires_grad` tells of an output whether
-    eager would differentiate it, and `shares` the parameter or buffer in whose memory eager's lies.
-    `same` is the path of an earlier input that is the same object, where forward may see that."""
-
-    path: str
-    meta: TensorMeta | None = None
-    constant: Any = None
-    requires_grad: bool = False
-    same: str = ""
-    shares: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,50 +87,3 @@ class Captured:
         """The model's output, in its own structure, from its tensors by path."""
         leaves = [leaf.constant if leaf.meta is None else values[leaf.path] for leaf in self.output_leaves]
         return pytree.tree_unflatten(leaves, self.output_spec)
-
-
-def is_constant(value: Any) -> bool:
-    plain = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
-    return isinstance(value, (*plain, Enum))
-
-
-def leaf_of(path: str, value: Any) -> Leaf:
-    if isinstance(value, torch.Tensor):
-        if value.dim() > 1 and not value.shape[0]:
-            raise CaptureError(
-                f"input {path} is {meta_of(value)}, an empty batch: a program has the sizes of its example inputs, so "
-                f"give one of the size that you train with"
-            )
-        return Leaf(path=path, meta=meta_of(value))
-    if not is_constant(value):
-        raise CaptureError(
-            f"input {path} is a {type(value).__name__}: inputs are tensors and Python constants in dataclasses and "
-            f"containers that torch.utils._pytree knows"
-        )
-    return Leaf(path=path, constant=value)
-
-
-def repeated(pairs: Iterable[tuple[str, Any]]) -> dict[str, str]:
-    """The paths of tensors that are the same object as an earlier one -> the path of that."""
-    first: dict[int, str] = {}
-    found = ((path, first.setdefault(id(x), path)) for path, x in pairs if isinstance(x, torch.Tensor))
-    return {path: earlier for path, earlier in found if earlier != path}
-
-
-def input_names(model: nn.Module, paths: Sequence[str]) -> dict[str, str]:
-    """Readable names of inputs: that of forward's argument, followed by the path inside it."""
-    return names_by(inspect.signature(model.forward), paths)
-
-
-def names_by(signature: inspect.Signature, paths: Sequence[str]) -> dict[str, str]:
-    """`input_names`, by the signature of forward."""
-    positional = [
-        p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
-    names = {}
-    for path in paths:
-        kind, first, *rest = path.split(".")
-        if kind == "args":
-            first = positional[int(first)] if int(first) < len(positional) else f"args_{first}"
-        names[path] = ".".join([first, *rest])
-    return names

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.utils._pytree as pytree
 
+from autopar.compat.dispatch import Again, written_by
 from autopar.compat.recording import Whereabouts
 from autopar.compat.tensors import RECORDED, is_fake, is_plain, is_real, memory_of, unmodified, unseen
 from autopar.compat.watching import (
@@ -26,12 +27,13 @@ from autopar.compat.watching import (
     raised_by,
     raised_by_product,
     sizes_by_values,
-    written_by,
 )
 from autopar.ir.graph import Node, Ref, called
 
-from .recorder import Origin, Recorder, aten, kind_of, line_running, line_shown
-from .shown import of_eager
+from .leaves import same_value
+from .once import once
+from .recorder import Geometry, Origin, Recorder, aten, kind_of
+from .shown import line_running, line_shown, of_eager
 
 
 class Answer(NamedTuple):
@@ -93,19 +95,6 @@ def _run(node: Node, values: dict[str, torch.Tensor]) -> list[Any]:
     return leaves
 
 
-def same_value(a: Any, b: Any) -> bool:
-    """Whether two constants or tensors are one to a program, bit by bit: NaN is NaN, 0.0 is not -0.0, and 1 is not
-    True."""
-    if type(a) is not type(b):
-        return False
-    if not isinstance(a, torch.Tensor):
-        return repr(a) == repr(b) if isinstance(a, float | complex) else bool(a == b)
-    if (a.dtype, a.shape) != (b.dtype, b.shape):
-        return False
-    one, other = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
-    return torch.equal(one, other)
-
-
 class TrainedConstant(Exception):
     """A step differentiates a tensor that is neither a parameter of the model nor an input."""
 
@@ -124,8 +113,6 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
     def __init__(self, where: Whereabouts, sources: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
         self.where, self.sources = where, sources
-        self.backward = False
-        """Whether the step's backward runs."""
         self.valued: set[int] = set()
         """The memory of real tensors whose numbers became Python's."""
         self.unread: list[tuple[str, tuple[str, ...]]] = []
@@ -142,14 +129,19 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
         self._asked: list[tuple[int, Node, Answer]] = []  # and how many nodes there were
 
     def enter_input(self, path: str, name: str, fake: torch.Tensor) -> str:
-        """Names an input, whose source is at this path."""
-        name = self.enter(name, fake)
+        """And knows its source."""
+        name = super().enter_input(path, name, fake)
         self.paths[name] = path
         self._inputs[self.values[name].memory] = path
         self._concrete.add(name)
         return name
 
     # -- recording
+
+    def once(
+        self, nodes: Sequence[Node], again: Sequence[Again | None], values: Mapping[str, Geometry]
+    ) -> tuple[Sequence[Node], Mapping[str, str]]:
+        return once(nodes, again, values)
 
     @property
     def is_again(self) -> bool:

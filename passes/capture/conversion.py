@@ -19,10 +19,11 @@ from autopar.ir.graph import PERMUTE, RESHAPE, GraphInput, GraphOutput, JointGra
 from autopar.ir.rewrite import living, numbered, reading, with_own_metas
 from autopar.ops.aten import COPIES, FILLED, KEEPS_WITH_ONE, LAZY, NO_OPS, PERMUTES, RESHAPES
 
-from .captured import CaptureError
-from .here import HERE
+from .errors import CaptureError, OfData
 from .recorder import Geometry, Line, line_of
-from .refusals import OfData
+
+HERE = torch.device("cpu")
+"""The device that graphs name, whatever device a step will run on."""
 
 
 def joint_graph(

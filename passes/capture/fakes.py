@@ -19,8 +19,9 @@ from autopar.compat.watching import hook_gradient, is_stepped_in_backward
 from autopar.compat.wrapping import reduces_itself
 from autopar.ir.precision import Precision
 
-from .captured import CaptureError
-from .here import HERE, Here
+from .conversion import HERE
+from .errors import CaptureError
+from .here import Here
 
 logger = logging.getLogger(__name__)
 

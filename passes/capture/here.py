@@ -15,7 +15,7 @@ import torch.utils._pytree as pytree
 
 from autopar.compat.tensors import is_fake, is_real, memory_of, unmodified
 
-HERE = torch.device("cpu")
+from .conversion import HERE
 
 
 class Here:

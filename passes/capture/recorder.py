@@ -11,22 +11,18 @@ from __future__ import annotations
 import builtins
 import functools
 import keyword
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
 
-from autopar.compat import watching
-from autopar.compat.recording import Again
+from autopar.compat import dispatch
+from autopar.compat.dispatch import Again, Watching, written_by
 from autopar.compat.tensors import RECORDED, is_fake, memory_of, value_of
-from autopar.compat.watching import Watching, written_by
 from autopar.ir.graph import Node, Ref, TensorMeta
-
-from .looks import is_library
 
 aten = torch.ops.aten
 
@@ -73,6 +69,8 @@ class Recorder(Watching):  # type: ignore[no-untyped-call]
         self.values: dict[str, Geometry] = {}
         self.given: frozenset[str] = frozenset()
         """What was there before the first operator."""
+        self.backward = False
+        """Whether the step's backward runs."""
         self.constants: dict[str, torch.Tensor] = {}
         """Tensors that the model holds or makes of numbers, and that are neither entered nor recorded."""
         self.lines: dict[str, Line] = {}
@@ -107,6 +105,10 @@ class Recorder(Watching):  # type: ignore[no-untyped-call]
         self._by_memory.setdefault(geometry.memory, []).append(name)
         self._call(tensor, name)
         return name
+
+    def enter_input(self, path: str, name: str, fake: torch.Tensor) -> str:
+        """Names the input at this path."""
+        return self.enter(name, fake)
 
     def _call(self, tensor: torch.Tensor, name: str) -> None:
         if is_fake(tensor):
@@ -177,7 +179,14 @@ class Recorder(Watching):  # type: ignore[no-untyped-call]
 
     def origin(self) -> Origin:
         """Where the operator comes from that runs."""
-        return Origin()
+        return Origin(backward=self.backward)
+
+    def once(
+        self, nodes: Sequence[Node], again: Sequence[Again | None], values: Mapping[str, Geometry]
+    ) -> tuple[Sequence[Node], Mapping[str, str]]:
+        """Nodes without those of a checkpoint's second run that compute what was computed before, and the names that
+        stand for theirs. `again` says of each node whether it is of such a run."""
+        return nodes, {}
 
     def note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Node | None:
         """Writes down a call; None for one that makes and writes no tensor."""
@@ -281,7 +290,7 @@ def kind_of(func: Any) -> Kind:
         reads=torch.Tag.data_dependent_output in tags,
         writes=is_operator and func._schema.is_mutable,
         replaces=is_operator and func._overloadpacket is aten.set_,
-        is_product=watching.is_product(func),
+        is_product=dispatch.is_product(func),
         is_determined=is_operator
         and func.namespace == "aten"
         and torch.Tag.nondeterministic_seeded not in tags
@@ -293,23 +302,3 @@ def kind_of(func: Any) -> Kind:
 def line_of(code: CodeType, number: int) -> str:
     """A line of the model's code, in words."""
     return f" ({code.co_filename}:{number} in {code.co_name})"
-
-
-def is_of_model(frame: FrameType) -> bool:
-    """Whether code that runs is none of torch, numpy, ours or Python itself."""
-    name = frame.f_globals.get("__name__", "")
-    return not name.startswith(("torch.", "autopar.", "numpy.")) and not is_library(frame.f_code.co_filename)
-
-
-def line_running() -> Line | None:
-    """The line of the model's code that is running."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not is_of_model(frame):
-        frame = frame.f_back
-    return None if frame is None else (frame.f_code, frame.f_lineno)
-
-
-def line_shown() -> str:
-    """The line of the model's code that is running, in words."""
-    line = line_running()
-    return "" if line is None else line_of(*line)

@@ -7,12 +7,8 @@ from torch import nn
 
 from autopar.compat.watching import decides_by_data, is_of_sparse, leaves_numbers, unrecordable
 
-from .captured import CaptureError
+from .errors import CaptureError
 from .shown import is_users, line_in, line_raised
-
-
-class OfData(CaptureError):
-    """A number or a shape of the graph depends on data."""
 
 
 def refusal(error: Exception, model: nn.Module, unread: Sequence[tuple[str, tuple[str, ...]]], sized: str) -> Exception:

@@ -15,8 +15,8 @@ from autopar.compat.tensors import value_of
 from autopar.ir.graph import Node, producers
 from autopar.ops.randomness import may_draw
 
-from .concrete import same_value
 from .functional import Functional
+from .leaves import same_value
 from .recorder import line_of
 from .step import Recording
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from autopar.ir.graph import JointGraph
 
-from .captured import CaptureError
+from .errors import CaptureError
 
 
 def with_rest(graph: JointGraph, model: nn.Module) -> JointGraph:

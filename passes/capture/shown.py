@@ -2,14 +2,36 @@
 
 import dis
 import logging
+import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import ContextDecorator
-from types import TracebackType
+from types import FrameType, TracebackType
 
-from .recorder import Line, is_of_model, line_of
+from .looks import is_library
+from .recorder import Line, line_of
 
 logger = logging.getLogger(__name__)
+
+
+def is_of_model(frame: FrameType) -> bool:
+    """Whether code that runs is none of torch, numpy, ours or Python itself."""
+    name = frame.f_globals.get("__name__", "")
+    return not name.startswith(("torch.", "autopar.", "numpy.")) and not is_library(frame.f_code.co_filename)
+
+
+def line_running() -> Line | None:
+    """The line of the model's code that is running."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_of_model(frame):
+        frame = frame.f_back
+    return None if frame is None else (frame.f_code, frame.f_lineno)
+
+
+def line_shown() -> str:
+    """The line of the model's code that is running, in words."""
+    line = line_running()
+    return "" if line is None else line_of(*line)
 
 
 def line_raised(error: BaseException) -> str:

@@ -35,7 +35,7 @@ from autopar.compat.tensors import is_torchs, notes_of, unmodified
 from autopar.compat.watching import HOOKS, SETTINGS, SETTINGS_AT_WORK
 from autopar.ir.rewrite import distinct
 
-from .captured import CaptureError
+from .errors import CaptureError
 from .fakes import STANDS_FOR
 from .looks import (
     ABSENT,

@@ -11,7 +11,7 @@ captured on a laptop, and the user's own model is only read.
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,26 +20,33 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from autopar.compat.autocast import autocast_dtype, autocast_of
-from autopar.compat.tensors import fake_mode, memory_of
+from autopar.compat.fakes import fake_mode
+from autopar.compat.neutral import neutral, without_autocast
+from autopar.compat.recording import followed, function_modes
+from autopar.compat.tensors import memory_of
 from autopar.compat.watching import WritesInput, WritesReal
 from autopar.ir.garbage import uncollected
-from autopar.ir.graph import GraphInput, JointGraph
+from autopar.ir.graph import JointGraph
 from autopar.ir.precision import AS_IS, Precision
-from autopar.ir.rewrite import with_own_metas
 from autopar.ir.tree import flatten
 
-from .captured import Captured, CaptureError, NothingTrainedError, input_names, leaf_of
-from .concrete import TrainedConstant
-from .conversion import joint_graph
+from .captured import Captured
+from .checks import without_checks
+from .concrete import StepRecorder, TrainedConstant
+from .conversion import HERE
+from .errors import CaptureError, NothingTrainedError, OfData
 from .fakes import Fakes, canonical_names, gradient_hooks
 from .functional import Functional
-from .here import HERE, Here
+from .here import Here
+from .leaves import input_names, leaf_of
 from .looks import listed
-from .refusals import OfData, refusal, unread_refusal
+from .recorder import line_of
+from .refusals import refusal, unread_refusal
 from .repeat import Repeated
 from .rest import with_rest
 from .shown import line_raised
 from .step import Recording, Step
+from .ways import Generators, OtherWays
 from .witness import Witness, check_memory
 
 logger = logging.getLogger(__name__)
@@ -104,38 +111,34 @@ def _capture(
     inputs = {path: fakes.tensor(path, value) for path, value in pairs if isinstance(value, torch.Tensor)}
     copy, rebound = fakes.module(model)
     loss_fn = rebound.of(loss_fn)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = precision.cast_inputs((args, kwargs))
+        return precision.cast_outputs(copy(*args, **kwargs))
+
     step = Step(
         copy,
         pairs,
         input_spec,
         inputs,
+        mode,
         names=input_names(model, [*inputs]),
         canonical=canonical,
         loss_fn=loss_fn,
-        here=here,
-        precision=precision,
-        mode=mode,
+        call=call,
     )
+    watched = _Watched(step, here)
     witness = Witness(step.model, loss_fn)
     try:
-        first, functional = _recorded(step, witness)
-        constants = {name: here.source(tensor) for name, tensor in first.recorder.constants.items()}
-        targets = witness.paths_of(first.recorder.constants, taken={i.target for i in first.inputs})
-        graph = joint_graph(
-            functional.nodes,
-            functional.values,
-            [*first.inputs, *(GraphInput(name=n, role="buffer", target=target) for n, target in targets.items())],
-            first.outputs(functional),
-            of_data=first.recorder.of_data,
-            lines=first.recorder.lines,
-        )
-        read = {name for node in graph.nodes for name in node.inputs} | {o.name for o in graph.outputs}
-        unread = targets.keys() - read
-        graph = with_own_metas(replace(graph, inputs=tuple(i for i in graph.inputs if i.name not in unread)))
-        constants = {target: constants[name] for name, target in targets.items() if name in read}
+        first, recorder, functional = _recorded(watched, witness)
+        constants = {name: here.source(tensor) for name, tensor in recorder.constants.items()}
+        targets = witness.paths_of(recorder.constants, taken={i.target for i in first.inputs})
+        graph = first.graph(functional, targets)
+        read = {i.target for i in graph.inputs}
+        constants = {target: constants[name] for name, target in targets.items() if target in read}
         check_memory(constants, witness.seen, model)
     except CaptureError as error:
-        if isinstance(error, OfData) and (located := unread_refusal(model, step.unread)):
+        if isinstance(error, OfData) and (located := unread_refusal(model, watched.unread)):
             raise located from None
         raise
     except TrainedConstant as error:
@@ -148,16 +151,16 @@ def _capture(
             f"copy (clone()), or make it a buffer"
         ) from None
     except Exception as error:
-        refused = refusal(error, model, step.unread, step.sized)
+        refused = refusal(error, model, watched.unread, watched.sized)
         if refused is error:
             raise
         raise refused from error
     finally:
         witness.restore()
-    if first.checks:
+    if watched.checks:
         logger.warning(
             "the program makes no checks of data: where eager would raise, it goes on (%s)",
-            ", ".join(first.checks),
+            ", ".join(watched.checks),
         )
     outcome = first.outcome
     if grad and not any(i.role == "tangent" for i in graph.inputs):
@@ -189,24 +192,79 @@ def _capture(
         without_gradient=missing,
         autocast=autocast_dtype("cpu"),
         reads=witness.reads,
-        pinned=first.recorder.pinned(),
-        checkpoints=first.checkpoints,
+        pinned=recorder.pinned(),
+        checkpoints=watched.checkpoints,
         early=tuple(first.early),
         hooked=tuple(name for name, hooks in gradient_hooks(model).items() if hooks),
         precision=precision,
     )
 
 
-def _recorded(step: Step, witness: Witness) -> tuple[Recording, Functional]:
+class _Watched:
+    """A step that is recorded with all that a graph must know: where operators come from, what is traced as something
+    else, which values are concrete, and which branches on data raise."""
+
+    def __init__(self, step: Step, here: Here) -> None:
+        self.step, self.here = step, here
+        self.paths: dict[int, str] = {}
+        for path, module in step.model.named_modules():
+            self.paths.setdefault(id(module), path)
+        self.recorder: StepRecorder | None = None
+        """The last one."""
+        self.checks: dict[str, None] = {}
+        """Lines of code that look at data and raise."""
+        self.checkpoints = 0
+        """How many calls of `torch.utils.checkpoint` there were."""
+
+    def record(self, python: contextlib.AbstractContextManager[bool]) -> tuple[Recording, StepRecorder]:
+        pairs = self.step.pairs
+        sources = {path: self.here.tensor(value) for path, value in pairs if isinstance(value, torch.Tensor)}
+        generators = Generators(self.step.model)
+        torch.clear_autocast_cache()  # within a context around all steps, it holds what the last one cast
+        with followed(self.paths) as where, neutral():
+            self.recorder = recorder = StepRecorder(where, sources)
+            ways = OtherWays(generators, recorder, self.here)
+
+            @contextlib.contextmanager
+            def watched() -> Iterator[bool]:
+                with python as identities, generators.watched(), without_checks(self.checks):
+                    yield identities
+
+            @contextlib.contextmanager
+            def operators() -> Iterator[None]:
+                uncast = without_autocast("cpu") if recorder.backward else contextlib.nullcontext()
+                with ways, recorder, uncast:
+                    where.modes = function_modes()
+                    yield
+
+            recording = self.step.record(recorder, watched(), operators)
+        self.checkpoints = where.checkpoints
+        return recording, recorder
+
+    @property
+    def unread(self) -> Sequence[tuple[str, tuple[str, ...]]]:
+        """Lines that asked for a value that is not concrete: see `StepRecorder`."""
+        return () if self.recorder is None else self.recorder.unread
+
+    @property
+    def sized(self) -> str:
+        """The first line whose result is as large as data say, in words."""
+        if self.recorder is None:
+            return ""
+        lines = (self.recorder.lines.get(name) for name in self.recorder.of_data)
+        return next((line_of(*line) for line in lines if line is not None), "")
+
+
+def _recorded(step: _Watched, witness: Witness) -> tuple[Recording, StepRecorder, Functional]:
     """The step, recorded twice: the second time with the state that the first left. Raises CaptureError where the two
     differ."""
-    first = step.record(witness.watching())
-    witness.valued |= first.recorder.valued | set(map(memory_of, first.recorder.constants.values()))
-    left = [name for tensor in witness.left if (name := first.recorder.name(tensor)) is not None]
-    second = step.record(witness.again())
+    first, recorder = step.record(witness.watching())
+    witness.valued |= recorder.valued | set(map(memory_of, recorder.constants.values()))
+    left = [name for tensor in witness.left if (name := recorder.name(tensor)) is not None]
+    second, _ = step.record(witness.again())
     functional = first.functional(left)
     witness.settle(Repeated(first, functional, second, witness.left))
-    return first, functional
+    return first, recorder, functional
 
 
 def _own_device_type(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> str:

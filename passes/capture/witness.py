@@ -25,7 +25,7 @@ from autopar.compat.watching import HOOKS, asking_for_inference, global_hooks, s
 from autopar.ir.rewrite import distinct
 
 from .asked import ASKING, SEEDING, refusing, without_files
-from .captured import CaptureError
+from .errors import CaptureError
 from .looks import Drawn, Look, Reads, Same, codes_of, is_library, listed, names_of
 from .repeat import Repeated
 from .state import look
