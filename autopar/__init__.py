@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from autopar.runtime.fx import graph_module
     from autopar.runtime.metrics import Metrics
     from autopar.runtime.padding import Padding
-    from autopar.solve import Solver, register_solver
+    from autopar.solve.solvers import Solver, register_solver
 
 MODULES = {
     "autopar.api": ("compare", "parallelize", "plan", "read_plan"),
@@ -51,7 +51,7 @@ MODULES = {
     "autopar.runtime.fx": ("graph_module",),
     "autopar.runtime.metrics": ("Metrics",),
     "autopar.runtime.padding": ("Padding",),
-    "autopar.solve": ("Solver", "register_solver"),
+    "autopar.solve.solvers": ("Solver", "register_solver"),
 }
 """Where each name is from. They are imported when they are first used, so that `autopar --help` does not wait for
 PyTorch."""

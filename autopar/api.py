@@ -36,7 +36,7 @@ from autopar.runtime.module import ParallelModule
 from autopar.runtime.padding import Padder, Padding
 from autopar.runtime.profiled import profiled
 from autopar.runtime.verify import Verifier
-from autopar.solve import AUTO
+from autopar.solve.solvers import AUTO
 
 
 @presented()

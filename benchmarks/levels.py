@@ -27,10 +27,10 @@ from grouping.level import at_level, operator_level
 from torch import nn
 
 from autopar.planning.planner import Planner
-from autopar.solve import TooWide, solve
 from autopar.solve.ilp import solve_ilp
 from autopar.solve.pricing import Library, priced_at
 from autopar.solve.problem import Problem, Score, Solution, evaluate
+from autopar.solve.solvers import TooWide, solve
 
 ROOT = Path(__file__).parent.parent
 LEVELS = ("operator", "block", "cfp")

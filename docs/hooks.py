@@ -269,7 +269,7 @@ def presets(page: str) -> str:
     from autopar.cost.optimizers import OPTIMIZERS
     from autopar.planning.costs import COSTS
     from autopar.planning.presets import PRESETS
-    from autopar.solve import SOLVERS
+    from autopar.solve.solvers import SOLVERS
 
     def names(found: Mapping[str, Any]) -> str:
         return ", ".join(f"`{name}`" for name in found)

@@ -21,7 +21,7 @@ from autopar.passes.space.problem import ProblemBuilder
 from autopar.planning.account import account
 from autopar.planning.options import joint, unique_sites
 from autopar.runtime.simulate import simulate_step
-from autopar.solve import solve
+from autopar.solve.solvers import solve
 
 
 class Layer(nn.Module):

@@ -20,14 +20,14 @@ from autopar.ir.program import Program
 from autopar.ops import registry as registry  # all rows, and those of users
 from autopar.ops.routing import in_token_order
 from autopar.ops.sdpa import ATTENTION
-from autopar.solve import solve
+from autopar.solve.solvers import solve
 
 from .blocks.block import Blocks
 from .blocks.partition import blocks
 from .capture.captured import Captured
 from .capture.trace import capture
 from .checkpoints import checkpoints
-from .codegen.program import codegen
+from .codegen.precision import written
 from .lower.adopt import adopt
 from .lower.chunk import CHUNKING
 from .lower.compact import compact
@@ -108,7 +108,7 @@ SPACE = Step(name="space", takes="a graph, mesh, cluster, segments", gives="the 
 BLOCKS = Step(name="blocks", takes="a graph", gives="what splits together, for presets", run=blocks, did=_blocked)
 PROBLEM = Step(name="problem", takes="a space, allowed choices", gives="a problem", run=ProblemBuilder.build)
 SOLVE = Step(name="solve", takes="a problem", gives="a solution, which is an assignment", run=solve)
-CODEGEN = Step(name="codegen", takes="a space, an assignment", gives="a program", run=codegen, did=_written)
+CODEGEN = Step(name="codegen", takes="a space, an assignment", gives="a program", run=written, did=_written)
 
 STEPS: tuple[Step[..., Any], ...] = (
     CAPTURE, SEEDS, ROUTING, MASKS, CHECKPOINTS, SEGMENTS, SPACE, BLOCKS, PROBLEM, SOLVE, CODEGEN,

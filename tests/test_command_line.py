@@ -17,7 +17,7 @@ from autopar.cli import COMMANDS, app, command_of, names
 from autopar.cost.optimizers import OPTIMIZERS
 from autopar.planning.costs import COSTS
 from autopar.planning.presets import PRESETS
-from autopar.solve import AUTO, SOLVERS
+from autopar.solve.solvers import AUTO, SOLVERS
 
 
 def autopar_(*arguments: str) -> Any:

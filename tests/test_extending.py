@@ -24,8 +24,8 @@ from autopar.passes.lower.regions import Refused
 from autopar.planning.costs import COSTS
 from autopar.planning.planner import Planner
 from autopar.planning.presets import PRESETS
-from autopar.solve import SOLVERS
 from autopar.solve.beam import solve_beam
+from autopar.solve.solvers import SOLVERS
 
 PAGE = Path(__file__).parents[1] / "docs/extending.md"
 SECTIONS = dict(re.findall(r"^## (.*?)\n.*?^```python\n(.*?)^```$", PAGE.read_text(), flags=re.DOTALL | re.MULTILINE))

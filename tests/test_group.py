@@ -18,10 +18,10 @@ from test_solve import random_problem, variable
 
 from autopar.passes.blocks.partition import blocks
 from autopar.passes.codegen.program import codegen
-from autopar.solve import SOLVERS, solve
 from autopar.solve.presolve import Presolved, presolved
 from autopar.solve.pricing import priced_at
 from autopar.solve.problem import Choice, Infeasible, Problem, Tensor, evaluate, state_of
+from autopar.solve.solvers import SOLVERS, solve
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 

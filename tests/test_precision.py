@@ -24,13 +24,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar import Precision
-from autopar.ir.graph import Node, Ref, TensorMeta
+from autopar.ir.graph import CAST, Node, Ref, TensorMeta
 from autopar.ir.layout import Replicate, Split
-from autopar.ir.precision import CAST
 from autopar.ir.program import Program, ProgramInput, ProgramOutput
 from autopar.passes.capture.errors import CaptureError
-from autopar.passes.codegen.precision import with_casts
-from autopar.passes.codegen.program import codegen
+from autopar.passes.codegen.precision import with_casts, written
 from autopar.passes.lower.accumulate import accumulation
 from autopar.planning.account import account
 from autopar.planning.micro import MicroBatches
@@ -88,13 +86,13 @@ def by_hand(name: str, dtype: torch.dtype, used: torch.dtype) -> models.Case:
 @pytest.mark.parametrize(("name", "seed"), pairwise(NAMES, tuple(range(4))))
 def test_any_plan_gives_what_one_process_gives_that_casts_by_hand(name: str, seed: int) -> None:
     made = planner(name, WIDE, torch.float64)
-    program = codegen(made.space, plans.random_assignment(made.space, seed))
+    program = written(made.space, plans.random_assignment(made.space, seed))
     case = by_hand(name, torch.float64, torch.float32)
     plain = models.in_dtype(models.case(name), torch.float64)
     expected = eager(case)
     assert {gradient.dtype for gradient in expected.gradients.values()} == {torch.float64}
     assert_same(simulated(program, made.captured, plain), expected, 2e-5)
-    wrong = simulated(codegen(*_in(name, AS_IS)), planner(name, AS_IS, torch.float64).captured, plain)
+    wrong = simulated(written(*_in(name, AS_IS)), planner(name, AS_IS, torch.float64).captured, plain)
     outputs = [name for name in expected.outputs if expected.outputs[name].is_floating_point()]
     assert any(not torch.equal(wrong.outputs[path].float(), expected.outputs[path].float()) for path in outputs)
 
@@ -205,7 +203,7 @@ def test_the_objective_counts_the_collectives_that_are_issued(
     made = planner(name, precision, micro_batches=micro_batches).gathering(gathers)
     assignment = plans.random_assignment(made.space, seed)
     promised = {(c.kind, c.axis): (c.count, c.bytes) for c in account(made.space, assignment).collectives}
-    program = codegen(made.space, assignment)
+    program = written(made.space, assignment)
     issued = Counter(program.collectives())
     if micro_batches > 1:
         issued = MicroBatches.of(program, micro_batches, holds=gathers == "once").collectives()

@@ -24,9 +24,9 @@ from autopar.planning.account import account
 from autopar.planning.options import taken
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
-from autopar.solve import solve
 from autopar.solve.pricing import priced_at
 from autopar.solve.problem import Infeasible, evaluate
+from autopar.solve.solvers import solve
 from tests import models, plans
 
 SEED = 3

@@ -49,6 +49,9 @@ class Ref:
         return self.name
 
 
+CAST = "aten._to_copy.default"
+"""The operator that casts, with `dtype` as its only keyword."""
+
 WAIT = "collective.wait"
 """Finishes a collective: its value is available afterwards."""
 
@@ -201,6 +204,17 @@ def references(value: Any) -> list[str]:
             elif isinstance(item, tuple):
                 names += references(item)
     return names
+
+
+def constants_of(value: Any, names: list[str]) -> Any:
+    """The constants of an argument, hashable and distinct by type (1, 1.0 and True are not alike to
+    an operator); the names of its references are appended to `names`."""
+    if isinstance(value, Ref):
+        names.append(value.name)
+        return Ref
+    if isinstance(value, tuple):
+        return tuple([constants_of(item, names) for item in value])
+    return (value.__class__, repr(value) if isinstance(value, float) else value)
 
 
 def producers(nodes: Sequence[Node]) -> dict[str, int]:

@@ -18,9 +18,6 @@ FloatDtype = Literal["float64", "float32", "bfloat16", "float16"]
 
 DTYPES: Mapping[FloatDtype, torch.dtype] = {name: getattr(torch, name) for name in get_args(FloatDtype)}
 
-CAST = "aten._to_copy.default"
-"""The operator that casts, with `dtype` as its only keyword."""
-
 T = TypeVar("T")
 
 

@@ -10,37 +10,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from autopar.ir.graph import Ref, TensorMeta
-from autopar.ir.layout import digits_of
+from autopar.ir.graph import Ref
 
 from .bounds import checked
-from .expansions import Expansion, LocalCall, Results, local_indices
+from .expansions import Expansion, LocalCall, Results
 from .families import DIMS, FIRST, Rule
+from .lookup import PLACE, dim_of, dims_of, held, looked_up, place_of, with_dim
 from .rule import Call, Emitter, OpRule
 from .template import Linear, Named, assemble, unsplit
-
-PLACE = "place"
-"""The factor of the dim in which places are addressed."""
-
-
-def place_of(meta: TensorMeta) -> str | None:
-    """The factor of a dim in which elements are looked up, unless the dtype has no sums."""
-    return None if meta.dtype is torch.bool else PLACE
-
-
-def with_dim(names: Sequence[str | None], dim: int, *inserted: str | None) -> list[str | None]:
-    """The names with others in the place of one dim."""
-    return [*names[:dim], *inserted, *names[dim + 1 :]]
-
-
-def dim_of(call: Call, rank: int) -> int:
-    return int(call.argument("dim")) % rank if rank else 0
-
-
-def dims_of(call: Call, meta: TensorMeta) -> tuple[Sequence[str], int]:
-    """Names of a tensor's dims, and which of them is the argument `dim`."""
-    names = DIMS[: len(meta.shape)]
-    return names, dim_of(call, len(names))
 
 
 def common_dims(call: Call) -> tuple[list[str | None], int]:
@@ -75,27 +52,6 @@ def place_names(rank: int, places: tuple[int, ...], allowed: bool = True) -> lis
     return [(f"{PLACE}{d}" if allowed else None) if d in places else DIMS[d] for d in range(rank)]
 
 
-def held(emitter: Emitter, local: LocalCall, places: Ref, dim: int) -> tuple[Ref, Ref]:
-    """Global indices into a dim of the first operand as local indices, and which of them belong to other ranks."""
-    shape, layout = local.call.inputs[0].shape, local.operands[0]
-    digits = digits_of(layout, dim, emitter.ranks)
-    above = [shape[dim], *(stride for stride, _ in digits)]
-    if all(stride * emitter.ranks(axis) >= size for (stride, axis), size in zip(digits, above, strict=False)):
-        places, mine = local_indices(emitter, places, tuple(axis for _, axis in digits), digits[-1][0])
-        return places, emitter.op("aten.logical_not.default", mine)
-    mine = emitter.op("aten.ge.Scalar", places, 0)
-    for stride, axis in digits:
-        # each axis takes one digit of the mixed-radix index; those above and below it close the gap
-        ranks = emitter.ranks(axis)
-        digit = emitter.op("aten.remainder.Scalar", emitter.op("aten.floor_divide.Scalar", places, stride), ranks)
-        here = emitter.op("aten.eq.Scalar", digit, emitter.coordinate(axis))
-        mine = emitter.op("aten.logical_and.default", mine, here)
-        higher = emitter.op("aten.floor_divide.Scalar", places, stride * ranks)
-        lower = emitter.op("aten.remainder.Scalar", places, stride)
-        places = emitter.op("aten.add.Tensor", emitter.op("aten.mul.Scalar", higher, stride), lower)
-    return places, emitter.op("aten.logical_not.default", mine)
-
-
 def counted_from_start(emitter: Emitter, places: Ref, size: int) -> Ref:
     """Places in [-size, size), of which -1 is the last, as places in [0, size)."""
     return emitter.op("aten.remainder.Scalar", checked(emitter, places, size, from_end=True), size)
@@ -116,21 +72,6 @@ def split_places(
             masks.append(other)
             dims.append(d)
     return indices, masks, dims
-
-
-def along_dim(emitter: Emitter, vector: Ref, rank: int, dim: int) -> Ref:
-    """A vector along one dim of a tensor of this rank."""
-    return emitter.op("aten.reshape.default", vector, tuple(-1 if d == dim else 1 for d in range(rank)))
-
-
-def looked_up(emitter: Emitter, local: LocalCall, source: Ref, dim: int, places: Ref) -> Ref:
-    """The elements at places (a vector of global indices) along a split dim: zeros for other ranks' places."""
-    shape = emitter.meta(source).shape
-    row, other = held(emitter, local, places, dim)
-    elements = emitter.op(
-        "aten.index_select.default", source, dim, emitter.op("aten.masked_fill.Scalar", row, other, 0)
-    )
-    return emitter.op("aten.masked_fill.Scalar", elements, along_dim(emitter, other, len(shape), dim), 0)
 
 
 def index_selected(call: Call) -> OpRule:

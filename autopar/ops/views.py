@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable
 
 from .families import DIMS, FIRST, Rule
-from .places import dims_of, with_dim
+from .lookup import dims_of, with_dim
 from .rule import Call, OpRule
 from .template import Name, Named, assemble
 

@@ -28,9 +28,8 @@ from typing import Any, TypeVar
 
 from autopar.cluster.machine import Device
 from autopar.cost.roofline import FREE
-from autopar.ir.graph import WAIT, TensorMeta, schema
+from autopar.ir.graph import CAST, WAIT, TensorMeta, schema
 from autopar.ir.layout import padded_shape
-from autopar.ir.precision import CAST
 from autopar.ir.rewrite import input_and_output_metas
 from autopar.ops.emit import Emission, expands, local_program
 from autopar.ops.rule import Call, Dims, OpRule, call_of

@@ -12,8 +12,8 @@ from itertools import cycle
 
 from autopar.passes.blocks.block import Blocks
 from autopar.passes.space.choices import SiteChoice
-from autopar.solve import SOLVERS, TooWide
 from autopar.solve.effort import Effort, Purse
+from autopar.solve.solvers import SOLVERS, TooWide
 
 from .beside import together
 from .options import Axes, Options, coarser_axes, one_by_one, taken

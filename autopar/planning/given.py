@@ -12,7 +12,7 @@ from torch import nn
 from autopar.compat.devices import devices_of
 from autopar.extensions import nearest
 from autopar.ir.graph import JointGraph
-from autopar.solve import SOLVERS
+from autopar.solve.solvers import SOLVERS
 
 from .presets import PRESETS
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 from autopar.passes.space.choices import KEEP, REGATHER, SiteChoice
 from autopar.passes.space.problem import Allowed, Assignment
-from autopar.solve import TooWide
 from autopar.solve.effort import Purse
 from autopar.solve.problem import Infeasible
+from autopar.solve.solvers import TooWide
 
 from .descent import Descent
 from .options import taken

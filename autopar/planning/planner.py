@@ -31,8 +31,8 @@ from autopar.passes.segments.segment import Segments
 from autopar.passes.space.problem import Assignment
 from autopar.passes.space.space import Space
 from autopar.profile.programs import Costs, real_tensors
-from autopar.solve import AUTO
 from autopar.solve.effort import EFFORT, Effort
+from autopar.solve.solvers import AUTO
 
 from .advice import advised
 from .at_rest import Decided, best_at_rest

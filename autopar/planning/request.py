@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from autopar.solve import AUTO, SOLVERS
+from autopar.solve.solvers import AUTO, SOLVERS
 
 from .constraints import Constraints
 from .costs import COSTS

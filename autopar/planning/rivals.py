@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 from autopar.passes.flow import Flow
 from autopar.passes.space.problem import Allowed
-from autopar.solve import SOLVERS
 from autopar.solve.problem import Infeasible
+from autopar.solve.solvers import SOLVERS
 
 from .account import account, least_seconds
 from .known import Known

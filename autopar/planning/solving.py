@@ -8,11 +8,11 @@ from itertools import pairwise
 from autopar.passes.space.choices import SiteChoice
 from autopar.passes.space.problem import Allowed, Assignment, ProblemBuilder
 from autopar.passes.space.space import Space
-from autopar.solve import TooWide, solve
 from autopar.solve.effort import Effort, Meter, Purse
 from autopar.solve.presolve import presolved
 from autopar.solve.pricing import priced_at
 from autopar.solve.problem import Problem, Score, Solution, evaluate, in_runs
+from autopar.solve.solvers import TooWide, solve
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from autopar.planning.reading import refreshed
 from autopar.planning.rendering import Row, of_rows, rendered
 from autopar.planning.texts import short_seconds
 from autopar.planning.training import Recompute, Training
-from autopar.solve import AUTO
+from autopar.solve.solvers import AUTO
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

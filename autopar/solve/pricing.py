@@ -14,7 +14,7 @@ from .effort import ELIMINATED_WORK, VISIT_WORK, Meter
 from .elimination import ALL_ORDERS, Eliminated, Schedule, eliminate, schedule
 from .expand import border_states
 from .network import Network, network
-from .problem import Choice, Problem, Repeat, TooWide
+from .problem import Choice, Problem, Repeat, TooWide, restricted
 from .rows import Bools, Floats, Ints
 
 
@@ -88,26 +88,6 @@ class Joint:
     shape: tuple[int, ...]
     left: Ints
     right: Ints
-
-
-def restricted(problem: Problem, variable: int, option: int) -> Problem:
-    """The problem with one option of a variable, without the tensors that then cost nothing."""
-    only = problem.variables[variable]
-    one = replace(only, options=(only.options[option],), seconds=(only.seconds[option],), bytes=(only.bytes[option],))
-    tensors = []
-    for tensor in problem.tensors:
-        wanted = tuple(
-            (masks[option],) if consumer == variable else masks
-            for consumer, masks in zip(tensor.consumers, tensor.wanted, strict=True)
-        )
-        produced = (tensor.produced[option],) if tensor.producer == variable else tensor.produced
-        if wanted != tensor.wanted or produced != tensor.produced:
-            tensor = replace(tensor, wanted=wanted, produced=produced)
-            if tensor.is_free:
-                continue
-        tensors.append(tensor)
-    variables = (*problem.variables[:variable], one, *problem.variables[variable + 1 :])
-    return Problem(variables=variables, tensors=tuple(tensors), repeats=problem.repeats)
 
 
 class Library:

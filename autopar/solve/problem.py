@@ -261,6 +261,26 @@ def state_of(tensor: Tensor, options: Sequence[int]) -> tuple[int, int]:
     return tensor.produced[options[tensor.producer]], wanted
 
 
+def restricted(problem: Problem, variable: int, option: int) -> Problem:
+    """The problem with one option of a variable, without the tensors that then cost nothing."""
+    only = problem.variables[variable]
+    one = replace(only, options=(only.options[option],), seconds=(only.seconds[option],), bytes=(only.bytes[option],))
+    tensors = []
+    for tensor in problem.tensors:
+        wanted = tuple(
+            (masks[option],) if consumer == variable else masks
+            for consumer, masks in zip(tensor.consumers, tensor.wanted, strict=True)
+        )
+        produced = (tensor.produced[option],) if tensor.producer == variable else tensor.produced
+        if wanted != tensor.wanted or produced != tensor.produced:
+            tensor = replace(tensor, wanted=wanted, produced=produced)
+            if tensor.is_free:
+                continue
+        tensors.append(tensor)
+    variables = (*problem.variables[:variable], one, *problem.variables[variable + 1 :])
+    return Problem(variables=variables, tensors=tuple(tensors), repeats=problem.repeats)
+
+
 def check(problem: Problem) -> None:
     """Raise ValueError where a repeat cannot be joined to its parent."""
     for repeat in problem.repeats:

@@ -23,7 +23,7 @@ from torch import nn
 from autopar.planning.given import check_mesh, check_solver
 from autopar.planning.rendering import rendered, tables
 from autopar.planning.training import Recompute
-from autopar.solve import AUTO
+from autopar.solve.solvers import AUTO
 
 from .locate import Difference
 from .plans import random_assignment

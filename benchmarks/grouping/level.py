@@ -11,8 +11,8 @@ from autopar.passes.space.problem import Allowed
 from autopar.passes.space.space import Space
 from autopar.planning.options import axis_choices, joint, unique_sites
 from autopar.planning.search import SearchResult
-from autopar.solve import solve
 from autopar.solve.problem import Problem, evaluate, in_runs
+from autopar.solve.solvers import solve
 
 from .free import FreeBuilder
 from .group import block_groups, group

@@ -11,12 +11,20 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from autopar.ir.graph import JointGraph, Node, Ref, TensorMeta, readers
+from autopar.ir.graph import CAST, JointGraph, Node, Ref, TensorMeta, readers
 from autopar.ir.layout import local_meta
-from autopar.ir.precision import CAST
 from autopar.ir.program import GATHERED, LAYOUT, Program, ProgramInput, ProgramOutput
 from autopar.ir.rewrite import distinct, reading
 from autopar.passes.lower.accumulate import tail
+from autopar.passes.space.problem import Assignment
+from autopar.passes.space.space import Space
+
+from .program import codegen
+
+
+def written(space: Space, assignment: Assignment) -> Program:
+    """The program that runs `assignment`, with its casts."""
+    return with_casts(codegen(space, assignment), at_rest(space.graph), space.reduced_in)
 
 
 def at_rest(graph: JointGraph) -> dict[str, torch.dtype]:

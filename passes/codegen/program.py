@@ -16,12 +16,12 @@ from autopar.passes.space.space import Space
 
 from .demand import Demand, Placed, placed, reacquired_roots
 from .emitter import Emitter
-from .precision import at_rest, with_casts
 from .values import Values
 
 
 def codegen(space: Space, assignment: Assignment) -> Program:
-    """The program that runs `assignment`, with its casts. It is the same on every rank.
+    """The program that runs `assignment`, the same on every rank. Parameters rest as they are used: `precision` adds
+    the casts of those that do not.
 
     Raises ValueError where the assignment asks for a layout that cannot be had.
     """
@@ -55,7 +55,7 @@ def codegen(space: Space, assignment: Assignment) -> Program:
     for owners in gradients.values():  # a gradient that is an input (a tangent) passed on
         for owner in owners:
             gradient_values[owner.name(owner.site.name)] = values.gradient(owner)
-    return with_casts(_finish(values, inputs, outputs, gradient_values), at_rest(space.graph), space.reduced_in)
+    return _finish(values, inputs, outputs, gradient_values)
 
 
 def layouts(space: Space, assignment: Assignment) -> dict[str, Layout]:

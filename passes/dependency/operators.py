@@ -7,7 +7,7 @@ element of a result depends on every element of every operand.
 from functools import cache
 from typing import Any
 
-from autopar.ir.graph import PERMUTE, RESHAPE, JointGraph, Ref, TensorMeta
+from autopar.ir.graph import PERMUTE, RESHAPE, JointGraph, TensorMeta, constants_of
 from autopar.ir.layout import Shape
 from autopar.ops.rule import Call, OpRule
 
@@ -27,17 +27,6 @@ def signatures(graph: JointGraph) -> tuple[int, ...]:
         metas = tuple([kind[name] for name in names]), tuple([kind[o] if o else -1 for o in node.outputs])
         labels.append(numbers.setdefault((node.op, node.backward, constants, metas), len(numbers)))
     return tuple(labels)
-
-
-def constants_of(value: Any, names: list[str]) -> Any:
-    """The constants of an argument, hashable and distinct by type (1, 1.0 and True are not alike to
-    an operator); the names of its references are appended to `names`."""
-    if isinstance(value, Ref):
-        names.append(value.name)
-        return Ref
-    if isinstance(value, tuple):
-        return tuple([constants_of(item, names) for item in value])
-    return (value.__class__, repr(value) if isinstance(value, float) else value)
 
 
 def dependency(call: Call, rule: OpRule | None) -> tuple[tuple[AffineMap | None, ...], ...]:

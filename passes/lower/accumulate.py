@@ -13,9 +13,8 @@ three:
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from autopar.ir.graph import WAIT, Node, Ref, TensorMeta, readers
+from autopar.ir.graph import CAST, WAIT, Node, Ref, TensorMeta, readers
 from autopar.ir.layout import Layout, Replicate
-from autopar.ir.precision import CAST
 from autopar.ir.program import LAYOUT, Program, ProgramInput, ProgramOutput
 from autopar.ir.rewrite import distinct, reading
 

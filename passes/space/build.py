@@ -7,10 +7,9 @@ from typing import Any
 from autopar.cluster.machine import Cluster
 from autopar.cost.optimizers import OPTIMIZERS, Optimizer
 from autopar.cost.redistribute import Redistributor
-from autopar.ir.graph import JointGraph, Node, TensorMeta, is_view
+from autopar.ir.graph import JointGraph, Node, TensorMeta, constants_of, is_view
 from autopar.ops.rule import Call, OpRule, call_of
 from autopar.ops.rules import rule_of
-from autopar.passes.dependency.operators import constants_of
 from autopar.passes.segments.segment import Repeated, Segments
 
 from .collapse import Alias, Roots

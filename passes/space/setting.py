@@ -11,9 +11,8 @@ from autopar.cluster.collectives import collective_seconds
 from autopar.cluster.machine import Cluster
 from autopar.cost.optimizers import Optimizer
 from autopar.cost.redistribute import Acquired, Redistributor
-from autopar.ir.graph import WAIT, TensorMeta
+from autopar.ir.graph import CAST, WAIT, TensorMeta
 from autopar.ir.layout import Layout, Shape, local_meta
-from autopar.ir.precision import CAST
 from autopar.ir.program import COLLECTIVES
 from autopar.ir.rewrite import input_and_output_metas
 from autopar.ops.emit import Emission, expands, fillings, local_program, local_shapes

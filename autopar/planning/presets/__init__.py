@@ -33,7 +33,7 @@ from autopar.passes.space.choices import KEEP, NO_POLICY, REGATHER, REPLICATED, 
 from autopar.passes.space.problem import Allowed
 from autopar.passes.space.sites import Site, joined_sites
 from autopar.passes.space.space import Space
-from autopar.solve import SOLVERS
+from autopar.solve.solvers import SOLVERS
 
 from .axis import AxisChoices, data, megatron, sharded_data, sharded_matrices
 from .context import Context

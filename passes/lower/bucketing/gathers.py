@@ -6,8 +6,7 @@ while the bucket before it is computed with.
 
 from collections.abc import Sequence
 
-from autopar.ir.graph import WAIT, Node
-from autopar.ir.precision import CAST
+from autopar.ir.graph import CAST, WAIT, Node
 from autopar.ir.program import GATHERED, LAYOUT
 
 from .packing import Bucket, BucketWriter

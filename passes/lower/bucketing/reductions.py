@@ -7,8 +7,7 @@ bucket has been started, or when too much is under way: what a collective reads 
 from collections import Counter
 from collections.abc import Sequence
 
-from autopar.ir.graph import WAIT, Node, readers
-from autopar.ir.precision import CAST
+from autopar.ir.graph import CAST, WAIT, Node, readers
 from autopar.ir.program import LAYOUT, REDUCED
 
 from .packing import Bucket, BucketWriter

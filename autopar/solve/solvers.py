@@ -1,0 +1,101 @@
+"""The table of solvers, and `solve`."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autopar.extensions import Table
+
+from .beam import solve_beam, solve_greedy
+from .dp import solve_dp
+from .effort import Meter
+from .exhaustive import solve_exhaustive
+from .expand import border_states, expand, expanded_options
+from .ilp import solve_ilp
+from .problem import Problem, Repeat, Solution, TooWide, evaluate
+
+TAKES = ("bounded", "meter")
+"""Arguments of `solve` that a solver may take beside the problem and `bytes_limit`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solver:
+    """A way to solve, which `solver=` calls by its `name`. `run(problem, bytes_limit=...)`, with those of `TAKES` that
+    are in `takes`, gives a `Solution`. It raises `Infeasible` where there is none, and `TooWide` for a problem that is
+    too large for it."""
+
+    name: str
+    run: Callable[..., Solution]
+    exact: bool = False
+    """Whether it looks for the optimum, and does not only improve on what it has. On several axes the many small
+    steps of an exact solver's search are `dp`'s; those of another one are its own."""
+    takes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if unknown := set(self.takes).difference(TAKES):
+            raise ValueError(f"solver {self.name!r} takes {', '.join(unknown)}: give some of {', '.join(TAKES)}")
+
+
+AUTO = "auto"
+"""The default by name: the dynamic program, and whatever else may be as good. What a plan says of who chose it."""
+
+SOLVERS: Table[Solver] = Table(
+    "solver",
+    Solver,
+    (
+        Solver(name=AUTO, run=solve_dp, exact=True, takes=("bounded", "meter")),
+        Solver(name="dp", run=solve_dp, exact=True, takes=("bounded", "meter")),
+        Solver(name="ilp", run=solve_ilp, exact=True, takes=("meter",)),
+        Solver(name="exhaustive", run=solve_exhaustive, exact=True),
+        Solver(name="greedy", run=solve_greedy, takes=("bounded", "meter")),
+        Solver(name="beam", run=solve_beam, takes=("bounded", "meter")),
+    ),
+    functions=("run",),
+)
+
+
+def register_solver(solver: Solver, *, replace: bool = False) -> None:
+    """Adds a solver, which `solver=` then names. Raises ValueError for what is none, and for a name that is taken
+    unless it is to `replace` that one."""
+    SOLVERS.add(solver, replace=replace)
+
+
+def solve(
+    problem: Problem,
+    solver: str = "dp",
+    *,
+    bytes_limit: float | None = None,
+    bounded: bool = True,
+    meter: Meter | None = None,
+) -> Solution:
+    """The cheapest choice of a solver for a problem, subject to bytes <= `bytes_limit` where one is given. Not
+    `bounded`: no lower bound is asked for, which may save time (`solve_dp`). `meter`: the work that may
+    be done, which `dp`, `beam` and `greedy` count, and the effort. Copies of a repeat that meet in very many states
+    are written out for the solver, if there are few.
+
+    Raises `Infeasible` where there is none, ValueError for an unknown solver or a problem too large for it.
+    """
+    row = SOLVERS.named(solver)
+    given: dict[str, Any] = {"bounded": bounded, "meter": meter}
+    began = time.perf_counter()
+    effort = (meter or Meter()).effort
+    is_deep = expanded_options(problem) > effort.written_options
+
+    def stays(part: Problem, repeat: Repeat) -> bool:
+        # written out, a body that branches no longer does, and is wider
+        return is_deep or repeat.body.branch is not None or border_states(part, repeat) <= effort.border_states
+
+    written = expand(problem, stays)
+    solution = row.run(written.problem, bytes_limit=bytes_limit, **{name: given[name] for name in row.takes})
+    if not isinstance(solution, Solution):
+        raise ValueError(f"solver {solver!r} returned a {type(solution).__name__}: it is to return a Solution")
+    if written.problem is not problem:
+        choice = written.layout.choice(solution.choice)
+        score = evaluate(problem, choice)  # to the last digit
+        bound = min(solution.lower_bound, score.objective) if solution.gap else score.objective
+        solution = replace(solution, choice=choice, score=score, lower_bound=bound)
+    return replace(solution, solver=solver, seconds_to_solve=time.perf_counter() - began)
+
+
+__all__ = ["AUTO", "SOLVERS", "Solver", "TooWide", "register_solver", "solve"]
