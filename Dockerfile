@@ -11,7 +11,7 @@ ARG BASE=python:3.11-slim
 
 FROM ${BASE} AS wheel
 WORKDIR /source
-COPY pyproject.toml MANIFEST.in README.md LICENSE ./
+COPY pyproject.toml setup.py MANIFEST.in README.md LICENSE ./
 COPY autopar autopar
 COPY passes passes
 COPY runtime runtime

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import nn
 
-from autopar.compat.fakes import fake_mode
+from autopar.compat.quick_fakes import quick_fakes
 from autopar.compat.tensors import is_fake
 from autopar.ir.graph import JointGraph, TensorMeta, map_references, overload
 from autopar.passes.capture.captured import Captured
@@ -274,7 +274,7 @@ def test_leaves_the_model_alone_when_it_fails() -> None:
 
 def test_a_fake_model_is_captured_too() -> None:
     real = capture(mlp(), (X,)).graph
-    with fake_mode():
+    with quick_fakes():
         model, x = mlp(), torch.empty(5, 6)
     assert str(capture(model, (x,)).graph) == str(real)
 

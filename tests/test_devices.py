@@ -28,7 +28,7 @@ import autopar
 from autopar.compat.autocast import autocast_of
 from autopar.compat.devices import ON_CPU_ALONE, ON_CUDA_ALONE, devices_of
 from autopar.compat.distributed import local_tensor, make_dtensor
-from autopar.compat.fakes import fake_mode
+from autopar.compat.quick_fakes import quick_fakes
 from autopar.compat.redistributing import full_tensor, redistributed
 from autopar.compat.tensors import memory_of
 from autopar.ir.graph import JointGraph
@@ -152,7 +152,7 @@ def test_a_reshaped_fake_lies_as_a_tensor_does() -> None:
     for tensor in tensors:
         for shape in ((-1,), (2, -1), (1, tensor.numel()), (-1, 4, 2)):
             expected = tensor.reshape(shape)
-            with fake_mode(), torch.no_grad():
+            with quick_fakes(), torch.no_grad():
                 fake = torch.empty(48, device="cuda").as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
                 found = KERNELS["aten.reshape.default"](fake, shape)
             is_view = memory_of(expected) == memory_of(tensor)
@@ -445,7 +445,7 @@ class Gathering(TorchDispatchMode):
 
 def gather_on_fakes(device: str) -> None:
     mesh = init_device_mesh(device, (2, 2), mesh_dim_names=("dp", "tp"))
-    with fake_mode(), Gathering() as gathering:
+    with quick_fakes(), Gathering() as gathering:
         local = torch.empty(6, 4, device=device)
         split = make_dtensor(local, mesh, (Shard(0), Replicate()), torch.Size((12, 4)), (4, 1))
         full = full_tensor(split)

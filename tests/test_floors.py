@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -112,7 +111,7 @@ def test_the_root_holds_what_people_import() -> None:
     }  # fmt: skip
 
 
-def test_the_wheel_has_every_folder() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    folders = {name for name, file in MODULES.items() if file.name == "__init__.py"}
-    assert folders == set(project["tool"]["setuptools"]["packages"])
+def test_every_folder_is_a_package() -> None:
+    """`setup.py` finds those that are."""
+    folders = {file.parent for file in MODULES.values()}
+    assert not [folder for folder in folders if not (folder / "__init__.py").exists()]

@@ -15,7 +15,7 @@ import torch.utils._pytree as pytree
 from torch.overrides import TorchFunctionMode
 
 from autopar.compat.devices import devices_of
-from autopar.compat.fakes import fake_mode
+from autopar.compat.quick_fakes import quick_fakes
 from autopar.compat.tensors import memory_of, unmodified
 from autopar.ir.graph import WAIT, Node, Ref, TensorMeta
 from autopar.ir.layout import local_meta
@@ -57,7 +57,7 @@ class Fakes:
 
     def __init__(self, device_type: str = "cuda") -> None:
         self.device = torch.device(device_type, 0)
-        self._mode = fake_mode()
+        self._mode = quick_fakes()
         self._tensors: dict[tuple[Any, ...], torch.Tensor] = {}
         """One for each way to lie in memory."""
         self._results: dict[tuple[Any, ...], tuple[Any, ...]] = {}

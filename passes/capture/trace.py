@@ -20,8 +20,8 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from autopar.compat.autocast import autocast_dtype, autocast_of
-from autopar.compat.fakes import fake_mode
 from autopar.compat.neutral import neutral, without_autocast
+from autopar.compat.quick_fakes import quick_fakes
 from autopar.compat.recording import followed, function_modes
 from autopar.compat.tensors import memory_of
 from autopar.compat.watching import WritesInput, WritesReal
@@ -101,7 +101,7 @@ def _capture(
     device_type: str,
     precision: Precision,
 ) -> Captured:
-    mode = fake_mode()
+    mode = quick_fakes()
     grad = torch.is_grad_enabled()
     canonical = canonical_names(model)
     here = Here(device_type)

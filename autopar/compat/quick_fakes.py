@@ -1,0 +1,167 @@
+"""Fakes that are made quickly, with the dtypes that graphs have."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses import FakeTensor, FakeTensorMode
+
+from .fakes import fake_mode
+from .tensors import memory_of, norm_dtype, statistics_dtype
+
+
+class _Kernels(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """Fakes whose norms give the same dtypes on every device, those of `autopar.ops.kernels`. torch's give others for
+    statistics of bfloat16 and float16 on a CPU, beside wider weights, and for running statistics in these dtypes.
+    Grouped products are there in every dtype, as they are on real tensors."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.made: dict[Any, _Made | None] = {}
+        """What operators make of operands that lie in memory alike, and nothing else decides; None for others."""
+        self._fresh: dict[str, Any] = {}
+
+    def fake(self, bare: torch.Tensor) -> FakeTensor:
+        """A fake of a tensor on `meta`, as torch makes it, in a quarter of the time."""
+        if not self._fresh:
+            self._fresh = dict(vars(FakeTensor(self, bare, _CPU)))
+        made: FakeTensor = torch.Tensor._make_subclass(
+            FakeTensor, bare, False, dispatch_device=True, device_for_backend_keys=_CPU
+        )
+        torch._C._set_throw_on_mutable_data_ptr(made)
+        vars(made).update(self._fresh)
+        return made
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # it is not compiled, and to say so takes longer than what is known takes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        key = _lies((func, args, tuple(kwargs.items())), torch.get_default_dtype())
+        made = self.made.get(key) if key is not None else None
+        if made is not None:
+            return made.again(self, args)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if key is not None and key not in self.made:
+            self.made[key] = _Made.of(func, args, result)
+        return result
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+            made = {"dtype": args[0].dtype, "device": args[0].device}
+            return super().dispatch(torch.ops.aten.empty.memory_format, types, (_grouped_shape(*args),), made)
+        results = super().dispatch(func, types, args, kwargs)
+        if not isinstance(results, tuple):
+            return results
+        wanted = _norm_dtypes(str(func), args)
+        return tuple(
+            result
+            if dtype is None or result is None or result.dtype == dtype
+            else super(_Kernels, self).dispatch(torch.ops.aten._to_copy.default, types, (result,), {"dtype": dtype})
+            for result, dtype in itertools.zip_longest(results, wanted[: len(results)])
+        )
+
+
+def _lies(*values: Any) -> tuple[Any, ...] | None:
+    """Arguments as far as they decide what an operator makes: how tensors lie, and all else by value and type. None
+    where more may decide."""
+    key: list[Any] = []
+    for x in values:
+        if isinstance(x, FakeTensor):
+            if x.constant is not None or x.is_complex() or x.is_neg() or x._is_zerotensor():
+                return None
+            key.append((x.shape, x.stride(), x.storage_offset(), x.dtype, x.requires_grad, x.fake_device))
+        elif isinstance(x, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return None
+        elif isinstance(x, (tuple, list)):
+            inner = _lies(*x)
+            if inner is None:
+                return None
+            key.append(inner)
+        else:
+            key.append((type(x), x))
+    try:
+        hash(made := tuple(key))
+    except TypeError:
+        return None
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """How the results of an operator lie: fresh tensors, or views of its first operand where an offset is given."""
+
+    several: type | None
+    lies: tuple[tuple[Any, Any, int | None, torch.dtype] | None, ...]
+
+    @staticmethod
+    def of(func: Any, args: Any, result: Any) -> _Made | None:
+        """None where a result is one of the operands, or is more than shape, stride and dtype."""
+        unknown = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
+        if func.namespace != "aten" or func._schema.is_mutable or any(tag in func.tags for tag in unknown):
+            return None
+        several = type(result) if isinstance(result, (tuple, list)) else None
+        given = {memory_of(x) for x in args if isinstance(x, torch.Tensor)}
+        lies: list[tuple[Any, Any, int | None, torch.dtype] | None] = []
+        for x in result if several else (result,):
+            if x is None:
+                lies.append(None)
+                continue
+            bare = type(x) is FakeTensor and x.constant is None and not x._is_zerotensor()
+            if not bare or x.is_complex() or x.is_neg():
+                return None
+            viewed = memory_of(x) in given
+            if any(x is other for other in args) or (viewed and memory_of(x) != memory_of(args[0])):
+                return None
+            if x.fake_device != _CPU or (not viewed and x.storage_offset()):
+                return None
+            lies.append((tuple(x.shape), x.stride(), int(x.storage_offset()) if viewed else None, x.dtype))
+        return _Made(several, tuple(lies))
+
+    def again(self, mode: _Kernels, args: Any) -> Any:
+        fakes: list[FakeTensor | None] = []
+        for lies in self.lies:
+            if lies is None:
+                fakes.append(None)
+                continue
+            shape, stride, offset, dtype = lies
+            if offset is None:
+                bare = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+            else:
+                bare = torch.empty(0, dtype=dtype, device="meta")
+                bare.set_(args[0].untyped_storage(), offset, shape, stride)
+            fakes.append(mode.fake(bare))
+        return fakes[0] if self.several is None else self.several(fakes)
+
+
+_CPU = torch.device("cpu")
+
+
+def _grouped_shape(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor | None = None, *_: Any) -> list[int]:
+    """The shape of products of groups: of rows with a matrix each, or of the columns and rows of each group."""
+    groups = [ends.shape[0]] if ends is not None and a.dim() == b.dim() == 2 else []
+    batch = [a.shape[0]] if a.dim() == b.dim() == 3 else []
+    return [*groups, *batch, a.shape[-2], b.shape[-1]]
+
+
+def _norm_dtypes(op: str, args: Any) -> list[torch.dtype | None]:
+    """The dtypes of a norm's results, None where the fakes are right."""
+    if op == "aten.native_layer_norm.default":
+        return [None, *[statistics_dtype(args[0])] * 2]
+    if op == "aten.native_group_norm.default":
+        return [None, *[norm_dtype(args[0], args[1])] * 2]
+    if op.startswith(("aten.native_batch_norm.", "aten._native_batch_norm_legit")) and "no_training" not in op:
+        running = args[3:5] if isinstance(args[3], torch.Tensor) else (None, None)
+        return [None, *[statistics_dtype(args[0])] * 2, *(None if r is None else r.dtype for r in running)]
+    if op == "aten.native_group_norm_backward.default":
+        return [args[1].dtype, *[norm_dtype(args[1], args[4])] * 2]
+    return []
+
+
+def quick_fakes() -> FakeTensorMode:
+    """A fresh mode, as `fake_mode` makes it."""
+    return fake_mode(_Kernels)
