@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.cluster.machine import Cluster
 from autopar.compat.fakes import fake_mode
-from autopar.ir.graph import JointGraph
+from autopar.ir.graph import JointGraph, overload
 from autopar.ir.layout import shard
 from autopar.ir.program import Program
 from autopar.ir.tree import flatten
@@ -43,7 +43,7 @@ Tensors = Mapping[str, torch.Tensor]
 def trace(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[JointGraph, Tensors]:
     """Forward, loss and backward of `model(*args, **kwargs)`, recorded while the model's own Python and autograd's own
     engine run on a copy without data; and the constants that it closes over, by name. The loss is the output, or its
-    `.loss`."""
+    `.loss`. Raises ValueError where random numbers are drawn."""
     mode = fake_mode()
 
     def fake(x: torch.Tensor) -> torch.Tensor:
@@ -59,7 +59,11 @@ def trace(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[JointGraph, Tens
     step = Step(own, pairs, spec, fakes, mode, names=input_names(model, [*fakes]), canonical=names)
     recorder = Recorder()
     recording = step.record(recorder, nullcontext(False), lambda: recorder)
-    return recording.graph(recording.functional(), {name: name for name in recorder.constants}), recorder.constants
+    graph = recording.graph(recording.functional(), {name: name for name in recorder.constants})
+    for node in graph.nodes:
+        if torch.Tag.nondeterministic_seeded in overload(node.op).tags:  # type: ignore[attr-defined]
+            raise ValueError(f"the kernel knows nothing of random numbers, which {node.op} draws: use autopar.parallelize")
+    return graph, recorder.constants
 
 
 def named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -51,3 +51,16 @@ class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def is_product(func: Any) -> bool:
     """Whether an operator multiplies matrices, in torch's own count of work."""
     return getattr(func, "_overloadpacket", None) in flop_registry
+
+
+def annotated(func: Any, args: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
+    """An operator of the same results whose schema says what it writes: that of batch norm on a CPU is silent of its
+    running statistics."""
+    if func is not torch.ops.aten.native_batch_norm.default:
+        return func, args
+    x, weight, bias, mean, var, training, momentum, eps = args
+    if not training:
+        return torch.ops.aten._native_batch_norm_legit_no_training.default, (x, weight, bias, mean, var, momentum, eps)
+    if mean is None:
+        return torch.ops.aten._native_batch_norm_legit.no_stats, (x, weight, bias, training, momentum, eps)
+    return torch.ops.aten._native_batch_norm_legit.default, args

@@ -81,19 +81,6 @@ def raised_by_product(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
     return raised_by(func, args, kwargs, longest=4)
 
 
-def annotated(func: Any, args: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
-    """An operator of the same results whose schema says what it writes: that of batch norm on a CPU is silent of its
-    running statistics."""
-    if func is not torch.ops.aten.native_batch_norm.default:
-        return func, args
-    x, weight, bias, mean, var, training, momentum, eps = args
-    if not training:
-        return torch.ops.aten._native_batch_norm_legit_no_training.default, (x, weight, bias, mean, var, momentum, eps)
-    if mean is None:
-        return torch.ops.aten._native_batch_norm_legit.no_stats, (x, weight, bias, training, momentum, eps)
-    return torch.ops.aten._native_batch_norm_legit.default, args
-
-
 def decides_by_data(error: Exception) -> bool:
     """Whether tracing stopped where Python code asks for a value of a tensor: a branch, an index, a size."""
     # the last is what indexing by a tensor without data says

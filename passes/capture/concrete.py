@@ -15,14 +15,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.utils._pytree as pytree
 
-from autopar.compat.dispatch import Again, written_by
+from autopar.compat.dispatch import Again, annotated, written_by
 from autopar.compat.recording import Whereabouts
 from autopar.compat.tensors import RECORDED, is_fake, is_plain, is_real, memory_of, unmodified, unseen
 from autopar.compat.watching import (
     COLLECTIVES,
     WritesInput,
     WritesReal,
-    annotated,
     property_of,
     raised_by,
     raised_by_product,

@@ -20,7 +20,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from autopar.compat import dispatch
-from autopar.compat.dispatch import Again, Watching, written_by
+from autopar.compat.dispatch import Again, Watching, annotated, written_by
 from autopar.compat.tensors import RECORDED, is_fake, memory_of, value_of
 from autopar.ir.graph import Node, Ref, TensorMeta
 
@@ -173,6 +173,7 @@ class Recorder(Watching):  # type: ignore[no-untyped-call]
     # -- operators
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func, args = annotated(func, args)
         result = func(*args, **(kwargs or {}))
         self.note(func, args, kwargs or {}, result)
         return result
