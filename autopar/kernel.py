@@ -62,7 +62,7 @@ def trace(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[JointGraph, Tens
     graph = recording.graph(recording.functional(), {name: name for name in recorder.constants})
     for node in graph.nodes:
         if torch.Tag.nondeterministic_seeded in overload(node.op).tags:  # type: ignore[attr-defined]
-            raise ValueError(f"the kernel knows nothing of random numbers, which {node.op} draws: use autopar.parallelize")
+            raise ValueError(f"{node.op} draws random numbers, which the kernel does not know: use autopar.parallelize")
     return graph, recorder.constants
 
 
