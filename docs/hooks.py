@@ -23,6 +23,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = {"passes": ROOT / "passes", "runtime": ROOT / "runtime"}
+BESIDE_README = ("CONTRIBUTING", "CHANGELOG", "SECURITY")
+"""Pages of the repository's root that the site has too."""
 
 
 # ------------------------------------------------------------------------------------------ what mkdocs calls
@@ -52,7 +54,7 @@ def on_files(files: Any, *, config: Any) -> Any:
 
     readme = landing((ROOT / "README.md").read_text())
     files.append(File.generated(config, "index.md", content=re.sub(r'(?<=[("])docs/', "", readme)))
-    for name in ("CONTRIBUTING", "CHANGELOG"):
+    for name in BESIDE_README:
         text = (ROOT / f"{name}.md").read_text()
         files.append(File.generated(config, f"{name.lower()}.md", content=re.sub(r'(?<=[("])docs/', "", text)))
     return files
@@ -62,7 +64,8 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     markdown = re.sub(r"<picture>(.*?)</picture>", lambda f: picture(f[1]), markdown, flags=re.DOTALL)
     markdown = re.sub(r"\]\((?:\.\./)?examples/([\w.]+)\)", lambda f: f"]({shown_at(f[1])})", markdown)
     markdown = re.sub(r"\]\((?:\.\./)?README\.md", "](index.md", markdown)
-    markdown = re.sub(r"\]\((?:\.\./)?(CONTRIBUTING|CHANGELOG)\.md", lambda f: f"]({f[1].lower()}.md", markdown)
+    beside = rf"\]\((?:\.\./)?({'|'.join(BESIDE_README)})\.md"
+    markdown = re.sub(beside, lambda f: f"]({f[1].lower()}.md", markdown)
     markdown = re.sub(r"\[(?:docs/)?([\w-]+\.md)\]\(\1(#[\w-]+)?\)", lambda f: titled(f[1], f[2] or ""), markdown)
     if page.file.src_path == "api.md":
         markdown = re.sub(r"(?m)^::: autopar\.([\w.]+)\n(?: .*\n)*", lambda f: f[0] + parameters(f[1]), markdown)

@@ -26,7 +26,8 @@ ROOT = Path(__file__).parent.parent
 OUTPUTS = runpy.run_path(str(ROOT / "docs/outputs.py"))
 NOTEBOOKS = runpy.run_path(str(ROOT / "docs/notebooks.py"))
 HOOKS = runpy.run_path(str(ROOT / "docs/hooks.py"))
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BESIDE_README = [ROOT / f"{name}.md" for name in HOOKS["BESIDE_README"]]
+PAGES = [ROOT / "README.md", *BESIDE_README, *sorted((ROOT / "docs").rglob("*.md"))]
 NAMED = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
@@ -150,7 +151,7 @@ def test_the_site_has_every_page_and_name() -> None:
     navigation = yaml.unsafe_load((ROOT / "mkdocs.yml").read_text())["nav"]
     listed = [page for part in navigation for pages in part.values() for entry in pages for page in entry.values()]
     there = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
-    assert sorted(listed) == sorted(there | {"index.md", "contributing.md", "changelog.md"})
+    assert sorted(listed) == sorted(there | {"index.md", *(path.name.lower() for path in BESIDE_README)})
     shown = set(re.findall(r"^::: autopar\.(\w+)$", text_of("api.md"), flags=re.MULTILINE))
     assert shown | {"CLUSTERS"} == {*autopar.__all__, "lab"}
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import copy
 import io
 import os
 import pkgutil
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -21,6 +23,7 @@ import torch
 import torch.distributed as dist
 from ranks import run
 from test_floors import FLOORS
+from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar.cli import main
@@ -81,17 +84,61 @@ def on_ranks(script: Path, *arguments: str) -> str:
 
 def test_training_as_in_the_docs(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    shorter = block("docs/training.md", "init_device_mesh").replace("num_hidden_layers=4", "num_hidden_layers=1")
+    shorter = block("docs/training.md", "print(model.plan)").replace("num_hidden_layers=4", "num_hidden_layers=1")
     script.write_text(shorter)
     printed = on_ranks(script)
     assert re.search(r"LlamaForCausalLM \(.* parameters, float32\) on dp=2 x tp=2 of local", printed)
     assert "def forward(" in printed
 
 
+def test_resuming_as_in_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On another mesh than the one that wrote the checkpoint, the losses are those of the run without a restart."""
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "train.py"
+    text = block("docs/training.md", "complete = sorted").replace("kwargs=loader[0]", 'kwargs=loader[0], solver="fsdp"')
+    printed = []
+    for shape in ('(2, 2), mesh_dim_names=("dp", "tp")', '(4,), mesh_dim_names=("dp",)'):
+        script.write_text(text.replace('(2, 2), mesh_dim_names=("dp", "tp")', shape))
+        printed.append(re.findall(r"^step (\d): loss (\S+)$", on_ranks(script), flags=re.MULTILINE))
+        shutil.rmtree(tmp_path / "checkpoints/10")  # as if the run had been killed before
+    whole, resumed = ([(int(step), float(loss)) for step, loss in lines] for lines in printed)
+    assert [step for step, _ in whole] == [*range(10)] and [step for step, _ in resumed] == [*range(5, 10)]
+    assert whole[9][1] < whole[0][1] - 0.1
+    assert [loss for _, loss in resumed] == pytest.approx([loss for _, loss in whole[5:]], abs=2e-5)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["5"]
+    assert autopar.Plan.load("checkpoints/5/plan.json").mesh == {"dp": 2, "tp": 2}
+
+
+def weights_there_and_back() -> None:
+    """What the docs do with weights of plain PyTorch, on a model of these names."""
+    plain, x = torch.nn.Linear(4, 4), torch.ones(8, 4)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    if dist.get_rank() == 0:
+        torch.save(plain.state_dict(), "weights.pt")
+    dist.barrier()
+    names = {"torch": torch, "model": autopar.parallelize(copy.deepcopy(plain), mesh, (x,), loss_fn=torch.sum)}
+    with torch.no_grad():
+        names["model"].weight.zero_()
+    exec(block("docs/training.md", 'torch.load("weights.pt"'), names)
+    assert torch.equal(names["model"].weight.full_tensor(), plain.weight)
+    if dist.get_rank() == 0:
+        Path("weights.pt").unlink()
+    exec(block("docs/training.md", "get_model_state_dict"), names)
+    if dist.get_rank() == 0:
+        written = torch.load("weights.pt", weights_only=True)
+        assert written.keys() == plain.state_dict().keys()
+        assert all(torch.equal(written[name], value) for name, value in plain.state_dict().items())
+
+
+def test_weights_of_plain_pytorch_as_in_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run(2, weights_there_and_back)
+
+
 def test_the_diff_of_the_readme_is_of_the_script_that_trains() -> None:
     """Which the test above runs."""
     (diff,) = blocks("README.md", "diff")
-    script = block("docs/training.md", "init_device_mesh")
+    script = block("docs/training.md", "print(model.plan)")
     assert {line[0] for line in diff.splitlines()} == {"+", " "}
     assert "\n".join(line[1:] for line in diff.splitlines() if line[0] == "+") in script
     assert all(line[1:] in script.splitlines() for line in diff.splitlines())
@@ -135,7 +182,7 @@ def test_comparing_as_in_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_editing_as_in_the_docs(tmp_path: Path) -> None:
     made: dict[str, Any] = {}
-    exec(block("docs/training.md", "init_device_mesh").split("mesh = ")[0], made)
+    exec(block("docs/training.md", "print(model.plan)").split("mesh = ")[0], made)
     planner = Planner(made["model"], {"dp": 2, "tp": 2}, kwargs=made["loader"][0])
     planner.plan(solver="megatron").save(tmp_path / "plan.json")
     text, before, after = (tmp_path / "plan.json").read_text(), '"R S0%256 keep"', '"S1%128 S0%256 keep"'

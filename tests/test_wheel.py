@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 SOURCES = ("autopar", "passes", "runtime", "pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")
-BESIDE = ("benchmarks", "docs", "examples", "tests", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md")
+BESIDE = ("benchmarks", "docs", "examples", "tests", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "SECURITY.md")
 
 MINE = """
 import torch
