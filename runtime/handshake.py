@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from autopar import compat
 from autopar.compat import local_tensor
 
-from .agree import CollectiveError, coordinate_of, digest_of, is_timeout, outlasting, process_groups
+from .agree import CollectiveError, agreed, coordinate_of, digest_of, is_timeout, outlasting, process_groups
 
 INPUTS_MOST = 6
 """Inputs whose values are compared one by one; further ones are added up."""
@@ -35,6 +35,7 @@ SAMPLED = 4096
 TEXT_BYTES = 384
 HEAD = ("program", "calls", "failures", "wants", "has_program", "backwards", "reductions")
 """What must be equal on all ranks."""
+_WANTS = HEAD.index("wants")
 
 NOTES_SECONDS = 1.0
 """How long a rank that fails waits for what the others say."""
@@ -170,9 +171,10 @@ class Handshake:
         if message is not None:
             self.failures += 1
             self._note(message, is_cause=True)
-            raise ValueError(message) from exchange.error
+            failed = [rank for rank, wants in zip(self.ranks, rows[:, _WANTS].tolist(), strict=True) if wants < 0]
+            raise agreed(ValueError(message), self.mesh, next(iter(failed), None)) from exchange.error
         if exchange.error is not None:
-            raise exchange.error
+            raise agreed(exchange.error, self.mesh)
 
     def _difference(self, rows: torch.Tensor, exchange: _Exchange) -> str | None:
         """In what the ranks differ."""
