@@ -88,7 +88,8 @@ def test_the_list_of_commands_is_that_of_the_modules() -> None:
 @pytest.mark.parametrize(
     ("arguments", "hint"),
     [
-        (["pln"], "did you mean 'plan'?"),
+        (["pln"], "autopar has no command 'pln' (did you mean 'plan'?)"),
+        (["plan", "m", "--mesh", "a=2", "--bach", "3"], "has no option '--bach' (did you mean '--batch'?)"),
         (["plan", "hf:LlamaConfg", "--mesh", "a=2"], "(did you mean 'LlamaConfig'?)"),
         (["plan", "hf:LlamaConfig", "--set", "hiden_size=3", "--mesh", "a=2"], "(did you mean 'hidden_size'?)"),
         (["plan", "hf:LlamaConfig", "--dtype", "bfloat61", "--mesh", "a=2"], "(did you mean 'bfloat16'?)"),
@@ -103,6 +104,30 @@ def test_a_wrong_word_is_answered_with_the_nearest(arguments: list[str], hint: s
     failed = autopar_(*arguments)
     assert failed.exit_code == 2
     assert hint in failed.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["plan", "m", "--mesh", "a=2", "--batch", "0"], "--batch is '0': give an integer of at least 1"),
+        (["plan", "m", "--mesh", "a=2", "--seq=long"], "--seq is 'long': give an integer of at least 1"),
+        (["fit", "m", "--devices", "4", "--axes", "9"], "--axes is '9': give an integer from 1 to 4"),
+        (["what-if", "plan.json", "--headroom", "much"], "--headroom is 'much': give a number"),
+        (["plan", "m"], "--mesh is missing: give axes and sizes, outermost first, such as dp=2,tp=4"),
+        (["diff", "plan.json"], "AFTER is missing: give what plan --out wrote"),
+        (["plan", "m", "n", "--mesh", "a=2"], "unexpected extra argument"),
+    ],
+)
+def test_an_option_alone_is_refused_in_one_line(arguments: list[str], error: str) -> None:
+    failed = autopar_(*arguments)
+    assert failed.exit_code == 2 and failed.stdout == ""
+    assert len(failed.stderr.splitlines()) == 1 and failed.stderr.startswith("error: ") and error in failed.stderr
+
+
+def test_a_number_of_the_file_is_refused_as_one_that_is_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("autopar.toml").write_text("batch = 0")
+    assert "--batch is '0': give an integer of at least 1" in autopar_("plan", "m", "--mesh", "a=2").stderr
 
 
 def test_files_to_write_are_checked_before_anything_is_planned(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from autopar.report.telling import Ticker, complain, following, notes
 
 from .later import Later
 from .names import COSTS, OPTIMIZERS, PRESETS, SOLVERS
+from .usage import BAD_INPUT
 
 if TYPE_CHECKING:
     from autopar.passes.capture import shown
@@ -31,8 +32,6 @@ else:
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-BAD_INPUT = 2
 
 
 def out() -> Console:
