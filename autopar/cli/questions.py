@@ -78,6 +78,8 @@ def explain_command(
 def diff_command(before: Annotated[Path, PLAN], after: Annotated[Path, PLAN], as_json: common.AsJson = False) -> None:
     """What changes from one saved plan to another: the step, the memory, what travels, and what moved. The figures of a
     plan that was edited are computed again."""
+    for path in (before, after):
+        saved(path)
     _show(differences.difference(current(before), current(after)), as_json)
 
 
