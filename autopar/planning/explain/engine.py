@@ -17,6 +17,7 @@ from autopar.passes.space.problem import Assignment, Decisions
 from autopar.passes.space.space import Space
 
 from ..account import Account, Source, account, sources
+from ..page.full import UNFUSED
 from ..plan import Plan
 from ..planner import Planner
 from ..progress import Stage
@@ -202,6 +203,8 @@ class Explainer:
         if site.meta is not None:
             size = f"{site.meta}, {site.meta.bytes:,} bytes"
             yield size if place.body is None else f"{size}, in each of {len(place.names)} layers, which change together"
+        if site.rule is not None and site.rule.inside_bytes:
+            yield UNFUSED
         if site.fixed:
             yield "it stays replicated, since every copy of a repeated layer reads it"
         if site.node is not None:
@@ -262,7 +265,10 @@ class Explainer:
         return Explanation(
             name=of.name,
             kind="module",
-            facts=(f"{len(of.places)} places of decision",),
+            facts=(
+                f"{len(of.places)} places of decision",
+                *([UNFUSED] if any(p.site.rule is not None and p.site.rule.inside_bytes for p in of.places) else []),
+            ),
             chosen=of_plan(plan, "", "as it is", before.seconds),
             alternatives=tuple(others),
             binds=tuple(verdict(plan, others)),

@@ -10,8 +10,25 @@ from rich.text import Text
 
 from ..record import LIMIT_WORDS, ParameterPlan, Record
 from ..rendering import rendered, tables
-from ..texts import bytes_text, seconds_text
+from ..texts import bytes_text, seconds_text, short_seconds
 from ..training import micro_batches_text, precision_text, recompute_text
+
+
+LEAST_UNFUSED = 0.02
+"""Less of a step is not worth changing a model for."""
+
+UNFUSED = (
+    "dropout of attention weights keeps attention from the fused kernels; a model without it (such as --set "
+    "attn_pdrop=0, or attention_dropout=0) uses them"
+)
+
+
+def unfused(plan: Record) -> list[str]:
+    """What attention costs for want of a fused kernel, and what to do."""
+    seconds = 0.0 if plan.timing is None else plan.timing.unfused_seconds
+    if not plan.seconds or seconds < LEAST_UNFUSED * plan.seconds:
+        return []
+    return [f"{UNFUSED}: about {short_seconds(seconds)} of the step, {seconds / plan.seconds:.0%}, are spent for that"]
 
 
 def full_text(plan: Record, width: int) -> str:
@@ -33,6 +50,7 @@ def full_text(plan: Record, width: int) -> str:
         f"that is in {peak.at}",
         limit_text(plan),
         *recomputed(plan),
+        *unfused(plan),
         *_pinned(plan),
         *(f"precision: {text}" for text in precision_text(plan.training, plan.held_in)),
         *(f"micro-batches: {text}" for text in micro_batches_text(plan.training)),
