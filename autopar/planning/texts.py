@@ -9,6 +9,20 @@ def listed(words: Sequence[str]) -> str:
     return f"{', '.join(most)} and {last}" if most else last
 
 
+def starred(name: str) -> str:
+    """A name with `*` for the numbers of layers in it: "model.layers.*.mlp"."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def together(names: Sequence[str]) -> str:
+    """One name for several that differ in numbers: with `*` for these, or the first and the last where numbers come
+    first, as in containers without names ("0.0 to 3.2")."""
+    pattern = starred(names[0])
+    if len(names) == 1:
+        return names[0]
+    return f"{names[0]} to {names[-1]}" if pattern.startswith("*") else pattern
+
+
 def table(rows: list[tuple[str, ...]]) -> list[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -20,7 +20,7 @@ class Timing:
     """A rank's seconds of one step, on its timeline: of matrix products and convolutions, of attention, and of all
     other operators, copies among them. The rest of the step is the optimizer, and the waits in `communication`: by kind
     and mesh axis, what collectives take, and what of that ranks wait for. `unfused_seconds` of the operators are spent
-    on what their kernels write and read of results of their own: attention's, where dropout keeps it from fused ones."""
+    on what kernels write and read of results of their own: attention's, where dropout keeps it from fused ones."""
 
     products_seconds: float
     attention_seconds: float

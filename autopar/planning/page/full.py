@@ -10,9 +10,8 @@ from rich.text import Text
 
 from ..record import LIMIT_WORDS, ParameterPlan, Record
 from ..rendering import rendered, tables
-from ..texts import bytes_text, seconds_text, short_seconds
+from ..texts import bytes_text, seconds_text, short_seconds, starred, together
 from ..training import micro_batches_text, precision_text, recompute_text
-
 
 LEAST_UNFUSED = 0.02
 """Less of a step is not worth changing a model for."""
@@ -120,11 +119,9 @@ def _grouped(parameters: Mapping[str, ParameterPlan]) -> list[tuple[str, Paramet
     """One row for parameters that are planned alike, and whose names differ only in numbers."""
     groups: dict[tuple[str, ParameterPlan], list[str]] = {}
     for name, plan in parameters.items():
-        pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
-        groups.setdefault((pattern, plan), []).append(name)
+        groups.setdefault((starred(name), plan), []).append(name)
     return [
-        (names[0] if len(names) == 1 else f"{pattern} ({len(names)})", plan)
-        for (pattern, plan), names in groups.items()
+        (together(names) + (f" ({len(names)})" if len(names) > 1 else ""), plan) for (_, plan), names in groups.items()
     ]
 
 
