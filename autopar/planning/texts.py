@@ -1,6 +1,6 @@
 """Numbers, lists and tables as people read them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 
 def listed(words: Sequence[str]) -> str:
@@ -21,6 +21,15 @@ def together(names: Sequence[str]) -> str:
     if len(names) == 1:
         return names[0]
     return f"{names[0]} to {names[-1]}" if pattern.startswith("*") else pattern
+
+
+def by_reason(refused: Iterable[tuple[str, str, str]]) -> list[tuple[list[str], str]]:
+    """Names and why there is no plan of each, those of one reason together: of a solver or preset, its name here, and
+    its reason."""
+    alike: dict[str, dict[str, str]] = {}
+    for solver, name, reason in refused:
+        alike.setdefault(reason.replace(f"preset {solver!r}", "the preset"), {})[name] = reason
+    return [(list(own), shared if len(own) > 1 else next(iter(own.values()))) for shared, own in alike.items()]
 
 
 def table(rows: list[tuple[str, ...]]) -> list[str]:

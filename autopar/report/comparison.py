@@ -8,7 +8,7 @@ from rich.text import Text
 
 from autopar.planning.plan import Plan
 from autopar.planning.rendering import Row, of_rows, rendered
-from autopar.planning.texts import listed
+from autopar.planning.texts import by_reason, listed
 
 
 @dataclass(frozen=True)
@@ -78,12 +78,8 @@ class Comparison:
             for name in alike
         ]
         told = [Text(f"{listed(same)}: the plan of {name} too") for name, (_, *same) in alike.items() if same]
-        reasons: dict[str, dict[str, str]] = {}
-        for name, error in self.refused.items():
-            reasons.setdefault(error.replace(f"preset {name.split(' ')[0]!r}", "the preset"), {})[name] = error
-        for reason, errors in reasons.items():
-            names = list(errors)
-            told.append(Text(f"{listed(names)}: no plan: {reason if len(names) > 1 else errors[names[0]]}"))
+        refused = by_reason((name.split(" ")[0], name, error) for name, error in self.refused.items())
+        told += [Text(f"{listed(names)}: no plan: {reason}") for names, reason in refused]
         return rendered([*of_rows(rows, width), *told], width)
 
     def full_text(self, width: int = 80) -> str:

@@ -16,10 +16,8 @@ from ..training import micro_batches_text, precision_text, recompute_text
 LEAST_UNFUSED = 0.02
 """Less of a step is not worth changing a model for."""
 
-UNFUSED = (
-    "dropout of attention weights keeps attention from the fused kernels; a model without it (such as --set "
-    "attn_pdrop=0, or attention_dropout=0) uses them"
-)
+UNFUSED = "dropout of attention weights keeps attention from the fused kernels"
+WITHOUT_DROPOUT = "set it to 0 in the model, such as by --set attn_pdrop=0 or attention_dropout=0"
 
 
 def unfused(plan: Record) -> list[str]:
@@ -27,7 +25,8 @@ def unfused(plan: Record) -> list[str]:
     seconds = 0.0 if plan.timing is None else plan.timing.unfused_seconds
     if not plan.seconds or seconds < LEAST_UNFUSED * plan.seconds:
         return []
-    return [f"{UNFUSED}: about {short_seconds(seconds)} of the step, {seconds / plan.seconds:.0%}, are spent for that"]
+    costs = f"about {short_seconds(seconds)} of the step ({seconds / plan.seconds:.0%})"
+    return [f"{UNFUSED}, which costs {costs}: {WITHOUT_DROPOUT}"]
 
 
 def full_text(plan: Record, width: int) -> str:
