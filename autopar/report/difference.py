@@ -128,7 +128,8 @@ def difference(before: Plan, after: Plan) -> Difference:
 
 def _models(before: Plan, after: Plan) -> tuple[str, ...]:
     """Both models in words, if they differ: of other classes, or of other sizes."""
-    counts = [plan.provenance and plan.provenance.parameter_count for plan in (before, after)]
+    origins = before.provenance, after.provenance
+    counts = [None if origin is None else origin.parameter_count for origin in origins]
     if before.model == after.model and (counts[0] == counts[1] or None in counts):
         return ()
     return tuple(
