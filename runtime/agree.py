@@ -110,10 +110,11 @@ def on_first_rank(function: Callable[[], T], mesh: DeviceMesh) -> T:
 def raise_together(error: Exception | None, mesh: DeviceMesh) -> None:
     """Raise on every rank if any rank brings an error: its type and message, and which ranks had it."""
     errors = exchange(None if error is None else _portable(error), mesh)
-    failed = [(rank, raised) for rank, raised in enumerate(errors) if raised is not None]
+    everyone: list[int] = mesh.mesh.flatten().tolist()
+    failed = [(rank, raised) for rank, raised in zip(everyone, errors, strict=True) if raised is not None]
     if not failed:
         return
-    first = failed[0][1]
+    speaker, first = failed[0]
     same = [rank for rank, raised in failed if type(raised) is type(first) and str(raised) == str(first)]
     if len(same) == len(errors):
         raise agreed(error or first, mesh)
@@ -123,21 +124,29 @@ def raise_together(error: Exception | None, mesh: DeviceMesh) -> None:
         located = type(first)(text)
     except TypeError:  # an error with other arguments than a message keeps its own
         located = first
-    raise agreed(located, mesh) if error is None else located from error
+    if error is None or dist.get_rank() not in same:
+        raise agreed(located, mesh, speaker) from error
+    vars(located).update(vars(error))
+    located.with_traceback(error.__traceback__)
+    raise agreed(located, mesh, speaker) from error.__cause__
 
 
-def agreed(error: Exception, mesh: DeviceMesh) -> Exception:
-    """An error that the mesh's first rank raises too: where nobody catches it, that one prints it, and the others a
-    line."""
-    if not any(coordinate_of(mesh)):
+def agreed(error: Exception, mesh: DeviceMesh, speaker: int | None = None) -> Exception:
+    """An error that all ranks of the mesh raise: where nobody catches it, the `speaker` prints it, the mesh's first
+    rank if that is None, and the others a line. The first rank's line has the message, since its log is the one that
+    people look at."""
+    first = not any(coordinate_of(mesh))
+    if first if speaker is None else dist.get_rank() == speaker:
         return error
-    vars(error)[_AGREED] = True
+    message = f": {error}".splitlines()[0] if first else ""
+    says = "the first rank" if speaker is None else f"rank {speaker}"
+    vars(error)[_AGREED] = f"rank {dist.get_rank()}: {type(error).__name__}{message}, as {says} says"
     hook = sys.excepthook
 
     def say(kind: type[BaseException], raised: BaseException, trace: TracebackType | None) -> None:
         if _AGREED in vars(raised):
             time.sleep(_FIRST_SECONDS)
-            print(f"rank {dist.get_rank()}: {kind.__name__}, as the first rank says", file=sys.stderr)
+            print(vars(raised)[_AGREED], file=sys.stderr)
         else:
             hook(kind, raised, trace)
 

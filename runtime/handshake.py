@@ -25,7 +25,7 @@ from autopar.compat.collectives import all_gather_single
 from autopar.compat.distributed import control_channel, keep_until_exit, local_tensor
 from autopar.compat.tensors import is_real
 
-from .agree import CollectiveError, coordinate_of, digest_of, is_timeout, outlasting, process_groups
+from .agree import CollectiveError, agreed, coordinate_of, digest_of, is_timeout, outlasting, process_groups
 
 INPUTS_MOST = 6
 """Inputs whose values are compared one by one; further ones are added up."""
@@ -36,6 +36,7 @@ SAMPLED = 4096
 TEXT_BYTES = 384
 HEAD = ("program", "calls", "failures", "wants", "has_program", "backwards", "reductions")
 """What must be equal on all ranks."""
+_WANTS = HEAD.index("wants")
 
 NOTES_SECONDS = 1.0
 """How long a rank that fails waits for what the others say."""
@@ -171,9 +172,10 @@ class Handshake:
         if message is not None:
             self.failures += 1
             self._note(message, is_cause=True)
-            raise ValueError(message) from exchange.error
+            failed = [rank for rank, wants in zip(self.ranks, rows[:, _WANTS].tolist(), strict=True) if wants < 0]
+            raise agreed(ValueError(message), self.mesh, next(iter(failed), None)) from exchange.error
         if exchange.error is not None:
-            raise exchange.error
+            raise agreed(exchange.error, self.mesh)
 
     def _difference(self, rows: torch.Tensor, exchange: _Exchange) -> str | None:
         """In what the ranks differ."""

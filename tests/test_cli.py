@@ -190,6 +190,20 @@ def test_compare_draws(tmp_path: Path) -> None:
     assert "the figure cannot be written" in autopar_(*arguments, str(tmp_path / "plans.nope")).output
 
 
+def test_compare_says_once_what_several_presets_have_in_common() -> None:
+    """The same plan stands in one row, and the same reason on one line; each has its own row in JSON."""
+    model = ["compare", "test_cli:build", "--set", "width=8"]
+    solvers = [word for name in ("atp", "par4d", "meshslice") for word in ("--solver", name)]
+    text = autopar_(*model, "--mesh", "dp=2", *solvers)
+    assert text.exit_code == 1
+    assert "atp, par4d and meshslice: no plan: the preset splits products on one or" in text.stdout
+    arguments = [*model, "--mesh", "a=2", "--solver", "atp", "--solver", "par4d"]
+    told = autopar_(*arguments).stdout
+    assert "par4d: the plan of atp too" in told and "\npar4d " not in told
+    rows = json.loads(autopar_(*arguments, "--json").stdout)["rows"]
+    assert [row["plan"] for row in rows] == ["atp", "par4d"]
+
+
 def test_compare_without_any_plan_fails() -> None:
     arguments = ["compare", "test_cli:build", "--set", "width=8", "--batch", "1", "--mesh", "a=2", "--solver", "ddp"]
     failed = autopar_(*arguments)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
+from torch import nn
 from typer.testing import CliRunner
 
 import autopar
@@ -26,6 +30,18 @@ def autopar_(*arguments: str) -> Any:
 
 # --- without PyTorch
 
+TYPOS = (
+    ["--solver", "auo"],
+    ["--cluster", "dgx-h10"],
+    ["--cost", "analitical"],
+    ["--dtype", "bfloat61"],
+    ["--param-dtype", "bf16"],
+    ["--optimizer", "adamv"],
+    ["--memory-limit", "4X"],
+    ["--pin", "head:tp"],
+    ["--set", "hidden_size"],
+)
+
 
 @pytest.mark.parametrize(
     ("arguments", "status"),
@@ -34,6 +50,12 @@ def autopar_(*arguments: str) -> Any:
         *(([name, "--help"], 0) for name in COMMANDS),
         *((["clusters", *name], 0) for name in ([], ["dgx-h100"], ["--json"])),
         *((["clusters", name], 2) for name in ("gb2000", "missing.toml")),
+        *((["plan", "hf:LlamaConfig", "--mesh", "a=2", *typo], 2) for typo in TYPOS),
+        (["compare", "hf:LlamaConfig", "--mesh", "a=2", "--solver", "auto", "--solver", "fspd"], 2),
+        (["fit", "hf:LlamaConfig", "--devices", "2", "--strategy", "fspd"], 2),
+        (["plan", "hf:LlamaConfig", "--mesh", "a"], 2),
+        (["diff", "missing.json", "missing.json"], 2),
+        (["what-if", "missing.json", "--solver", "fspd"], 2),
     ],
 )
 def test_what_needs_no_tensors_does_not_import_pytorch(arguments: list[str], status: int) -> None:
@@ -46,6 +68,18 @@ def test_what_needs_no_tensors_does_not_import_pytorch(arguments: list[str], sta
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == status and done.stderr.splitlines()[-1] == "[]"
     assert bool(done.stdout) == (not status)
+
+
+def test_names_that_a_models_module_may_register_are_looked_up_after_it_is_imported() -> None:
+    made = autopar_("plan", "test_command_line:registers", "--mesh", "a=2", "--cluster", "of-this-module", "--json")
+    assert made.exit_code == 0, made.output
+    assert json.loads(made.stdout)["cluster"] == "of-this-module"
+
+
+def registers() -> tuple[nn.Module, tuple[torch.Tensor, ...], Any]:
+    cluster = replace(autopar.CLUSTERS["dgx-a100"], name="of-this-module")
+    autopar.register_cluster(cluster, replace=True)
+    return nn.Linear(8, 8), (torch.zeros(8, 8),), torch.Tensor.sum
 
 
 def test_the_names_in_help_are_those_of_the_tables() -> None:
@@ -88,7 +122,8 @@ def test_the_list_of_commands_is_that_of_the_modules() -> None:
 @pytest.mark.parametrize(
     ("arguments", "hint"),
     [
-        (["pln"], "did you mean 'plan'?"),
+        (["pln"], "autopar has no command 'pln' (did you mean 'plan'?)"),
+        (["plan", "m", "--mesh", "a=2", "--bach", "3"], "has no option '--bach' (did you mean '--batch'?)"),
         (["plan", "hf:LlamaConfg", "--mesh", "a=2"], "(did you mean 'LlamaConfig'?)"),
         (["plan", "hf:LlamaConfig", "--set", "hiden_size=3", "--mesh", "a=2"], "(did you mean 'hidden_size'?)"),
         (["plan", "hf:LlamaConfig", "--dtype", "bfloat61", "--mesh", "a=2"], "(did you mean 'bfloat16'?)"),
@@ -103,6 +138,30 @@ def test_a_wrong_word_is_answered_with_the_nearest(arguments: list[str], hint: s
     failed = autopar_(*arguments)
     assert failed.exit_code == 2
     assert hint in failed.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["plan", "m", "--mesh", "a=2", "--batch", "0"], "--batch is '0': give an integer of at least 1"),
+        (["plan", "m", "--mesh", "a=2", "--seq=long"], "--seq is 'long': give an integer of at least 1"),
+        (["fit", "m", "--devices", "4", "--axes", "9"], "--axes is '9': give an integer from 1 to 4"),
+        (["what-if", "plan.json", "--headroom", "much"], "--headroom is 'much': give a number"),
+        (["plan", "m"], "--mesh is missing: give axes and sizes, outermost first, such as dp=2,tp=4"),
+        (["diff", "plan.json"], "AFTER is missing: give what plan --out wrote"),
+        (["plan", "m", "n", "--mesh", "a=2"], "unexpected extra argument"),
+    ],
+)
+def test_an_option_alone_is_refused_in_one_line(arguments: list[str], error: str) -> None:
+    failed = autopar_(*arguments)
+    assert failed.exit_code == 2 and failed.stdout == ""
+    assert len(failed.stderr.splitlines()) == 1 and failed.stderr.startswith("error: ") and error in failed.stderr
+
+
+def test_a_number_of_the_file_is_refused_as_one_that_is_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("autopar.toml").write_text("batch = 0")
+    assert "--batch is '0': give an integer of at least 1" in autopar_("plan", "m", "--mesh", "a=2").stderr
 
 
 def test_files_to_write_are_checked_before_anything_is_planned(tmp_path: Path) -> None:

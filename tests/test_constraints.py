@@ -100,8 +100,11 @@ def test_presets_and_limits_keep_constraints() -> None:
 @pytest.mark.parametrize(
     ("constraints", "message"),
     [
-        ({"model.embed.weight": {"tp": "R"}}, r"'model.embed.weight': tp=R names nothing.*model.embed_tokens.weight"),
-        ({"model.layers.*.mlp.act_fn": {"tp": "S(0)"}}, r"S\(0\) names nothing: parameters and inputs are called"),
+        ({"model.embed.weight": {"tp": "R"}}, r"tp=R names nothing \(did you mean 'model.embed_tokens.weight'\?\)$"),
+        ({"model.layers.*.self_atn": {"tp": "R"}}, r"names nothing \(did you mean 'model.layers.\*.self_attn'\?\)$"),
+        ({"zzzz": {"tp": "S(0)"}}, r"names nothing: parameters and inputs are called like \w+"),
+        ({HEAD: {"tpp": "R"}}, r"about mesh axis 'tpp' \(did you mean 'tp'\?\), and the mesh has dp, tp"),
+        ({"model.layers.*.mlp.act_fn": {"tp": "S(0)"}}, r"S\(0\) names nothing: no parameter and no input lies in it"),
         ({HEAD: {"pp": "R"}}, r"about mesh axis 'pp', and the mesh has dp, tp"),
         ({HEAD: {"tp": "shard"}}, r"tp='shard' is no placement: give R \(replicated\) or S\(d\)"),
         ({HEAD: {"tp": "S(2)"}}, r"lm_head.weight of shape \(64, 32\) can be split along S\(0\), S\(1\) on 2 ranks"),

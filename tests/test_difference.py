@@ -12,6 +12,7 @@ import pytest
 from test_explain import autopar_, planned
 
 import autopar
+from autopar.planning.page.sections import count_text
 from autopar.planning.plan import Plan
 from autopar.report.difference import Difference, difference
 
@@ -53,6 +54,17 @@ def test_json_has_figures_with_their_units() -> None:
     for row in after.timing.communication:
         assert sent.get(f"{row.kind} {row.axis}", {"bytes": row.bytes})["bytes"] == row.bytes
     assert any(change["before"] is None and change["after"]["count"] > 0 for change in told["collectives"])
+
+
+def test_plans_of_two_models_say_so_first() -> None:
+    other = planned("convolutions", solver="ddp")
+    told = difference(plan("ddp"), other)
+    names = [f"{made.model} ({count_text(made.provenance.parameter_count)} parameters)"
+             for made in (plan("ddp"), other) if made.provenance is not None]  # fmt: skip
+    assert told.models == tuple(names) and told.to_json()["models"] == tuple(names)
+    first = " ".join(str(told).split("\n\n")[0].split())
+    assert first == f"plans of two different models, whose figures are of different work: {' and '.join(names)}"
+    assert between("ddp", "fsdp").models == () and "two different models" not in str(between("ddp", "fsdp"))
 
 
 def test_what_moved_is_grouped_by_layers() -> None:
@@ -124,6 +136,11 @@ def test_what_if_keeps_what_is_not_given(saved: str) -> None:
     pinned = json.loads(autopar_("what-if", saved, "--solver", "dp", "--pin", "head.weight:tp=S(0)", "--json").stdout)
     assert {change["what"] for change in pinned["asked"]} == {"solver", "pinned"}
     assert any("head" in row["names"] and "tp" in row["after"] for row in pinned["moved"])
+
+
+def test_what_if_asked_nothing_says_what_can_be_asked(saved: str) -> None:
+    failed = autopar_("what-if", saved)
+    assert failed.exit_code == 2 and "say what would be different, such as --memory-limit 20GiB" in failed.stderr
 
 
 def test_what_if_nothing_fits_says_what_would(saved: str) -> None:

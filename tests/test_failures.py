@@ -109,7 +109,37 @@ def calls_go_wrong() -> list[str]:
         printed(lambda: module(batch, scale=2.0)),
         printed(lambda: autopar.parallelize(mlp(), mesh, (batch,), solver="fspd")),
         printed(lambda: nn.parallel.DistributedDataParallel(module)),
+        printed(lambda: module(batch + dist.get_rank())),
     ]
+
+
+class FailsOnOneRank(nn.Module):
+    """Its forward raises on rank 1 alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if dist.get_rank() == 1:
+            raise RuntimeError("a fault of its own")
+        return self.linear(x)
+
+
+def fails_on_one_rank() -> str:
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    return printed(lambda: autopar.parallelize(FailsOnOneRank(), mesh, (torch.ones(8, 16),), loss_fn=mean_square))
+
+
+def test_the_rank_that_fails_alone_says_what_it_met() -> None:
+    """With the line of the user's code, in few lines; the first rank has the message in its one line."""
+    first, second = run(2, fails_on_one_rank)
+    said = "RuntimeError: a fault of its own (on rank 1 of 2)"
+    assert first.strip() == f"rank 0: {said}, as rank 1 says"
+    lines = second.strip().splitlines()
+    assert lines[-1].endswith(said) and len(lines) <= 12, second
+    assert 'raise RuntimeError("a fault of its own")' in second
 
 
 def test_the_first_rank_says_what_all_ranks_meet() -> None:
@@ -120,6 +150,7 @@ def test_the_first_rank_says_what_all_ranks_meet() -> None:
         "got an unexpected keyword argument 'scale'": "TypeError",
         "ValueError: unknown solver 'fspd' (did you mean 'fsdp'?)": "ValueError",
         "ValueError: a parallel module reduces its gradients itself": "ValueError",
+        "ValueError: input args.0 differs between ranks": "ValueError",
     }
     for (words, kind), said, quiet in zip(wanted.items(), first, second, strict=True):
         lines = said.strip().splitlines()

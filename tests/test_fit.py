@@ -156,10 +156,22 @@ def test_a_narrower_optimizer_is_advised_where_it_is_enough_and_only_there() -> 
     assert "a narrower optimizer, since none keeps less than sgd" in refused(plain, 0.9 * smallest(plain))
 
 
+def test_what_is_enough_together_is_said_last_and_fits() -> None:
+    made = planner("a100-pcie", batch=512, optimizer="adamw_fp32", mesh={"a": 8})
+    limit = 0.8 * smallest(made)
+    told = re.search(r"\. Take a batch of (\d+) and the optimizer (\w+) together \(about .*\)\.$", refused(made, limit))
+    assert told is not None
+    changed = planner("a100-pcie", batch=int(told[1]), optimizer=told[2], mesh={"a": 8})
+    assert changed.plan(cost="serial", memory_limit_bytes=1.01 * limit).bytes <= 1.01 * limit  # it said "about"
+
+
 def test_what_is_not_enough_is_said() -> None:
     message = refused(planner("dgx-a100"), 1)
     assert "None of the usual remedies is enough alone. It would not fit with more ranks (about" in message
     assert "the optimizer sgd instead of adamw (about" in message
+    assert re.search(r"\. Give a memory limit of at least [\d.]+ \w+, or a smaller model\.$", message)
+    (ranks,) = re.findall(r"more ranks \(about [^)]* on (\d+)\)", message)
+    assert int(ranks) <= 64 * 8
     full = planner("a100-pcie", mesh={"a": 8})
     assert "more ranks, since a100-pcie has no more than 8 devices" in refused(full, 1)
 

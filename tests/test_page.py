@@ -15,6 +15,7 @@ from autopar.planning.page.placements import joined
 from autopar.planning.page.words import input_words, parameter_words
 from autopar.planning.plan import ParameterPlan, Plan
 from autopar.planning.planner import Planner
+from autopar.report.difference import difference
 
 MESH = {"dp": 2, "tp": 2}
 SCREEN_LINES = 45
@@ -224,3 +225,65 @@ def test_layers_that_differ_are_counted_apart() -> None:
     page = replace(made, parameters={**made.parameters, name: other}).text(width=120)
     assert re.search(r"down \(9 of them\) +row on tp\n", page)
     assert re.search(r"down \(1 of them\) +row on tp, sharded at rest on dp", page)
+
+
+class Unnamed(nn.Sequential):
+    """Layers within layers, without names, and parameters that only have numbers."""
+
+    def __init__(self) -> None:
+        layers = (nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)) for _ in range(3))
+        super().__init__(*layers, nn.Linear(32, 64))
+        self.scales = nn.ParameterList(torch.ones(64, device="meta") for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in list(self)[:4]:  # type: ignore[call-overload]
+            x = layer(x)
+        return x * self.scales[0] * self.scales[1]
+
+
+def test_modules_without_names_are_called_by_their_first_and_last() -> None:
+    with torch.device("meta"):
+        made = Planner(Unnamed(), MESH, (torch.zeros(8, 32),), loss_fn=models.mean_square, cluster="dgx-h100")
+    page, full = (made.plan(solver="megatron").text(width=120, full=full) for full in (False, True))
+    assert re.search(r"0\.0 to 2\.0 \(3 alike\): weight +column on tp\n", page)
+    assert re.search(r"0\.2 to 2\.2 \(3 alike\)\n +weight +row on tp\n", page), page
+    assert re.search(r"\n0\.0\.weight to 2\.0\.weight \(3\) +R +S\(0\)", full)
+    assert "*.*" not in page + full and "scales.*" in page
+    moved = difference(made.plan(solver="ddp"), made.plan(solver="megatron")).text(120)
+    assert "0.0 to 2.0 (3 layers): weight, bias" in moved and "\n  3: weight, bias" in moved, moved
+
+
+# --- attention without a fused kernel
+
+
+class Attends(nn.Module):
+    """Attention over its input, whose weights are dropped with probability `drops`."""
+
+    def __init__(self, drops: float) -> None:
+        super().__init__()
+        self.drops, self.project = drops, nn.Linear(64, 192)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (4, 16)).transpose(1, 2) for part in self.project(x).chunk(3, -1))
+        return nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=self.drops, is_causal=True)
+
+
+def test_dropout_of_attention_weights_is_priced_and_said_where_it_is() -> None:
+    """Its seconds are those by which attention is faster without it."""
+    x = torch.zeros(8, 1024, 64, device="meta")
+    dropping, plain = (
+        Planner(Attends(drops).to("meta"), {"dp": 2}, (x,), loss_fn=models.mean_square, cluster="dgx-a100").plan(
+            solver="ddp"
+        )
+        for drops in (0.1, 0.0)
+    )
+    assert dropping.timing is not None and plain.timing is not None
+    told = "dropout of attention weights keeps attention from the fused kernels"
+    for full in (False, True):
+        assert told in " ".join(dropping.text(full=full).split()) and told not in " ".join(
+            plain.text(full=full).split()
+        )
+    assert plain.timing.unfused_seconds == 0.0
+    masks = 2 * 8 // 2 * 4 * 1024 * 1024 / 1.6312e12  # which attention reads too, in forward and in backward
+    saved = dropping.timing.attention_seconds - plain.timing.attention_seconds
+    assert dropping.timing.unfused_seconds == pytest.approx(saved - masks, rel=0.15)

@@ -10,7 +10,6 @@ import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import version
 from itertools import takewhile
@@ -19,9 +18,11 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from autopar.extensions import nearest
 from autopar.report.telling import SAID, complain, notes
 
 from .configured import FILE, configured
+from .usage import BAD_INPUT, in_one_sentence
 
 PLANS, MACHINES, PROFILED = "Plans", "Machines", "Profiled costs"
 
@@ -89,9 +90,17 @@ class Commands(TyperGroup):
             return None
         return TyperCommand(cmd_name, help=command.help, rich_help_panel=command.panel)
 
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        typed = tuple(args)
+        with in_one_sentence(lambda: typed):
+            context = super().make_context(info_name, args, parent, **extra)
+        context.meta[__name__] = typed
+        return context
+
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            with in_one_sentence(lambda: (*ctx.meta[__name__], *FROM_FILE)):
+                return super().invoke(ctx)
         finally:
             GIVEN.clear()
 
@@ -99,9 +108,8 @@ class Commands(TyperGroup):
         """The command itself. An unknown one is answered with the nearest that there is."""
         name, *rest = args
         if name not in COMMANDS:
-            close = get_close_matches(name, COMMANDS, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(COMMANDS)}"
-            ctx.fail(f"No such command {name!r}: {hint}")
+            complain(f"autopar has no command {name!r}{nearest(name, COMMANDS)}; it has {', '.join(COMMANDS)}")
+            raise typer.Exit(BAD_INPUT)
         is_help = "--help" in rest
         command = command_of(name)
         if is_help:
@@ -111,7 +119,7 @@ class Commands(TyperGroup):
             found = configured(name, options, rest)
         except ValueError as error:
             complain(error)
-            raise typer.Exit(2) from None
+            raise typer.Exit(BAD_INPUT) from None
         SAID["quiet"] = any(word in QUIET for word in takewhile(lambda word: word != "--", rest))
         FROM_FILE[:] = found.words
         GIVEN[:] = [*rest, *found.words]

@@ -7,8 +7,9 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, ParamSpec, Protocol, TypeVar
 
@@ -16,12 +17,15 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from autopar.extensions import nearest
+from autopar.cluster import library
+from autopar.extensions import GROUP, nearest, unknown
 from autopar.planning.rendering import Row, comma_separated, markdown, page_width, rendered, tables
+from autopar.planning.saved import saved
 from autopar.report.telling import Ticker, complain, following, notes
 
 from .later import Later
-from .names import COSTS, OPTIMIZERS, PRESETS, SOLVERS
+from .names import AUTO, COSTS, DTYPES, OPTIMIZERS, PRESETS, SOLVERS
+from .usage import BAD_INPUT
 
 if TYPE_CHECKING:
     from autopar.passes.capture import shown
@@ -31,8 +35,6 @@ else:
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-BAD_INPUT = 2
 
 
 def out() -> Console:
@@ -51,11 +53,13 @@ def print_table(
 
 
 def reports_bad_input(command: Callable[P, T]) -> Callable[P, T]:
-    """The command, with each ValueError, and what a model raises, as one line on standard error and exit status 2."""
+    """The command, with each ValueError, and what a model raises, as one line on standard error and exit status 2.
+    What is wrong with its options in themselves is said first."""
 
     @functools.wraps(command)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
+            check_options(kwargs)
             return command(*args, **kwargs)
         except Exception as error:
             if "torch" in sys.modules and (where := shown.raised_by_model(error)):
@@ -273,6 +277,71 @@ def byte_count(text: str | None) -> float | None:
         raise ValueError(f"--memory-limit is {text!r}: give bytes, such as 40GB or 40GiB, or none for no limit")
     count: float = float(match[1]) * UNITS[match[2]]
     return count
+
+
+def check_dtype(name: str, option: str = "--dtype") -> None:
+    if name not in DTYPES:
+        raise ValueError(f"{option} is {name!r}{nearest(name, DTYPES)}: give {', '.join(DTYPES[:-1])} or {DTYPES[-1]}")
+
+
+def _check_solver(name: str) -> None:
+    if name not in (*SOLVERS, *PRESETS):
+        raise ValueError(unknown("solver", name, {"solvers": SOLVERS, "presets": PRESETS}))
+
+
+def _check_cost(name: str) -> None:
+    if name not in COSTS:
+        raise ValueError(unknown("cost", name, COSTS))
+
+
+def _check_optimizer(text: str) -> None:
+    if isinstance(optimizer_of(text), str) and text not in OPTIMIZERS:
+        raise ValueError(f"{unknown('optimizer', text, OPTIMIZERS)}; or give bytes per element of a parameter")
+
+
+def _check_mesh(text: str) -> None:
+    if text != AUTO and not text.isdecimal():
+        mesh_shape(text)
+
+
+CHECKS: Mapping[str, Callable[[str], object]] = {
+    "mesh": _check_mesh,
+    "settings": lambda text: parsed([text]),
+    "dtype": check_dtype,
+    "param_dtype": lambda name: check_dtype(name, "--param-dtype"),
+    "reduce_dtype": lambda name: check_dtype(name, "--reduce-dtype"),
+    "memory_limit": byte_count,
+    "optimizer": _check_optimizer,
+    "pin": lambda text: constraints([text]),
+}
+"""Parameters of commands, and what raises ValueError for a value that is wrong whatever the model is."""
+
+NAMED: Mapping[str, Callable[[str], object]] = {
+    "solver": _check_solver,
+    "strategy": _check_solver,
+    "cluster": library.named_cluster,
+    "cost": _check_cost,
+}
+"""Those of names to which the module of a model, and installed packages, may add theirs."""
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raises ValueError for options that are wrong in themselves, before PyTorch is there, which takes seconds to
+    import."""
+    for name, check in {**CHECKS, **({} if _may_add_names(options) else NAMED)}.items():
+        value = options.get(name)
+        for each in value if isinstance(value, list) else [value]:
+            if each is not None:
+                check(each)
+
+
+def _may_add_names(options: Mapping[str, Any]) -> bool:
+    """Whether there may be names that are registered once PyTorch is there."""
+    model, path = options.get("model") or options.get("target"), options.get("path")
+    if model is None and path is not None and NAMED.keys() & {name for name, value in options.items() if value}:
+        model = ((saved(path).get("provenance") or {}).get("source") or {}).get("model")
+    of_module = isinstance(model, str) and ":" in model and not model.startswith("hf:")
+    return of_module or "torch" in sys.modules or bool(entry_points(group=GROUP))
 
 
 def optimizer_of(text: str) -> str | float:

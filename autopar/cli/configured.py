@@ -6,10 +6,10 @@ import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from autopar.extensions import nearest
 from autopar.planning.saved import is_plan
 
 FILE = Path("autopar.toml")
@@ -63,8 +63,7 @@ def _values() -> dict[str, Any]:
         raise ValueError(f"{FILE}: {error}; correct it, or move it away") from error
     for key in values:
         if key not in KEYS:
-            close = get_close_matches(key.replace("_", "-"), (*KEYS, "memory-limit"), n=1)
-            hint = f" (did you mean {close[0]!r}?)" if close else ""
+            hint = nearest(key.replace("_", "-"), KEYS)
             raise ValueError(f"{FILE}: there is no option {key!r}{hint}; it may hold {', '.join(KEYS)}")
     return values
 

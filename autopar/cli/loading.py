@@ -20,7 +20,7 @@ from autopar.planning.plan import Plan
 from autopar.planning.provenance import Source
 
 from . import FROM_FILE, GIVEN, TYPED
-from .common import parsed
+from .common import check_dtype, parsed
 from .configured import FILE
 
 HEADS = (
@@ -99,10 +99,8 @@ def load(
             f"model {spec!r}: write module:callable, such as train:build, or hf:LlamaConfig, or give the path of a "
             f"config.json of Hugging Face, or of its folder"
         )
-    kind = getattr(torch, dtype, None)
-    if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
-        close = nearest(dtype, ("float32", "bfloat16", "float16", "float64"))
-        raise ValueError(f"--dtype is {dtype!r}{close}: give float32, bfloat16, float16 or float64")
+    check_dtype(dtype)
+    kind = getattr(torch, dtype)
     if file is not None:
         return _from_file(file, settings, batch, sequence, kind, device)
     if module == "hf":

@@ -11,4 +11,6 @@ PRESETS = ("ddp", "fsdp", "megatron", "megatron_sp", "atp", "par4d", "meshslice"
 
 COSTS = ("analytical", "serial", "volume", "hybrid", "profiled")
 
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
 OPTIMIZERS = ("adamw", "adamw_fp32", "sgd", "sgd_momentum")

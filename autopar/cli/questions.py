@@ -78,6 +78,8 @@ def explain_command(
 def diff_command(before: Annotated[Path, PLAN], after: Annotated[Path, PLAN], as_json: common.AsJson = False) -> None:
     """What changes from one saved plan to another: the step, the memory, what travels, and what moved. The figures of a
     plan that was edited are computed again."""
+    for path in (before, after):
+        saved(path)
     _show(differences.difference(current(before), current(after)), as_json)
 
 
@@ -107,6 +109,12 @@ def what_if_command(
     Example: autopar what-if plan.json --memory-limit 20GiB
     """
     common.writable(save, "--out")
+    changes = (pin, memory_limit, headroom, mesh, cluster, solver, optimizer, recompute, micro_batches, batch, sequence)
+    if all(change is None for change in (*changes, dtype, settings, effort)):
+        raise ValueError(
+            "what-if was asked nothing: say what would be different, such as --memory-limit 20GiB, --mesh dp=4,tp=2, "
+            "--solver fsdp, --batch 16 or --pin NAME:AXIS=PLACEMENT; autopar what-if --help lists all"
+        )
     planning.Plan.check_path(save)
     before = opened(path)
     source = changed(source_given(before, model, None, None, None, None), before, settings, batch, sequence, dtype)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from autopar.extensions import unknown
 from autopar.ir.graph import TensorMeta
 
 
@@ -58,8 +59,8 @@ def named_optimizer(optimizer: str | float | Optimizer) -> Optimizer:
     if isinstance(optimizer, str):
         if optimizer in OPTIMIZERS:
             return OPTIMIZERS[optimizer]
-        names = ", ".join(OPTIMIZERS)
-        raise ValueError(f"unknown optimizer {optimizer!r}; known: {names}; or give bytes per element of a parameter")
+        known = unknown("optimizer", optimizer, OPTIMIZERS.keys())
+        raise ValueError(f"{known}; or give bytes per element of a parameter")
     given: Any = optimizer
     if not isinstance(given, (int, float)) or isinstance(given, bool) or not 0 <= given < float("inf"):
         raise ValueError(f"optimizer is {optimizer!r}: give a name ({', '.join(OPTIMIZERS)}) or bytes per element")

@@ -21,12 +21,14 @@ FREE = COPIES | set(VIEWS)
 
 class Cost(NamedTuple):
     """Of one operator: seconds, the part of the memory's rate that it uses meanwhile, the bytes that it reads and
-    writes, and the seconds of its arithmetic at the device's peak."""
+    writes, the seconds of its arithmetic at the device's peak, and what it takes longer for what its kernel writes and
+    reads of results of its own, which a fused one keeps on the chip."""
 
     seconds: float
     memory: float
     bytes: int
     peak_seconds: float
+    unfused_seconds: float = 0.0
 
 
 CostKey = tuple[liveness.Results, tuple[bool, ...]]
@@ -88,4 +90,5 @@ class LocalOperators:
         moved = device.moving_seconds(size + inside)
         longest = max(arithmetic, moved)
         seconds = device.operator_seconds(op, operands, results, flops, inside)
-        return Cost(seconds, moved / longest if longest else 0.0, size, peak)
+        fused = device.operator_seconds(op, operands, results, flops) if inside else seconds
+        return Cost(seconds, moved / longest if longest else 0.0, size, peak, seconds - fused)

@@ -94,7 +94,7 @@ class _Streams:
         self.barrier: tuple[int, ...] = ()
         """What has to end before the rank goes on."""
         self.bytes: list[int] = []
-        self.peak_seconds = 0.0
+        self.peak_seconds = self.unfused_seconds = 0.0
         self._priced: dict[tuple[str, int, int], Task] = {}
 
     def timeline(self) -> Timeline:
@@ -105,6 +105,7 @@ class _Streams:
             events=tuple(self._events(spans)),
             stalls=tuple(self._stalls(spans)),
             peak_seconds=self.peak_seconds,
+            unfused_seconds=self.unfused_seconds,
         )
 
     def write(self) -> None:
@@ -132,6 +133,7 @@ class _Streams:
         else:
             cost = self.local.cost(instruction)
             self.peak_seconds += cost.peak_seconds
+            self.unfused_seconds += cost.unfused_seconds
             if cost.seconds:
                 self._add(instruction, self._operator(cost), cost.bytes, backward)
                 self.barrier = (len(self.tasks) - 1,)

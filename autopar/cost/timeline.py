@@ -70,12 +70,13 @@ class Communication:
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
     """One forward and backward of one rank, without the optimizer. `peak_seconds` is what its arithmetic would take at
-    the device's peak."""
+    the device's peak, and `unfused_seconds` what kernels that are not fused take longer (`roofline.Cost`)."""
 
     axes: tuple[str, ...]
     events: tuple[Event, ...]
     stalls: tuple[Stall, ...] = ()
     peak_seconds: float = 0.0
+    unfused_seconds: float = 0.0
 
     @cached_property
     def seconds(self) -> float:

@@ -22,10 +22,19 @@ GROUP = "autopar.extensions"
 Row = TypeVar("Row", bound=Any)
 
 
-def nearest(word: str, words: Iterable[str]) -> str:
+def nearest(word: object, words: Iterable[str]) -> str:
     """A hint at the word that a person meant, for errors: " (did you mean 'megatron'?)", or nothing."""
-    close = get_close_matches(word, list(words), n=1)
+    close = get_close_matches(word, list(words), n=1) if isinstance(word, str) else []
     return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def unknown(kind: str, word: object, names: Iterable[str] | Mapping[str, Iterable[str]]) -> str:
+    """The error for a word that is none of the `names`, which may stand under headings."""
+    headed = names if isinstance(names, Mapping) and not isinstance(names, Table) else {"known": names}
+    every = {heading: list(group) for heading, group in headed.items()}
+    close = nearest(word, [name for group in every.values() for name in group])
+    listed = "; ".join(f"{heading}: {', '.join(group)}" for heading, group in every.items())
+    return f"unknown {kind} {word!r}{close}; {listed}"
 
 
 class Table(Mapping[str, Row]):
@@ -78,8 +87,7 @@ class Table(Mapping[str, Row]):
     def named(self, name: Any) -> Row:
         """The row of this name. Raises ValueError if there is none."""
         if not isinstance(name, str) or name not in self:
-            close = nearest(name, self) if isinstance(name, str) else ""
-            raise ValueError(f"unknown {self.kind} {name!r}{close}; known: {', '.join(self)}")
+            raise ValueError(unknown(self.kind, name, self))
         return self[name]
 
     def __getitem__(self, name: str) -> Row:

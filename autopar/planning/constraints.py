@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from autopar.extensions import nearest
 from autopar.passes.space.choices import REPLICATED, AxisChoice
 from autopar.passes.space.sites import Region, Site
 from autopar.passes.space.space import Space
@@ -36,7 +37,7 @@ def pins(space: Space, constraints: Constraints) -> Pins:
             constraint = _parsed(space, pattern, axis_name, text)
             sites = [site for site, copies in named if _applies(constraint, site, copies)]
             if not sites:
-                raise ValueError(f"constraint {constraint} names nothing: {_similar(constraint, named)}")
+                raise ValueError(f"constraint {constraint} names nothing{_similar(constraint, named)}")
             axis = space.axes.index(axis_name)
             for site in sites:
                 left = _left(space, constraint, site, axis)
@@ -63,7 +64,8 @@ class _Constraint:
 def _parsed(space: Space, pattern: str, axis: str, text: str) -> _Constraint:
     if axis not in space.axes:
         raise ValueError(
-            f"constraint {pattern!r} is about mesh axis {axis!r}, and the mesh has {', '.join(space.axes)}"
+            f"constraint {pattern!r} is about mesh axis {axis!r}{nearest(axis, space.axes)}, and the mesh has "
+            f"{', '.join(space.axes)}"
         )
     match = re.fullmatch(r"R|S\((\d+)\)", text)
     if match is None:
@@ -126,11 +128,14 @@ def _of(site: Site) -> str:
 
 
 def _similar(constraint: _Constraint, named: list[tuple[Site, list[str]]]) -> str:
-    """The names most like a pattern."""
-    from difflib import get_close_matches
-
+    """The name that was meant, or what names there are; in a pattern, numbers of layers are `*`."""
     kinds = ("parameter", "input") if constraint.dim is not None else ("parameter", "input", "op")
     names = sorted({name for site, copies in named if site.kind in kinds for name in copies if name})
-    close = get_close_matches(constraint.pattern, names, n=3, cutoff=0.3) or names[:3]
+    if "*" in constraint.pattern:
+        names = list(dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in names))
+    parts = [name.split(".") for name in names]
+    modules = dict.fromkeys(".".join(each[:k]) for each in parts for k in range(1, len(each) + 1))
     what = "parameters and inputs" if constraint.dim is not None else "parameters, inputs and modules"
-    return f"{what} are called like {', '.join(close)}"
+    if any(_matches(name, constraint.pattern) for site, copies in named if site.kind == "op" for name in copies):
+        return ": no parameter and no input lies in it, and S(d) splits those alone; R keeps a module off an axis"
+    return nearest(constraint.pattern, modules) or f": {what} are called like {', '.join(names[:3])}"

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from autopar.compat.devices import devices_of
-from autopar.extensions import nearest
+from autopar.extensions import unknown
 from autopar.ir.graph import JointGraph
 from autopar.solve.solvers import SOLVERS
 
@@ -58,9 +58,7 @@ def check_mesh(mesh_shape: Any) -> None:
 
 def check_solver(solver: Any) -> None:
     if not isinstance(solver, str) or (solver not in SOLVERS and solver not in PRESETS):
-        close = nearest(solver, (*SOLVERS, *PRESETS)) if isinstance(solver, str) else ""
-        known = f"solvers: {', '.join(SOLVERS)}; presets: {', '.join(PRESETS)}"
-        raise ValueError(f"unknown solver {solver!r}{close}; {known}")
+        raise ValueError(unknown("solver", solver, {"solvers": SOLVERS, "presets": PRESETS}))
 
 
 def check_limit(memory_limit_bytes: Any) -> None:

@@ -154,14 +154,17 @@ def step_of(timelines: Sequence[tuple[Timeline, Program, int]]) -> Timeline:
     """The timelines of a step's micro-batches as one, one after the other."""
     events: list[Event] = []
     stalls: list[Stall] = []
-    began = arithmetic = 0.0
+    began = arithmetic = unfused = 0.0
     for one, _, times in timelines:
         for _ in range(times):
             events += [_later(event, began) for event in one.events]
             stalls += [_later(stall, began) for stall in one.stalls]
             began, arithmetic = began + one.seconds, arithmetic + one.peak_seconds
+            unfused += one.unfused_seconds
     axes = timelines[0][0].axes
-    return Timeline(axes=axes, events=tuple(events), stalls=tuple(stalls), peak_seconds=arithmetic)
+    return Timeline(
+        axes=axes, events=tuple(events), stalls=tuple(stalls), peak_seconds=arithmetic, unfused_seconds=unfused
+    )
 
 
 def _later(interval: Span, seconds: float) -> Span:

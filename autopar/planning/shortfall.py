@@ -30,6 +30,13 @@ UPDATE = "optimizer step"
 """The phase (`cost.memory`) in which temporaries are the optimizer's."""
 
 
+TIMES_MOST = 64
+"""Nobody takes more times as many ranks for want of memory."""
+
+LITTLE_PART = 0.05
+"""What saves less than this part of a peak saves next to nothing."""
+
+
 class DoesNotFit(Infeasible):
     """No plan keeps a memory limit. `smallest` is the assignment with the smallest peak that was reached."""
 
@@ -79,6 +86,8 @@ class Shortfall:
         advice = f" It would fit with {_either(would)}." if would else " None of the usual remedies is enough alone."
         if would_not:
             advice += f" It would not fit with {_either(would_not)}."
+        if not would:
+            advice += f" {self._last_resort()}"
         return (
             f"no plan fits in {self._limit()}. The smallest peak that was reached is "
             f"{size_text(peak.bytes, up=True)} a rank, in {peak.at}: {composed}.{advice}"
@@ -93,14 +102,42 @@ class Shortfall:
         headroom = f" and {1.0 - self.limit / usable:.0%} of headroom" if self.limit < usable else ""
         return f"{limit}, the memory of {device.name} ({memory}) less its reserve ({reserve}){headroom}"
 
+    def _last_resort(self) -> str:
+        """What to do where nothing is enough alone: two at once, or else another limit or model."""
+        factors, sizes, narrower = self._factors(), list(self._batches()), self._narrower()
+        for optimizer in narrower:
+            pairs: list[tuple[str, Change]] = []
+            if factors:
+                factor = self._enough(factors)
+                ranks = factor * math.prod(self.space.mesh)
+                pairs.append((f"{ranks} ranks", Change(ranks=factor, optimizer=optimizer)))
+            pairs += [(f"a batch of {n}", Change(batch=n / self._batch_size, optimizer=optimizer)) for n in sizes]
+            for words, change in pairs:
+                if (needed := self.needed(change)) <= self.limit:
+                    return f"Take {words} and the optimizer {optimizer.name} together (about {size_text(needed)})."
+        least = size_text(self.peak.bytes, up=True)
+        more = f"devices with {least} to use" if self.by_device else f"a memory limit of at least {least}"
+        return f"Give {more}, or a smaller model."
+
     # ---- what would do
+
+    def _factors(self) -> list[int]:
+        """Times as many ranks, up to what the cluster has and what anyone would take."""
+        ranks, devices = math.prod(self.space.mesh), min(self.space.cluster.devices, RANKS_MOST)
+        return [2**k for k in range(1, TIMES_MOST.bit_length()) if 2**k * ranks <= devices]
+
+    def _enough(self, factors: list[int]) -> int:
+        """The first that is enough, or else the first beyond which more ranks save next to nothing."""
+        needed = {factor: self.needed(Change(ranks=factor)) for factor in factors}
+        wanted = max(self.limit, (1.0 + LITTLE_PART) * needed[factors[-1]])
+        return next(factor for factor in factors if needed[factor] <= wanted)
 
     def _ranks(self) -> tuple[bool, str]:
         ranks, devices = math.prod(self.space.mesh), min(self.space.cluster.devices, RANKS_MOST)
-        factors = [2**k for k in range(1, 21) if 2**k * ranks <= devices]
-        if not factors:
+        if not (factors := self._factors()):
             return False, f"more ranks, since {self.space.cluster.name} has no more than {devices} devices"
-        factor, needed = self._first(factors, lambda factor: Change(ranks=factor))
+        factor = self._enough(factors)
+        needed = self.needed(Change(ranks=factor))
         if needed > self.limit:
             return False, f"more ranks (about {size_text(needed)} on {factor * ranks})"
         return True, f"{factor * ranks} ranks instead of {ranks} (about {size_text(needed)})"
@@ -121,12 +158,15 @@ class Shortfall:
 
     def _optimizer(self) -> tuple[bool, str]:
         own = self.space.optimizer
-        others = sorted(OPTIMIZERS.values(), key=self._states, reverse=True)
-        narrower = [other for other in others if self._states(other) < self._states(own)]
-        if not narrower:
+        if not (narrower := self._narrower()):
             return False, f"a narrower optimizer, since none keeps less than {own.name}"
         other, needed = self._first(narrower, lambda other: Change(optimizer=other))
         return needed <= self.limit, f"the optimizer {other.name} instead of {own.name} (about {size_text(needed)})"
+
+    def _narrower(self) -> list[Optimizer]:
+        """Optimizers that keep less, the widest first."""
+        others = sorted(OPTIMIZERS.values(), key=self._states, reverse=True)
+        return [other for other in others if self._states(other) < self._states(self.space.optimizer)]
 
     def _first(self, choices: list[C], change: Callable[[C], Change]) -> tuple[C, float]:
         """The first choice that fits with the bytes that it needs, or else the last one."""

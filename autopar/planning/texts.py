@@ -1,12 +1,35 @@
 """Numbers, lists and tables as people read them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 
 def listed(words: Sequence[str]) -> str:
     """ "a", "a and b", "a, b and c"."""
     *most, last = words
     return f"{', '.join(most)} and {last}" if most else last
+
+
+def starred(name: str) -> str:
+    """A name with `*` for the numbers of layers in it: "model.layers.*.mlp"."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def together(names: Sequence[str]) -> str:
+    """One name for several that differ in numbers: with `*` for these, or the first and the last where numbers come
+    first, as in containers without names ("0.0 to 3.2")."""
+    pattern = starred(names[0])
+    if len(names) == 1:
+        return names[0]
+    return f"{names[0]} to {names[-1]}" if pattern.startswith("*") else pattern
+
+
+def by_reason(refused: Iterable[tuple[str, str, str]]) -> list[tuple[list[str], str]]:
+    """Names and why there is no plan of each, those of one reason together: of a solver or preset, its name here, and
+    its reason."""
+    alike: dict[str, dict[str, str]] = {}
+    for solver, name, reason in refused:
+        alike.setdefault(reason.replace(f"preset {solver!r}", "the preset"), {})[name] = reason
+    return [(list(own), shared if len(own) > 1 else next(iter(own.values()))) for shared, own in alike.items()]
 
 
 def table(rows: list[tuple[str, ...]]) -> list[str]:

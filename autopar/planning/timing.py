@@ -19,13 +19,15 @@ OPERATOR_KINDS = MATRIX_PRODUCTS, ATTENTION, OTHER_OPERATORS = "matrix products"
 class Timing:
     """A rank's seconds of one step, on its timeline: of matrix products and convolutions, of attention, and of all
     other operators, copies among them. The rest of the step is the optimizer, and the waits in `communication`: by kind
-    and mesh axis, what collectives take, and what of that ranks wait for."""
+    and mesh axis, what collectives take, and what of that ranks wait for. `unfused_seconds` of the operators are spent
+    on what kernels write and read of results of their own: attention's, where dropout keeps it from fused ones."""
 
     products_seconds: float
     attention_seconds: float
     others_seconds: float
     optimizer_seconds: float
     communication: tuple[Communication, ...]
+    unfused_seconds: float = 0.0
 
     def exposed_on(self) -> Mapping[str, float]:
         """Mesh axis -> the seconds that ranks wait for its collectives."""
@@ -58,6 +60,7 @@ def timing(step: Timeline, optimizer_seconds: float, seconds: float) -> Timing:
             )
             for row in step.communication
         ),
+        unfused_seconds=scale * step.unfused_seconds,
     )
 
 

@@ -36,7 +36,7 @@ class Training:
 
     def __post_init__(self) -> None:
         if self.recompute not in RECOMPUTE:
-            close = nearest(self.recompute, RECOMPUTE) if isinstance(self.recompute, str) else ""
+            close = nearest(self.recompute, RECOMPUTE)
             raise ValueError(
                 f"recompute is {self.recompute!r}{close}: 'auto' (the planner chooses what backward makes again), "
                 f"'asked' (what torch.utils.checkpoint marks in the model, and nothing else) or 'none'"

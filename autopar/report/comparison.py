@@ -8,6 +8,7 @@ from rich.text import Text
 
 from autopar.planning.plan import Plan
 from autopar.planning.rendering import Row, of_rows, rendered
+from autopar.planning.texts import by_reason, listed
 
 
 @dataclass(frozen=True)
@@ -59,18 +60,33 @@ class Comparison:
     def __str__(self) -> str:
         return self.text()
 
+    def alike(self) -> dict[str, list[str]]:
+        """Name -> the names of the same plan, that one first; each plan once, best first."""
+        first: dict[tuple[str, str, float, int], str] = {}
+        names: dict[str, list[str]] = {}
+        for name, plan in self.plans.items():
+            key = plan.digest, plan.cluster, plan.seconds, plan.bytes
+            names.setdefault(first.setdefault(key, name), []).append(name)
+        return names
+
     def text(self, width: int = 80) -> str:
-        """The table in at most so many columns; where it is wider, its columns follow in a second one."""
+        """The table in at most so many columns; where it is wider, its columns follow in a second one. The same plan of
+        several stands there once, and so does a reason why there is none."""
+        alike, plans = self.alike(), self.plans
         rows: list[Row] = [
-            {"plan": name, **{c: value for c, value in figures_of(p).items() if c not in ROWS_ALONE}}
-            for name, p in self.plans.items()
+            {"plan": name, **{c: value for c, value in figures_of(plans[name]).items() if c not in ROWS_ALONE}}
+            for name in alike
         ]
-        told = [Text(f"{name}: no plan: {error}") for name, error in self.refused.items()]
+        told = [Text(f"{listed(same)}: the plan of {name} too") for name, (_, *same) in alike.items() if same]
+        refused = by_reason((name.split(" ")[0], name, error) for name, error in self.refused.items())
+        told += [Text(f"{listed(names)}: no plan: {reason}") for names, reason in refused]
         return rendered([*of_rows(rows, width), *told], width)
 
     def full_text(self, width: int = 80) -> str:
         """The table, and what each plan sends."""
-        return f"{self.text(width)}\n\n{rendered(of_rows(self.collectives(), width, keys=3), width)}".rstrip()
+        alike = self.alike()
+        sent = [row for row in self.collectives() if row["plan"] in alike]
+        return f"{self.text(width)}\n\n{rendered(of_rows(sent, width, keys=3), width)}".rstrip()
 
 
 def figures_of(plan: Plan) -> Row:

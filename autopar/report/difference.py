@@ -12,11 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.planning.page.placements import input_rows, joined, parameter_rows
-from autopar.planning.page.sections import PLANS, memory_parts
+from autopar.planning.page.sections import PLANS, count_text, memory_parts
 from autopar.planning.page.words import legend
 from autopar.planning.plan import Plan
 from autopar.planning.rendering import Row, rendered
-from autopar.planning.texts import UNITS, digits, short_bytes
+from autopar.planning.texts import UNITS, digits, listed, short_bytes, starred, together
 
 from .comparison import figures_of
 
@@ -57,11 +57,13 @@ class Moved:
 class Difference:
     """From the plan `before` to the plan `after`, which stand here with their figures (`comparison.COLUMNS`): what was
     asked differently, figures, collectives, and what moved.
+    `models` are both models where they differ: figures are then of different work.
     `gave` are sentences: what the second plan does for what it was asked. `operators` of `all_operators` are split
     differently; None where the plans are of different graphs."""
 
     before: Row
     after: Row
+    models: tuple[str, ...]
     asked: tuple[Change, ...]
     figures: tuple[Change, ...]
     collectives: tuple[Change, ...]
@@ -82,6 +84,8 @@ class Difference:
         return rendered(self._parts(), width)
 
     def _parts(self) -> Iterator[Text | Table | Padding]:
+        if self.models:
+            yield Text(f"plans of two different models, whose figures are of different work: {listed(self.models)}\n")
         for heading, changes in (("asked", self.asked), ("figures", self.figures), ("traffic", self.collectives)):
             if changes:
                 yield _table(heading, changes)
@@ -111,6 +115,7 @@ def difference(before: Plan, after: Plan) -> Difference:
     return Difference(
         before=figures_of(before),
         after=figures_of(after),
+        models=_models(before, after),
         asked=tuple(_changed(_asked(before), _asked(after))),
         figures=tuple(_changed(_figures(before), _figures(after))),
         collectives=tuple(_changed(_collectives(before), _collectives(after))),
@@ -118,6 +123,18 @@ def difference(before: Plan, after: Plan) -> Difference:
         gave=tuple(_gave(before, after, operators, every)),
         operators=operators,
         all_operators=every,
+    )
+
+
+def _models(before: Plan, after: Plan) -> tuple[str, ...]:
+    """Both models in words, if they differ: of other classes, or of other sizes."""
+    origins = before.provenance, after.provenance
+    counts = [None if origin is None else origin.parameter_count for origin in origins]
+    if before.model == after.model and (counts[0] == counts[1] or None in counts):
+        return ()
+    return tuple(
+        plan.model if count is None else f"{plan.model} ({count_text(count)} parameters)"
+        for plan, count in zip((before, after), counts, strict=True)
     )
 
 
@@ -189,15 +206,17 @@ def _moved(before: Plan, after: Plan) -> Iterator[Moved]:
     for name, words in _words(after):
         was = words_before.get(name, "not there")
         if was != words:
-            grouped.setdefault((_pattern(name), was, words), []).append(name)
-    together: dict[tuple[str, str, str], list[tuple[str, int]]] = {}
+            grouped.setdefault((starred(name), was, words), []).append(name)
+    alike: dict[tuple[str, str, str], dict[str, list[str]]] = {}
     for (pattern, was, words), names in grouped.items():
-        module, _, end = pattern.rpartition("*.")
-        together.setdefault((module and f"{module}*", was, words), []).append((end, len(names)))
-    for (module, was, words), ends in together.items():
-        count = max(number for _, number in ends)
-        told = joined(tuple(end.removesuffix(".weight") for end, _ in ends))
-        yield Moved(names=f"{module} ({count} layers): {told}" if module else told, before=was, after=words)
+        module, number, end = pattern.rpartition("*.")
+        layers = [".".join(name.split(".")[: module.count(".") + 1]) for name in names] if number else []
+        alike.setdefault((together(layers) if layers else "", was, words), {})[end] = layers
+    for (module, was, words), ends in alike.items():
+        count = max(map(len, ends.values()))
+        told = joined(tuple(end.removesuffix(".weight") for end in ends))
+        layers_text = f" ({count} layers)" if count > 1 else ""
+        yield Moved(names=f"{module}{layers_text}: {told}" if module else told, before=was, after=words)
     inputs = dict(input_rows(before))
     for which, words in input_rows(after):
         if inputs.get(which) not in (None, words):
@@ -209,10 +228,6 @@ def _words(plan: Plan) -> Iterator[tuple[str, str]]:
     for name, placed in plan.parameters.items():
         (row,) = parameter_rows({name: placed}, tuple(plan.mesh))
         yield name, row.words
-
-
-def _pattern(name: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def _decisions(plan: Plan) -> dict[str, str]:

@@ -26,7 +26,7 @@ from autopar.planning.planner import Planner
 from autopar.planning.presets import PRESETS
 from autopar.planning.rendering import Row, of_rows, rendered
 from autopar.planning.request import Request
-from autopar.planning.texts import digits, short_seconds
+from autopar.planning.texts import by_reason, digits, short_seconds
 
 DEVICES_MOST = 2**20
 
@@ -116,12 +116,10 @@ class Fit:
 
     def _reasons(self, trials: Sequence[Trial]) -> Iterator[tuple[str, str]]:
         """Trials without a plan, those of one reason together."""
-        told: dict[str, list[str]] = {}
-        for trial in trials:
-            if not trial.fits:
-                names = f"{trial.strategy} on {mesh_words(trial.mesh)}" if trial.mesh else ""
-                told.setdefault(trial.reason, []).append(names)
-        yield from ((", ".join(names), reason) for reason, names in told.items())
+        refused = [trial for trial in trials if not trial.fits]
+        names = [f"{trial.strategy} on {mesh_words(trial.mesh)}" if trial.mesh else "" for trial in refused]
+        told = by_reason((t.strategy, name, t.reason) for t, name in zip(refused, names, strict=True))
+        yield from ((", ".join(alike), reason) for alike, reason in told)
 
 
 def strategy_words(trial: Trial) -> str:

@@ -15,6 +15,7 @@ from autopar.passes.blocks.block import Blocks
 
 from ..plan import Plan
 from ..planner import Planner
+from ..texts import starred, together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,15 +97,12 @@ def _placed(every: Sequence[Held], step: Timeline) -> Iterator[Moment]:
 def _blocks(planner: Planner, blocks: Blocks) -> Iterator[BlockFacts]:
     """Those whose names and modules differ in numbers alone count as one."""
     graph = planner.captured.graph
-    alike: dict[tuple[tuple[str, ...], int, tuple[str, ...]], int] = {}
+    alike: dict[tuple[tuple[str, ...], int, tuple[str, ...]], list[tuple[str, ...]]] = {}
     for block in blocks.blocks:
-        modules = tuple(dict.fromkeys(_pattern(graph.nodes[node].module) for node in block.contractions))
-        key = (modules, len(block.nodes), tuple(map(str, block.dims)))
-        alike[key] = alike.get(key, 0) + 1
-    for (modules, operators, splits), count in alike.items():
+        modules = tuple(dict.fromkeys(graph.nodes[node].module for node in block.contractions))
+        key = (tuple(map(starred, modules)), len(block.nodes), tuple(map(str, block.dims)))
+        alike.setdefault(key, []).append(modules)
+    for (_, operators, splits), every in alike.items():
+        modules = tuple(dict.fromkeys(map(together, zip(*every, strict=True))))
         named = next((module for module in modules if module), "the model")
-        yield BlockFacts(name=named, modules=modules, operators=operators, splits=splits, count=count)
-
-
-def _pattern(module: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in module.split("."))
+        yield BlockFacts(name=named, modules=modules, operators=operators, splits=splits, count=len(every))

@@ -18,6 +18,9 @@ from ..page.words import legend
 from ..record import Record
 from ..texts import short_bytes, short_seconds
 
+SAME_PART = 0.001
+"""Steps that differ by less than this part are the same."""
+
 FIGURE = 12
 """Columns of a figure with its unit, at most."""
 
@@ -181,8 +184,9 @@ def _figures(other: Alternative, chosen: Alternative) -> tuple[str, str]:
     about = "" if other.is_exact else "~"
     if other is chosen or chosen.seconds is None or chosen.bytes is None:
         return about + short_seconds(other.seconds), about + short_bytes(other.bytes)
+    longer = other.seconds - chosen.seconds
     return (
-        about + signed(other.seconds - chosen.seconds, short_seconds),
+        about + ("same" if abs(longer) <= SAME_PART * chosen.seconds else signed(longer, short_seconds)),
         about + signed(other.bytes - chosen.bytes, short_bytes),
     )
 

@@ -17,6 +17,7 @@ from autopar.passes.space.problem import Assignment, Decisions
 from autopar.passes.space.space import Space
 
 from ..account import Account, Source, account, sources
+from ..page.full import UNFUSED, WITHOUT_DROPOUT
 from ..plan import Plan
 from ..planner import Planner
 from ..progress import Stage
@@ -202,6 +203,7 @@ class Explainer:
         if site.meta is not None:
             size = f"{site.meta}, {site.meta.bytes:,} bytes"
             yield size if place.body is None else f"{size}, in each of {len(place.names)} layers, which change together"
+        yield from _unfused([place])
         if site.fixed:
             yield "it stays replicated, since every copy of a repeated layer reads it"
         if site.node is not None:
@@ -262,7 +264,7 @@ class Explainer:
         return Explanation(
             name=of.name,
             kind="module",
-            facts=(f"{len(of.places)} places of decision",),
+            facts=(f"{len(of.places)} places of decision", *_unfused(of.places)),
             chosen=of_plan(plan, "", "as it is", before.seconds),
             alternatives=tuple(others),
             binds=tuple(verdict(plan, others)),
@@ -314,6 +316,12 @@ def _source_row(source: Source, names: Mapping[str, str]) -> tuple[str, ...]:
     size, seconds = short_bytes(source.bytes), short_seconds(source.seconds)
     name = names.get(source.root) or f"{source.root} of {source.module}"
     return name, f"{source.kind} {source.axis}", f"{source.count:,}", size, seconds
+
+
+def _unfused(places: Sequence[Place]) -> list[str]:
+    """What is to be said where an operator's kernel is not fused."""
+    rules = [place.site.rule for place in places if place.site.rule is not None]
+    return [f"{UNFUSED}: {WITHOUT_DROPOUT}"] if any(rule.inside_bytes for rule in rules) else []
 
 
 def request_of(plan: Plan) -> Request:

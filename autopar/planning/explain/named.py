@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 
+from autopar.extensions import nearest
 from autopar.ir.program import COLLECTIVES
 from autopar.passes.space.sites import Region, Site
 from autopar.passes.space.space import Space
@@ -83,7 +83,7 @@ def named(space: Space, name: str, tied: Mapping[str, str]) -> Named:
     inside = tuple(place for place in every if any(_lies_in(one, asked) for one in (*place.names, place.pattern)))
     if inside and asked:
         return Named(name=name, kind="module", places=inside)
-    raise ValueError(f"nothing in the model is called {name!r}: {_nearest(space, every, asked)}")
+    raise ValueError(f"nothing in the model is called {name!r}{_nearest(space, every, asked)}")
 
 
 def _lies_in(name: str, module: str) -> bool:
@@ -100,12 +100,11 @@ def _collective(space: Space, name: str) -> tuple[str, str] | None:
 
 
 def _nearest(space: Space, every: list[Place], asked: str) -> str:
-    """The names most like one that nothing has."""
+    """The name most like one that nothing has, or what names there are."""
     names = dict.fromkeys(name for place in every for name in (*place.names, place.pattern) if name)
     modules = dict.fromkeys(name.rpartition(".")[0] for name in names)
     known = [*names, *(module for module in modules if module), *(f"{kind} {a}" for kind in COLLECTIVES
                                                                   for a in space.axes)]  # fmt: skip
     known += [place.site.name for place in every if place.site.kind == "op"]
     known = list(dict.fromkeys(known))
-    close = get_close_matches(asked, known, n=3, cutoff=0.3) or known[:3]
-    return f"the nearest names are {', '.join(close)}"
+    return nearest(asked, known) or f": names are such as {', '.join(known[:3])}"

@@ -13,10 +13,7 @@ from ..account import Account
 from ..description import texts
 from ..record import Record
 from ..texts import listed, short_bytes, short_seconds
-from .answer import Alternative
-
-SAME_PART = 0.001
-"""Steps that differ by less than this part are as long."""
+from .answer import SAME_PART, Alternative
 
 SHOWN_MOVES = 6
 """Parameters that a plan moves, which are named; the others are counted."""
@@ -123,9 +120,10 @@ def verdict(plan: Record, others: Sequence[Alternative]) -> Iterator[str]:
     same = [o for o in fitting if (o.seconds or 0) <= plan.seconds * (1 + SAME_PART)]
     if same:
         lean = sum(1 for o in same if (o.bytes or 0) < plan.bytes)
-        ties = "one ties" if len(same) == 1 else f"{len(same)} tie"
-        needs = f", {lean} of them with less memory" if lean else ", without saving memory"
-        yield f"no alternative is faster; {ties}{needs}"
+        which = "with one" if len(same) == 1 else f"with {len(same)}"
+        needs = f"; {lean} of these {'saves' if lean == 1 else 'save'} memory" if lean else ", and none saves memory"
+        needs = needs if len(same) > 1 else ", and it saves memory" if lean else ", and it saves no memory"
+        yield f"no alternative is faster; {which} the step is the same{needs}"
         return
     if fitting:
         best = min(fitting, key=lambda o: o.seconds or 0)

@@ -10,8 +10,23 @@ from rich.text import Text
 
 from ..record import LIMIT_WORDS, ParameterPlan, Record
 from ..rendering import rendered, tables
-from ..texts import bytes_text, seconds_text
+from ..texts import bytes_text, seconds_text, short_seconds, starred, together
 from ..training import micro_batches_text, precision_text, recompute_text
+
+LEAST_UNFUSED = 0.02
+"""Less of a step is not worth changing a model for."""
+
+UNFUSED = "dropout of attention weights keeps attention from the fused kernels"
+WITHOUT_DROPOUT = "set it to 0 in the model, such as by --set attn_pdrop=0 or attention_dropout=0"
+
+
+def unfused(plan: Record) -> list[str]:
+    """What attention costs for want of a fused kernel, and what to do."""
+    seconds = 0.0 if plan.timing is None else plan.timing.unfused_seconds
+    if not plan.seconds or seconds < LEAST_UNFUSED * plan.seconds:
+        return []
+    costs = f"about {short_seconds(seconds)} of the step ({seconds / plan.seconds:.0%})"
+    return [f"{UNFUSED}, which costs {costs}: {WITHOUT_DROPOUT}"]
 
 
 def full_text(plan: Record, width: int) -> str:
@@ -33,6 +48,7 @@ def full_text(plan: Record, width: int) -> str:
         f"that is in {peak.at}",
         limit_text(plan),
         *recomputed(plan),
+        *unfused(plan),
         *_pinned(plan),
         *(f"precision: {text}" for text in precision_text(plan.training, plan.held_in)),
         *(f"micro-batches: {text}" for text in micro_batches_text(plan.training)),
@@ -102,11 +118,9 @@ def _grouped(parameters: Mapping[str, ParameterPlan]) -> list[tuple[str, Paramet
     """One row for parameters that are planned alike, and whose names differ only in numbers."""
     groups: dict[tuple[str, ParameterPlan], list[str]] = {}
     for name, plan in parameters.items():
-        pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
-        groups.setdefault((pattern, plan), []).append(name)
+        groups.setdefault((starred(name), plan), []).append(name)
     return [
-        (names[0] if len(names) == 1 else f"{pattern} ({len(names)})", plan)
-        for (pattern, plan), names in groups.items()
+        (together(names) + (f" ({len(names)})" if len(names) > 1 else ""), plan) for (_, plan), names in groups.items()
     ]
 
 

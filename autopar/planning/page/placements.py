@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..record import ParameterPlan, Record
+from ..texts import starred, together
 from .words import input_words, parameter_words
 
 MOST_ROWS = 24
@@ -24,43 +25,38 @@ class Row:
     words: str
 
 
-@dataclass(slots=True)
-class _Group:
-    names: dict[str, int] = field(default_factory=dict)
-    """End of a name -> how many parameters have it."""
-
-
 def parameter_rows(parameters: Mapping[str, ParameterPlan], axes: tuple[str, ...]) -> list[Row]:
-    """In the order of the model."""
-    groups: dict[tuple[str, str], _Group] = {}
+    """In the order of the model, rows of one repeated module together."""
+    groups: dict[tuple[str, str], dict[str, list[str]]] = {}
     for name, plan in parameters.items():
         module, end = _split(name)
-        group = groups.setdefault((module, parameter_words(plan, axes)), _Group())
-        group.names[end] = group.names.get(end, 0) + 1
-    rows: list[Row] = []
-    for (module, words), group in groups.items():
-        for count in dict.fromkeys(group.names.values()):
-            names = tuple(end for end, number in group.names.items() if number == count)
-            rows.append(Row(module=module, count=count, names=_shortened(names), words=words))
-    return _in_order(rows, list(parameters))
-
-
-def _in_order(rows: list[Row], parameters: list[str]) -> list[Row]:
-    """Rows in the order in which the model has them, those of one repeated module together."""
+        groups.setdefault((starred(module), parameter_words(plan, axes)), {}).setdefault(end, []).append(name)
+    found: list[tuple[int, Row]] = []
+    places = {name: place for place, name in enumerate(parameters)}
     first: dict[str, int] = {}
-    for place, name in enumerate(parameters):
-        module, end = _split(name)
-        first.setdefault(module or f".{end}", place)
-    return sorted(rows, key=lambda row: first.get(row.module) or first.get(f".{row.names[0]}", 0))
+    for (_, words), names in groups.items():
+        for count in dict.fromkeys(map(len, names.values())):
+            ends = [end for end, every in names.items() if len(every) == count]
+            layers = [_split(name)[0] for name in names[ends[0]]]
+            module = _called(layers)
+            place = min(places[names[end][0]] for end in ends)
+            first[module] = min(place, first.get(module, place))
+            found.append((place, Row(module=module, count=count, names=_shortened(tuple(ends)), words=words)))
+    return [row for place, row in sorted(found, key=lambda one: first[one[1].module] if one[1].module else one[0])]
+
+
+def _called(layers: list[str]) -> str:
+    """What equal modules are called; one that differs has the name of those that it is one of."""
+    return together(layers) if starred(layers[0]).startswith("*") else starred(layers[0])
 
 
 def _split(name: str) -> tuple[str, str]:
-    """Of "model.layers.7.mlp.up_proj.weight": "model.layers.*" and "mlp.up_proj"; what is not in a numbered layer
+    """Of "model.layers.7.mlp.up_proj.weight": "model.layers.7" and "mlp.up_proj"; what is not in a numbered layer
     belongs to the module ""."""
-    parts = ["*" if part.isdigit() else part for part in name.split(".")]
-    last = max((i for i, part in enumerate(parts) if part == "*"), default=-1)
+    parts = name.split(".")
+    last = max((i for i, part in enumerate(parts[:-1]) if part.isdigit()), default=-1)
     end = [part for part in parts[last + 1 :] if part != "weight"] or parts[-1:]
-    return ".".join(parts[: last + 1]), ".".join(end)
+    return ".".join(parts[: last + 1]), starred(".".join(end))
 
 
 def _shortened(names: tuple[str, ...]) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from ..provenance import EDITED, ELSEWHERE, Candidate
 from ..record import Record
 from ..texts import digits, listed, short_bytes, short_seconds
 from ..training import micro_batches_text, precision_text, recompute_text
-from .full import recomputed
+from .full import recomputed, unfused
 from .placements import MOST_ROWS, Row, input_rows, joined, parameter_rows
 from .words import legend
 
@@ -251,6 +251,7 @@ def warnings(plan: Record) -> Iterator[str]:
         yield f"only {left / limit:.1%} of the memory limit is left at the peak"
     if plan.waits:
         yield f"ranks wait for communication {plan.exposed_seconds / plan.seconds:.0%} of the step{_advice(plan)}"
+    yield from unfused(plan)
     if idle := _idle(plan):
         yield f"nothing is split on {listed(idle)}: all of its ranks do the same work"
     if plan.without_rule:
