@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -28,6 +29,11 @@ if TYPE_CHECKING:
     from autopar.runtime.metrics import Metrics
     from autopar.runtime.padding import Padding
     from autopar.solve.solvers import Solver, register_solver
+
+_HERE = Path(__file__).resolve().parent
+if not (_HERE / "passes").is_dir() and (_HERE.parent / "passes" / "flow.py").exists():
+    # Python was started in a clone and took this folder for an installed package: the rest of it lies beside it
+    __path__.append(str(_HERE.parent))
 
 MODULES = {
     "autopar.api": ("compare", "parallelize", "plan", "read_plan"),

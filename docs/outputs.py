@@ -207,7 +207,9 @@ def main() -> None:
                 print("".join(difflib.unified_diff(quote.text.splitlines(True), new.splitlines(True), "docs", "now")))
                 if options.write:
                     page = quote.page.read_text()
-                    quote.page.write_text(page.replace(quote.text, new, 1))
+                    same = (q for q in quotes(quote.page) if (q.command, q.text) == (quote.command, quote.text))
+                    first, last = next(same).span  # those before it may be longer now
+                    quote.page.write_text(page[:first] + new + page[last:])
     print(f"{len(wanted)} quotes, {differ} differ")
     sys.exit(bool(differ) and not options.write)
 
