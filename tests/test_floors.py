@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -117,12 +116,3 @@ def test_the_wheel_has_every_folder() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     folders = {name for name, file in MODULES.items() if file.name == "__init__.py"}
     assert folders == set(project["tool"]["setuptools"]["packages"])
-
-
-def test_the_core_that_one_plan_goes_through_is_short() -> None:
-    """The files that docs/design.md names, in the order in which they are read."""
-    page = (ROOT / "docs" / "design.md").read_text()
-    section = page.split("## The core, in reading order")[1].split("\n## ")[0]
-    files = re.findall(r"^\| `([\w/]+\.py)` \|", section, flags=re.MULTILINE)
-    assert len(files) == len(set(files)) > 20
-    assert sum(len((ROOT / file).read_text().splitlines()) for file in files) < 5200

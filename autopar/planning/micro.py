@@ -19,8 +19,8 @@ from autopar.passes.lower.hold import held
 from autopar.passes.space.space import Space
 
 from .plan import Plan
-from .request import Request
-from .training import GATHERS, Gathers, Training
+from .request import Gathers, Request
+from .training import GATHERS, Training
 
 Span = TypeVar("Span", Event, Stall)
 
