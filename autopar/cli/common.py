@@ -1,5 +1,7 @@
 """What commands share: their options and their output."""
 
+from __future__ import annotations
+
 import functools
 import importlib.util
 import inspect
@@ -10,14 +12,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, ParamSpec, TypeVar
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from autopar.extensions import nearest
-from autopar.planning.rendering import Row, comma_separated, markdown, page_width, rendered, tables
+from autopar.planning.rendering import comma_separated, markdown, page_width, rendered, tables
 from autopar.planning.request import ASKED, Option, options_of
 from autopar.report.telling import Ticker, complain, following, notes
 
@@ -25,6 +27,8 @@ from .later import Later
 
 if TYPE_CHECKING:
     from autopar.passes.capture import shown
+    from autopar.report.comparison import Comparison
+    from autopar.report.fit import Fit
 else:
     shown = Later("autopar.passes.capture.shown")
 
@@ -193,17 +197,7 @@ def chosen(form: str | None, as_json: bool, among: Sequence[str] = TABULAR) -> s
     return form or (JSON if as_json else TEXT)
 
 
-class Tabular(Protocol):
-    """An answer that consists of rows."""
-
-    def rows(self) -> list[Row]: ...
-
-    def to_json(self) -> Any: ...
-
-    def text(self, width: int) -> str: ...
-
-
-def print_rows(answer: Tabular, form: str) -> None:
+def print_rows(answer: Comparison | Fit, form: str) -> None:
     """Prints an answer in one of the formats TABULAR."""
     written = {
         TEXT: lambda: answer.text(page_width()),

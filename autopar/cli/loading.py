@@ -66,7 +66,7 @@ def ask(
 ) -> T:
     """What a verb answers about the model that is `typed` (or of a `source` with some of it), on a mesh or so many
     devices, under these options of a request."""
-    loaded = built(Source(**typed) if source is None else source, typed)
+    loaded = built(source or Source(**typed), typed)
     return verb(loaded.model, on, loaded.args, loaded.kwargs, loss_fn=loaded.loss_fn, **keywords(options), **more)
 
 
@@ -76,7 +76,7 @@ def keywords(typed: Mapping[str, Any]) -> dict[str, Any]:
     return {**typed, **({"precision": Precision(**parts)} if isinstance(parts, dict) else {})}
 
 
-def with_source(plan: Plan, source: Source) -> Plan:
+def with_source(plan: Plan, source: Source | None) -> Plan:
     """The plan with what builds its model, and the command as it was typed."""
     if plan.provenance is None:
         return plan
@@ -86,29 +86,24 @@ def with_source(plan: Plan, source: Source) -> Plan:
     return replace(plan, provenance=replace(plan.provenance, source=source, command=command))
 
 
-def source_of(plan: Plan, typed: Mapping[str, Any], *, changes: bool = False) -> Source | None:
+def source_of(plan: Plan, typed: Mapping[str, Any], *, changes: bool = False, needed: bool = True) -> Source | None:
     """What builds a plan's model: what is `typed`, or what the plan says, with `changes` of it if they are asked for.
-    Raises ValueError for options of a model that is not given."""
+    Raises ValueError for options of a model that is not given, and if nothing says how though it is `needed`."""
     if "model" in typed:
         return Source(**typed)
-    source = plan.provenance.source if plan.provenance is not None else None
-    if source is None or not changes:
-        for name in typed:
-            raise ValueError(
-                f"{OF_MODEL[name].flag_of(name)} goes with --model, which says how to build the plan's model: give both"
-            )
-        return source
-    return replace(source, **{**typed, "settings": {**source.settings, **typed.get("settings", {})}})
-
-
-def required(plan: Plan, source: Source | None) -> Source:
-    """Raises ValueError if nothing says how to build a plan's model."""
-    if source is None:
+    for name in () if changes else typed:
+        raise ValueError(
+            f"{OF_MODEL[name].flag_of(name)} goes with --model, which says how to build the plan's model: give both"
+        )
+    source = None if plan.provenance is None else plan.provenance.source
+    if source is not None:
+        return replace(source, **{**typed, "settings": {**source.settings, **typed.get("settings", {})}})
+    if needed:
         raise ValueError(
             f"the plan does not say how to build its model {plan.model}: give --model, and --set, --batch, --seq and "
             f"--dtype as autopar plan takes them (plans that it writes say it themselves)"
         )
-    return source
+    return None
 
 
 def built(source: Source, typed: Collection[str] = (), device: str = "meta") -> Loaded:

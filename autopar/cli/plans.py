@@ -77,7 +77,7 @@ def plan_command(
     if save is not None:
         plan.save(save)
         common.wrote(save)
-    _print(plan, as_json, full)
+    typer.echo(json.dumps(plan.to_json()) if as_json else plan.text(full=full))
 
 
 @common.asks(model=Source, options=Request, without=("cluster", "solver"))
@@ -163,7 +163,7 @@ def simulate_command(
                 simulations.simulate, common.mesh_shape(mesh or ""), {"model": target, **model}, options
             )
         else:
-            source = loading.required(given, loading.source_of(given, model))
+            source = loading.source_of(given, model)
             options = {"cluster": reading.cluster_of(given), **options}
             simulation = loading.ask(simulations.simulate, dict(given.mesh), model, options, source=source, plan=given)
     timeline, used = simulation.timeline, simulation.plan
@@ -229,10 +229,6 @@ def show_command(
 
 
 FX = "fx"
-
-
-def _print(plan: planning.Plan, as_json: bool, full: bool) -> None:
-    typer.echo(json.dumps(plan.to_json()) if as_json else plan.text(full=full))
 
 
 CHECKED = {"batch": 4, "sequence": 16, "dtype": "float64"}

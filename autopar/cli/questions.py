@@ -82,7 +82,7 @@ def what_if_command(
     common.writable(save, "--out")
     planning.Plan.check_path(save)
     before = opened(path)
-    source = loading.required(before, loading.source_of(before, model, changes=True))
+    source = loading.source_of(before, model, changes=True)
     on = dict(before.mesh) if mesh is None else common.mesh_shape(mesh)
     asked = reading.options_of(before)
     if "constraints" in options:
@@ -110,9 +110,9 @@ def current(path: Path, model: common.Typed | None = None, *, needs_model: bool 
     """A saved plan; one that was edited, or `needs_model`, is read with its model, if it or what is typed of the
     `model` says how it is built. Raises ValueError if a model is needed and nothing says how."""
     plan = opened(path)
-    source = loading.source_of(plan, model or {})
-    if not needs_model and (source is None or not plan.is_edited):
+    source = loading.source_of(plan, model or {}, needed=needs_model)
+    if source is None or not (needs_model or plan.is_edited):
         return plan
     with working():
-        loaded = loading.built(loading.required(plan, source), model or {})
+        loaded = loading.built(source, model or {})
         return api.read_plan(plan, loaded.model, loaded.args, loaded.kwargs, loss_fn=loaded.loss_fn)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -31,6 +32,7 @@ from autopar.passes.space.problem import Assignment
 from autopar.passes.space.space import Space
 from autopar.profile.programs import Costs, real_tensors
 from autopar.solve.effort import EFFORT, Effort
+from autopar.solve.problem import Infeasible
 
 from .advice import advised
 from .at_rest import Decided, best_at_rest
@@ -39,8 +41,7 @@ from .choice import Choice
 from .costs import COSTS
 from .description import Subject
 from .given import check_kernels, check_mesh, check_model
-from .in_time import in_time
-from .micro import check_measured, in_ways
+from .micro import check_measured, shortest
 from .over import best_over
 from .plan import Plan
 from .provenance import ModelFacts
@@ -50,7 +51,7 @@ from .search import SearchResult
 from .searches import Searches, hidden_buckets
 from .shortfalls import fitting
 from .steps import Steps
-from .training import Training
+from .training import GATHERS, Training
 from .writer import Writer
 
 logger = logging.getLogger("autopar")
@@ -163,7 +164,7 @@ class Planner:
         doing = f"{request.stage.doing} {len(candidates)} meshes of {devices:,} devices"
         request = replace(request, stage=replace(request.stage, doing=doing))
         with uncollected():
-            return in_time(self, request, lambda on, request: best_over(on, candidates, request))
+            return self._in_time(request, lambda on, request: best_over(on, candidates, request))
 
     def within(self, effort: Effort) -> Self:
         """A planner in the same space whose searches have this effort."""
@@ -183,7 +184,34 @@ class Planner:
             check_measured(self.training)
             return by_measuring(self, request)
         with uncollected():
-            return self._advised(in_time(self, request, partial(in_ways, make=Planner._planned)))
+            return self._advised(self._in_time(request, Planner._in_ways))
+
+    def _in_time(self, request: Request, make: Callable[[Planner, Request], Plan]) -> Plan:
+        """The plan that `make` gives, which says so if its search ended with the effort of a request; so does the error
+        if it found none. Where the seconds count already, as for one of several meshes, they go on."""
+        seconds, on = request.effort, self
+        if seconds is not None and math.isinf(self.effort.until):
+            on = self.within(replace(self.effort, until=time.monotonic() + seconds))
+        try:
+            plan = make(on, request)
+        except Infeasible as error:
+            if on is not self and on.effort.is_over:
+                error.args = (f"{error}. The search ended with the effort of {seconds:g} s: give it more",)
+            raise
+        if seconds is None or plan.provenance is None:
+            return plan
+        return replace(plan, provenance=replace(plan.provenance, effort_seconds=seconds, is_cut=on.effort.is_over))
+
+    def _in_ways(self, request: Request) -> Plan:
+        """The best plan with each way of gathering for micro-batches, if there are several."""
+        if self.training.micro_batches == 1:
+            return self._planned(request)
+        stages = request.stage.parts(len(GATHERS))
+
+        def of(way: Gathers) -> Plan:
+            return self.gathering(way)._planned(replace(request, stage=next(stages)))
+
+        return shortest([partial(of, way) for way in GATHERS])
 
     def _advised(self, plan: Plan) -> Plan:
         """The plan, and what would shorten its waits."""

@@ -96,23 +96,19 @@ class Option:
                     raise ValueError(f"{name} is {shown(value)}{close}: give {self.give}")
                 lists = "; ".join(f"{kind}s: {', '.join(known(kind))}" for kind in self.names)
                 raise ValueError(f"unknown {name} {value!r}{close}; {lists}")
-        elif self.kinds and not (
-            isinstance(value, self.kinds) and not isinstance(value, bool) and (not self.range or _in(self.range, value))
-        ):
-            raise ValueError(f"{name} is {shown(value)}: give {self.give}")
+        elif self.kinds:
+            is_valid = isinstance(value, self.kinds) and not isinstance(value, bool)
+            if is_valid and self.range:
+                low, high = map(float, self.range[1:-1].split(","))
+                ends = ({"[": low}.get(self.range[0]), {"]": high}.get(self.range[-1]))
+                is_valid = low < value < high or value in ends
+            if not is_valid:
+                raise ValueError(f"{name} is {shown(value)}: give {self.give}")
 
 
 def known(kind: str) -> Iterable[str]:
     """The words of a kind, with the rows that people added to its table."""
     return dict.fromkeys((*NAMES[kind], *(name for table in TABLES if table.kind == kind for name in table)))
-
-
-def _in(interval: str, value: Any) -> bool:
-    """Whether a number lies in an interval, such as "[0, 1)"."""
-    low, high = map(float, interval[1:-1].split(","))
-    return (low < value or (low == value and interval[0] == "[")) and (
-        value < high or (high == value and interval[-1] == "]")
-    )
 
 
 def shown(value: Any) -> str:
@@ -175,10 +171,6 @@ def byte_count(text: str) -> float:
         raise ValueError(f"--memory-limit is {text!r}: give bytes, such as 40GB or 40GiB, or none for no limit")
     count: float = float(match[1]) * UNITS[match[2]]
     return count
-
-
-def _name_or_number(text: str) -> str | float:
-    return float(text) if re.fullmatch(r"\d+(\.\d+)?", text) else text
 
 
 def settings_of(texts: Sequence[str]) -> dict[str, str]:
@@ -285,7 +277,7 @@ class Request:
         default="adamw",
         metadata=_says(
             help=f"Its states count as memory: {', '.join(NAMES['optimizer'])}; or bytes per element.",
-            read=_name_or_number,
+            read=lambda text: float(text) if re.fullmatch(r"\d+(\.\d+)?", text) else text,
         ),
     )
     constraints: Constraints | None = field(
