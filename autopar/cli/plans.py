@@ -143,7 +143,12 @@ def simulate_command(
     """
     given = opened(Path(target)) if is_plan(target) else None
     if given is not None:
-        extra = [ASKED[name].flag_of(name) for name in options if name != "cluster"]
+        extra = [
+            ASKED[name].flag_of(part)
+            for name, value in options.items()
+            for part in (value if ASKED[name].parts else (name,))
+            if name != "cluster"
+        ]
         if extra or mesh is not None:
             raise ValueError(
                 f"{[*extra, '--mesh'][0]} does not go with a saved plan, which has its own: autopar what-if makes "

@@ -115,7 +115,7 @@ def shown(value: Any) -> str:
     """A value with its type, cut if it is long."""
     if value is None:
         return "None"
-    if type(value).__name__ in ("Tensor", "Parameter", "FakeTensor"):
+    if hasattr(value, "requires_grad"):  # without PyTorch, which may not be there
         return f"a tensor of shape {tuple(value.shape)}"
     text = repr(value)
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
