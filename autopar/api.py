@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import nn
@@ -13,10 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.cluster.library import named_cluster
 from autopar.cluster.machine import Cluster
 from autopar.cost.optimizers import Optimizer
-from autopar.ir.precision import AS_IS, Precision
 from autopar.passes.capture.shown import presented
 from autopar.planning.at_rest import Decided
-from autopar.planning.constraints import Constraints
 from autopar.planning.explain.engine import Explainer
 from autopar.planning.given import check_mesh
 from autopar.planning.meshes import mesh_of, meshes
@@ -24,10 +22,9 @@ from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
 from autopar.planning.presets import PRESETS
 from autopar.planning.progress import Stage
-from autopar.planning.reading import cluster_of, optimizer_of, refreshed
+from autopar.planning.reading import refreshed, request_of
 from autopar.planning.reports import Once
-from autopar.planning.request import Request
-from autopar.planning.training import Recompute, Training
+from autopar.planning.request import AUTO, Options, Request, Shared, takes
 from autopar.report.comparison import Comparison
 from autopar.report.telling import Ticker, following
 from autopar.runtime.agree import all_equal, follow_world_timeout, on_first_rank, raise_together, telling
@@ -36,10 +33,10 @@ from autopar.runtime.module import ParallelModule
 from autopar.runtime.padding import Padder, Padding
 from autopar.runtime.profiled import profiled
 from autopar.runtime.verify import Verifier
-from autopar.solve.solvers import AUTO
 
 
 @presented()
+@takes(Options)
 def plan(
     model: nn.Module,
     mesh_shape: Mapping[str, int] | int | Literal["auto"],
@@ -47,18 +44,7 @@ def plan(
     kwargs: Mapping[str, Any] | None = None,
     *,
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
-    solver: str = AUTO,
-    cost: str = "analytical",
-    cluster: str | Cluster | None = None,
-    memory_limit_bytes: float | None = None,
-    headroom: float | None = None,
-    optimizer: str | float | Optimizer = "adamw",
-    constraints: Constraints | None = None,
-    effort: float | None = None,
-    recompute: Recompute = "auto",
-    micro_batches: int = 1,
-    precision: Precision = AS_IS,
-    profiles: str | Path | None = None,
+    **options: Unpack[Options],
 ) -> Plan:
     """The plan for a `model` on a mesh, without devices and without a process group. The model may be on meta.
 
@@ -110,18 +96,11 @@ def plan(
     Raises ValueError for what cannot be planned, and if no plan keeps the limit: the message says what was given and
     what to change.
     """
-    request = Request(
-        solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes, headroom=headroom, constraints=constraints,
-        effort=effort,
-    )  # fmt: skip
-    planner = partial(
-        Planner, model, args=args, kwargs=kwargs, loss_fn=loss_fn, optimizer=optimizer, profiles=profiles,
-        training=Training(recompute=recompute, micro_batches=micro_batches, precision=precision),
-    )  # fmt: skip
+    request = Request(**options)
     if isinstance(mesh_shape, Mapping):
-        on = planner(mesh_shape, cluster=cluster)
-        return on.planned(request).answering(Explainer(lambda: on))
-    machine = named_cluster(cluster, device_type="cpu")
+        on = Planner(model, mesh_shape, args, kwargs, loss_fn=loss_fn, request=request)
+        return on.plan().answering(Explainer(lambda: on))
+    machine = named_cluster(request.cluster, device_type="cpu")
     if isinstance(mesh_shape, bool) or not (mesh_shape == "auto" or (isinstance(mesh_shape, int) and mesh_shape > 0)):
         raise ValueError(f"mesh_shape is {mesh_shape!r}: give axis names with sizes, a number of devices, or 'auto'")
     if mesh_shape != "auto" and mesh_shape > machine.devices:
@@ -130,7 +109,8 @@ def plan(
             f"larger cluster"
         )
     candidates = meshes(machine.devices if mesh_shape == "auto" else mesh_shape)
-    first = planner(candidates[0], cluster=machine)
+    request = replace(request, cluster=machine)
+    first = Planner(model, candidates[0], args, kwargs, loss_fn=loss_fn, request=request)
     chosen = first.over(candidates, request)
     return chosen.answering(Explainer(lambda: first.on(chosen.mesh, machine)))
 
@@ -155,20 +135,13 @@ def read_plan(
     themselves.
     """
     saved = plan if isinstance(plan, Plan) else Plan.load(plan)
-    planner = Planner(
-        model,
-        saved.mesh,
-        args,
-        kwargs,
-        loss_fn=loss_fn,
-        cluster=cluster_of(saved) if cluster is None else cluster,
-        optimizer=optimizer_of(saved) if optimizer is None else optimizer,
-        training=saved.training,
-    )
+    given = {name: value for name, value in (("cluster", cluster), ("optimizer", optimizer)) if value is not None}
+    planner = Planner(model, saved.mesh, args, kwargs, loss_fn=loss_fn, request=request_of(saved, **given))
     return refreshed(planner, saved).answering(Explainer(lambda: planner))
 
 
 @presented()
+@takes(Shared)
 def compare(
     model: nn.Module,
     mesh_shape: Mapping[str, int] | Sequence[Mapping[str, int]],
@@ -177,16 +150,9 @@ def compare(
     *,
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
     solvers: Sequence[str] | None = None,
-    cost: str = "analytical",
     cluster: str | Cluster | Sequence[str | Cluster | None] | None = None,
-    memory_limit_bytes: float | None = None,
-    headroom: float | None = None,
-    optimizer: str | float | Optimizer = "adamw",
-    constraints: Constraints | None = None,
-    recompute: Recompute = "auto",
-    micro_batches: int = 1,
-    precision: Precision = AS_IS,
     report: Callable[[float, str], None] = lambda part, what: None,
+    **options: Unpack[Shared],
 ) -> Comparison:
     """Plans of several solvers and presets side by side, on one mesh and cluster or on each of several. The model is
     captured once.
@@ -198,12 +164,7 @@ def compare(
     solvers = (AUTO, *PRESETS) if solvers is None else solvers
     if isinstance(solvers, str) or not isinstance(solvers, Sequence):
         raise ValueError(f"solvers is {solvers!r}: give a list of solvers and presets, such as ['auto', 'fsdp']")
-    requests = [
-        Request(
-            solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes, headroom=headroom, constraints=constraints
-        )
-        for solver in solvers
-    ]
+    requests = [Request(solver=solver, **options) for solver in solvers]
     shape: Any = mesh_shape
     if not isinstance(shape, (Mapping, Sequence)) or isinstance(shape, str):
         check_mesh(shape)  # which raises: this is no mesh
@@ -216,11 +177,9 @@ def compare(
     for mesh, machine in cases:
         check_mesh(mesh)
         named_cluster(machine)
-    training = Training(recompute=recompute, micro_batches=micro_batches, precision=precision)
     report(0.0, "reading the model")
-    planner = Planner(
-        model, cases[0][0], args, kwargs, loss_fn=loss_fn, cluster=cases[0][1], optimizer=optimizer, training=training
-    )
+    request = Request(cluster=cases[0][1], **options)
+    planner = Planner(model, cases[0][0], args, kwargs, loss_fn=loss_fn, request=request)
     results: dict[str, Plan | str] = {}
     for number, (mesh, machine) in enumerate(cases):
         on = planner if number == 0 else planner.on(mesh, machine)
@@ -240,6 +199,7 @@ def compare(
 
 
 @presented()
+@takes(Options)
 def parallelize(
     model: nn.Module,
     mesh: DeviceMesh,
@@ -247,22 +207,11 @@ def parallelize(
     kwargs: Mapping[str, Any] | None = None,
     *,
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
-    solver: str = AUTO,
-    cost: str = "analytical",
-    cluster: str | Cluster | None = None,
-    memory_limit_bytes: float | None = None,
-    headroom: float | None = None,
-    optimizer: str | float | Optimizer = "adamw",
-    constraints: Constraints | None = None,
-    effort: float | None = None,
-    recompute: Recompute = "auto",
-    micro_batches: int = 1,
-    precision: Precision = AS_IS,
-    profiles: str | Path | None = None,
     plan: Plan | None = None,
     whole_outputs: bool = False,
     verify: int = 0,
     padding: Padding | None = None,
+    **options: Unpack[Options],
 ) -> ParallelModule:
     """The model as a module that trains on the mesh: same loss, same gradients, same parameter names.
 
@@ -298,31 +247,18 @@ def parallelize(
     planner = padder = None
     once = Once()
     try:
-        request = Request(
-            solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes, headroom=headroom,
-            constraints=constraints, effort=effort,
-        )  # fmt: skip
+        request = Request(**options, device_type=mesh.device_type)
         if plan is not None and not isinstance(plan, Plan):
             raise ValueError(f"plan is {plan!r} ({type(plan).__name__}): give a Plan, such as Plan.load(path), or None")
         if padding is not None and not isinstance(padding, Padding):
             raise ValueError(f"padding is {padding!r}: give an autopar.Padding, or None")
-        training = Training(recompute=recompute, micro_batches=micro_batches, precision=precision)
+        if plan is not None:
+            request = plan.training.asked_by(request)
         padder = None if padding is None else Padder(padding, model)
         if padder is not None:
             args, kwargs = padder.example(args, kwargs)
         with once.said(), telling("capturing the model", mesh):
-            planner = Planner(
-                model,
-                mesh_of(mesh),
-                args,
-                kwargs,
-                loss_fn=loss_fn,
-                cluster=cluster,
-                optimizer=optimizer,
-                device_type=mesh.device_type,
-                profiles=profiles,
-                training=training if plan is None else plan.training,
-            )
+            planner = Planner(model, mesh_of(mesh), args, kwargs, loss_fn=loss_fn, request=request)
             if plan is not None:
                 planner.check(plan)
         if isinstance(verify, bool) or not isinstance(verify, int) or verify < 0:
@@ -333,10 +269,10 @@ def parallelize(
     assert planner is not None
     given = None if plan is None else plan.digest
     all_equal(given, mesh, "the ranks were given different plans (None: no plan): give all of them the same, or none")
-    if plan is None and cost == "profiled":
-        plan, _ = profiled(planner, mesh, request)
+    if plan is None and planner.asked.cost == "profiled":
+        plan, _ = profiled(planner, mesh, planner.asked)
     elif plan is None:
-        plan = on_first_rank(partial(_planned_aloud, planner, request), mesh)
+        plan = on_first_rank(partial(_planned_aloud, planner), mesh)
     program = None
     try:
         program = planner.program(plan)
@@ -346,10 +282,8 @@ def parallelize(
     assert program is not None
     at_rest = {i.target: i.layout for i in program.inputs if i.role == "parameter"}
     decided = Decided.of(planner.space, planner.assignment(plan))
-    again = Modes(
-        model, planner.captured, mesh, at_rest, loss_fn=loss_fn, cluster=cluster, decided=decided,
-        training=plan.training, once=once,
-    )  # fmt: skip
+    request = plan.training.asked_by(planner.asked)
+    again = Modes(model, planner.captured, mesh, at_rest, loss_fn=loss_fn, request=request, decided=decided, once=once)
     verifier = Verifier(model, loss_fn, verify) if verify else None
     if padder is not None:
         padder.captured(planner.captured)
@@ -359,10 +293,10 @@ def parallelize(
     )  # fmt: skip
 
 
-def _planned_aloud(planner: Planner, request: Request) -> Plan:
+def _planned_aloud(planner: Planner) -> Plan:
     """The plan; on standard error it says that it is planning, if that takes a while."""
     with Ticker("autopar: planning") as ticker, following(lambda what, part: ticker.tell(f"autopar: {what}", part)):
-        return planner.planned(request)
+        return planner.plan()
 
 
 __all__ = ["Comparison", "compare", "mesh_of", "parallelize", "plan", "read_plan"]

@@ -32,7 +32,7 @@ import autopar
 from autopar.cluster.library import named_cluster
 from autopar.cluster.machine import Cluster
 from autopar.planning.planner import Planner
-from autopar.planning.training import Training
+from autopar.planning.request import Request
 
 HERE = Path(__file__).parent
 DATA = HERE / "published.toml"
@@ -91,13 +91,14 @@ class Planners:
         with torch.device("meta"):
             model = Decoder(self.models[row["model"]], row["sequence"], row["recompute"])
             tokens = torch.zeros(row["rows"] // row["micro_batches"], row["sequence"], dtype=torch.long)
-        training = Training(
+        asked = Request(
+            cluster=cluster(row),
             recompute="none" if row["recompute"] == RECOMPUTE[0] else "asked",
             micro_batches=row["micro_batches"],
             precision=autopar.Precision(param_dtype=torch.bfloat16, reduce_dtype=getattr(torch, row["reduce"])),
         )
         batch = {"tokens": tokens, "labels": tokens}
-        return Planner(model, row["mesh"], kwargs=batch, cluster=cluster(row), training=training)
+        return Planner(model, row["mesh"], kwargs=batch, request=asked)
 
 
 def cluster(row: Row) -> Cluster:

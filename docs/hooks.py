@@ -143,8 +143,9 @@ RESULTS = ("Plan", "Comparison", "Simulation", "Difference", "Fit")
 
 
 def parameters(name: str) -> str:
-    """What a function or a class of `autopar` takes, as a table. Meanings are the sentences of its docstring that speak
-    of a parameter, or those of `autopar.plan` where it says that arguments are "as for" that."""
+    """What a function or a class of `autopar` takes, as a table. Meanings are what the options of a request say of
+    themselves, and the sentences of the docstring that speak of a parameter, or those of `autopar.plan` where it says
+    that arguments are "as for" that."""
     import autopar
 
     called = (
@@ -157,16 +158,24 @@ def parameters(name: str) -> str:
 
 
 def described_parameters(called: Any) -> Iterator[tuple[str, str, str, str]]:
-    """Name, type, default and meaning of each, from the signature and the docstring."""
+    """Name, type, default and meaning of each, from the signature, the options and the docstring."""
     import autopar
+    from autopar.planning.request import ASKED
 
     doc = "\n\n".join(filter(None, (inspect.getdoc(called), inspect.getdoc(getattr(called, "__init__", None)))))
     shared = inspect.getdoc(autopar.plan) or "" if "as for `" in " ".join(doc.split()) else ""
     fields_ = _attribute_docs(called) if inspect.isclass(called) else {}
+    if inspect.isfunction(called):
+        written = inspect.signature(inspect.unwrap(called)).parameters
+        fields_ = {name: _meaning(option) for name, option in ASKED.items() if name not in written}
     for name, parameter in inspect.signature(called).parameters.items():
         if name != "kwargs" or parameter.kind is not parameter.VAR_KEYWORD:
             meaning = fields_.get(name) or sentence_of(name, doc) or sentence_of(name, shared)
             yield parameter_name(parameter), _annotation(parameter.annotation), _given(parameter), meaning
+
+
+def _meaning(option: Any) -> str:
+    return option.help + (f" In `{option.range}`." if option.range else "")
 
 
 def parameter_name(parameter: inspect.Parameter) -> str:

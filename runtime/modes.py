@@ -14,7 +14,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar.cluster.machine import Cluster
 from autopar.compat.watching import hook_gradient
 from autopar.compat.wrapping import unwrapped
 from autopar.ir.graph import JointGraph, Ref, map_references
@@ -29,6 +28,7 @@ from autopar.planning.capturing import captured_for_planning
 from autopar.planning.meshes import mesh_of
 from autopar.planning.planner import Planner
 from autopar.planning.reports import Once
+from autopar.planning.request import Request
 from autopar.planning.training import Training
 
 from .agree import all_equal, on_first_rank, together
@@ -113,18 +113,17 @@ class Modes:
         at_rest: Mapping[str, Layout],
         *,
         loss_fn: Callable[[Any], torch.Tensor] | None,
-        cluster: str | Cluster | None,
+        request: Request,
         decided: Decided | None = None,
-        training: Training | None = None,
         once: Once | None = None,
     ) -> None:
-        """`decided` is where the plans for inputs of other forms begin; all train alike, as `training` says. `once`
-        knows what has been warned of."""
+        """`decided` is where the plans for inputs of other forms begin; all train as the `request` says. `once` knows
+        what has been warned of."""
         self.once = Once() if once is None else once
         self.form, self.decided = Inputs.captured(captured, unwrapped(model)).form, decided
         self.model, _ = skeleton(unwrapped(model))
         self.captured, self.mesh, self.at_rest = captured, mesh, at_rest
-        self.loss_fn, self.cluster, self.training = loss_fn, cluster, training
+        self.loss_fn, self.request = loss_fn, request
         self.hooks = gradient_hooks(unwrapped(model))
         """Of the gradients of the model as it was given: they are part of its programs. Those that are registered on
         the parallel module's parameters run where gradients are given to these."""
@@ -162,8 +161,7 @@ class Modes:
                 if serving is None:
                     planner = Planner(
                         self.model, mesh_of(self.mesh), args, kwargs,
-                        loss_fn=loss_fn, cluster=self.cluster, device_type=kind, captured=captured,
-                        training=self.training,
+                        loss_fn=loss_fn, captured=captured, request=self.request,
                     )  # fmt: skip
         all_equal(
             serving, self.mesh, f"the ranks captured different models for {mode}: give every rank the same versions"
@@ -182,9 +180,8 @@ class Modes:
     def _captured(self, args: Any, kwargs: Any, loss_fn: Callable[[Any], torch.Tensor] | None) -> Captured:
         def again() -> Captured:
             kind = self.mesh.device_type
-            return captured_for_planning(
-                self.model, args, kwargs, loss_fn=loss_fn, device_type=kind, training=self.training
-            )
+            training = Training.of(self.request)
+            return captured_for_planning(self.model, args, kwargs, loss_fn=loss_fn, device_type=kind, training=training)
 
         try:
             return again()

@@ -38,7 +38,7 @@ def profiled(
     )
 
     def search(measure: Measure) -> tuple[Plan, Profiled]:
-        profiles = Profiles(planner.profiles)
+        profiles = Profiles(planner.asked.profiles)
         with uncollected():
             return Candidates(
                 planner=planner,

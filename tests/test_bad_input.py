@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import inspect
 import json
 import re
 import time
@@ -25,6 +27,7 @@ import autopar
 from autopar.passes.codegen.program import codegen
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
+from autopar.planning.request import ASKED, Options, Request, Shared
 from autopar.testing import check
 
 pytest.importorskip("transformers")
@@ -93,10 +96,30 @@ def test_a_mesh_that_is_none(mesh: Any, message: str) -> None:
     assert message in refused(plan, mlp(), mesh=mesh)
 
 
+def test_the_keywords_of_verbs_are_the_fields_of_a_request() -> None:
+    """With the types that a type checker sees, and the defaults that editors show; the others are the planner's."""
+    fields = {f.name: (f.type, f.default) for f in dataclasses.fields(Request) if f.name in ASKED}
+    for verb, options in (
+        (autopar.plan, Options),
+        (autopar.parallelize, Options),
+        (autopar.simulate, Options),
+        (autopar.compare, Shared),
+        (autopar.fit, Shared),
+    ):
+        seen = inspect.signature(verb).parameters
+        for name, hint in options.__annotations__.items():
+            assert hint.__forward_arg__ == fields[name][0]
+            assert (seen[name].annotation, seen[name].default) == fields[name]
+        assert "options" not in seen and "stage" not in seen
+    assert set(fields) == set(Options.__annotations__)
+    with pytest.raises(TypeError, match=r"plan\(\) got an unexpected keyword argument 'solvr' \(did you mean 'solver'"):
+        autopar.plan(mlp().model, {"a": 2}, solvr="dp")  # type: ignore[call-arg]
+
+
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("memory_limit_bytes", "40GB", "memory_limit_bytes is '40GB' (str): give a number of bytes"),
+        ("memory_limit_bytes", "40GB", "memory_limit_bytes is '40GB' (str): give a positive number of bytes"),
         ("memory_limit_bytes", float("nan"), "memory_limit_bytes is nan"),
         ("constraints", ["x"], "constraints is ['x'] (list): give placements on mesh axes by name"),
         ("constraints", {"x": "R"}, "constraint 'x' is 'R' (str): give a placement for an axis"),
@@ -573,10 +596,7 @@ def calls() -> dict[str, str]:
     module = autopar.parallelize(made.model, axes(), kwargs=made.kwargs, solver="ddp")
     given = {name: kwargs for name, (kwargs, _) in CALLS.items()}
     given["data"] = models.tokens(torch.distributed.get_rank())[1]
-    return {
-        name: refused(module, kind=OF_EAGER.get(name, ValueError), **kwargs)
-        for name, kwargs in given.items()
-    }
+    return {name: refused(module, kind=OF_EAGER.get(name, ValueError), **kwargs) for name, kwargs in given.items()}
 
 
 @pytest.fixture(scope="module")

@@ -31,8 +31,8 @@ from autopar.planning.bound import least_seconds_of_sites, least_step_seconds, w
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
 from autopar.planning.presets import PRESETS
+from autopar.planning.request import Gathers, Request
 from autopar.planning.steps import BUCKETS
-from autopar.planning.training import Gathers, Training
 from autopar.solve.effort import Effort
 
 GRID = {"dp": 2, "tp": 2}
@@ -91,9 +91,7 @@ def check(planner: Planner, assignment: Assignment) -> None:
     assert 0 < least_step_seconds(space) <= step * ROUNDING
 
 
-@pytest.mark.parametrize(
-    ("name", "mesh", "cluster", "seed"), pairwise(NAMES, MESHES[1:], (None, "dgx-h100"), (0, 1))
-)
+@pytest.mark.parametrize(("name", "mesh", "cluster", "seed"), pairwise(NAMES, MESHES[1:], (None, "dgx-h100"), (0, 1)))
 def test_no_operator_takes_less(name: str, mesh: dict[str, int], cluster: str | None, seed: int) -> None:
     planner = captured(models.case, name).on(mesh, cluster)
     check(planner, plans.random_assignment(planner.space, seed))
@@ -113,8 +111,8 @@ def training(name: str, precision: Precision, micro_batches: int) -> Planner:
     else:
         case = models.case(name)
         made, args, kwargs, loss_fn = case.model, case.args, case.kwargs, case.loss_fn
-    about = Training(precision=precision, micro_batches=micro_batches)
-    return Planner(made, GRID, args, kwargs, loss_fn=loss_fn, training=about)
+    asked = Request(precision=precision, micro_batches=micro_batches)
+    return Planner(made, GRID, args, kwargs, loss_fn=loss_fn, request=asked)
 
 
 @pytest.mark.parametrize(
@@ -210,9 +208,7 @@ def test_parts_take_no_less_than_the_whole(
     parts: list[tuple[float, float]],
 ) -> None:
     """On a device that is quicker with small tensors, which fit into caches, and on any other."""
-    given_device = replace(
-        named_cluster("dgx-h100").device, efficiency=efficiency, memory_efficiency=memory_efficiency
-    )
+    given_device = replace(named_cluster("dgx-h100").device, efficiency=efficiency, memory_efficiency=memory_efficiency)
     device = without_falling_efficiency(given_device)
 
     def seconds(device: Device, flops: float, moved: float) -> float:

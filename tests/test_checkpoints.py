@@ -22,7 +22,6 @@ from autopar.passes.capture.trace import capture
 from autopar.passes.checkpoints import checkpoints
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
-from autopar.planning.training import Training
 from autopar.testing import check
 
 GRID = {"dp": 2, "tp": 2}
@@ -113,7 +112,7 @@ def case(name: str, reentrant: bool) -> models.Case:
 @functools.cache
 def planner(name: str, reentrant: bool, recompute: Any) -> Planner:
     made = case(name, reentrant)
-    return Planner(made.model, GRID, made.args, made.kwargs, training=Training(recompute=recompute))
+    return Planner(made.model, GRID, made.args, made.kwargs, recompute=recompute)
 
 
 @pytest.mark.parametrize(

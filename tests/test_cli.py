@@ -17,10 +17,11 @@ from typer.testing import CliRunner, Result
 
 import autopar
 from autopar.cli import app
-from autopar.cli.common import byte_count, constraints, mesh_shape, parsed
+from autopar.cli.common import mesh_shape
 from autopar.cli.loading import load
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
+from autopar.planning.request import byte_count, constraints_of, parsed, settings_of
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -56,17 +57,16 @@ def test_the_mesh_may_be_chosen_and_parameters_pinned() -> None:
 
 
 def test_meshes_sizes_and_settings_are_read() -> None:
-    assert constraints(["w:a=S(0)", "w:b=R", "v.*:a=R"]) == {"w": {"a": "S(0)", "b": "R"}, "v.*": {"a": "R"}}
+    assert constraints_of(["w:a=S(0)", "w:b=R", "v.*:a=R"]) == {"w": {"a": "S(0)", "b": "R"}, "v.*": {"a": "R"}}
     with pytest.raises(ValueError, match="write NAME:AXIS=PLACEMENT"):
-        constraints(["w=S(0)"])
+        constraints_of(["w=S(0)"])
     with pytest.raises(ValueError, match="contradicts a=R for the same name"):
-        constraints(["w:a=R", "w:a=S(0)"])
+        constraints_of(["w:a=R", "w:a=S(0)"])
     assert mesh_shape("dp=2, tp=4") == {"dp": 2, "tp": 4}
     assert byte_count("40GB") == 40e9
     assert byte_count("1.5GiB") == 1.5 * 2**30
     assert byte_count("100") == 100
-    assert byte_count(None) is None
-    assert parsed(["a=1", "b=0.5", "c=true", "d=gelu", "e=[1, 2]"]) == {
+    assert parsed(settings_of(["a=1", "b=0.5", "c=true", "d=gelu", "e=[1, 2]"])) == {
         "a": 1,
         "b": 0.5,
         "c": True,

@@ -17,10 +17,11 @@ from torch import nn
 from typer.testing import CliRunner
 
 import autopar
-from autopar.cli import COMMANDS, app, command_of, names
+from autopar.cli import COMMANDS, app, command_of
 from autopar.cost.optimizers import OPTIMIZERS
 from autopar.planning.costs import COSTS
 from autopar.planning.presets import PRESETS
+from autopar.planning.request import NAMES, Request
 from autopar.solve.solvers import AUTO, SOLVERS
 
 
@@ -84,10 +85,10 @@ def registers() -> tuple[nn.Module, tuple[torch.Tensor, ...], Any]:
 
 def test_the_names_in_help_are_those_of_the_tables() -> None:
     import_module("autopar.api")  # which registers the modes that measure
-    assert tuple(SOLVERS.own) == names.SOLVERS and names.AUTO == AUTO
-    assert tuple(PRESETS.own) == names.PRESETS
-    assert {*COSTS.own, "hybrid", "profiled"} == {*names.COSTS} and {*names.COSTS} <= {*COSTS}
-    assert tuple(OPTIMIZERS) == names.OPTIMIZERS
+    assert tuple(SOLVERS.own) == NAMES["solver"] and Request().solver == AUTO
+    assert tuple(PRESETS.own) == NAMES["preset"]
+    assert {*COSTS.own, "hybrid", "profiled"} == {*NAMES["cost"]} <= {*COSTS}
+    assert tuple(OPTIMIZERS) == NAMES["optimizer"]
 
 
 def test_autopar_is_a_module_that_runs() -> None:

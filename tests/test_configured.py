@@ -20,6 +20,7 @@ mesh = {dp = 2, tp = 2}
 batch = 16
 solver = "ilp"
 pin = ["head.weight:tp=R"]
+micro-batches = 2
 """
 
 
@@ -43,7 +44,7 @@ def test_the_file_says_what_is_not_typed(folder: Path, monkeypatch: pytest.Monke
     plan = Plan.load(folder / "plan.json")
     assert (plan.mesh, plan.cluster, plan.solver) == ({"dp": 2, "tp": 2}, "dgx-h100", "ilp")
     assert plan.constraints == {"head.weight": {"tp": "R"}}
-    assert plan.provenance is not None and plan.provenance.items == 16
+    assert plan.provenance is not None and plan.provenance.items == 2 * 16 and plan.training.micro_batches == 2
 
 
 def test_the_command_line_wins(folder: Path) -> None:

@@ -233,7 +233,7 @@ def test_a_device_named_by_its_number_or_by_a_type_of_tensors_is_that_of_the_tra
 def test_a_plan_of_a_laptop_is_taken_on_the_cluster() -> None:
     case = models.case("gpt2")
     plan = autopar.plan(case.model, MESH, case.args, case.kwargs, cluster="dgx-h100", solver="dp")
-    there = Planner(case.model, MESH, case.args, case.kwargs, cluster="dgx-h100", device_type="cuda")
+    there = Planner(case.model, MESH, case.args, case.kwargs, request=Request(cluster="dgx-h100", device_type="cuda"))
     there.check(plan)
     run_on_fakes(there.program(plan))
 

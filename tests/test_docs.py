@@ -21,6 +21,7 @@ import yaml
 import autopar
 import autopar.ops  # which has torch know autopar's operators
 import autopar.testing
+from autopar.planning.request import ASKED
 
 ROOT = Path(__file__).parent.parent
 OUTPUTS = runpy.run_path(str(ROOT / "docs/outputs.py"))
@@ -166,6 +167,7 @@ def test_every_parameter_of_the_api_has_a_meaning() -> None:
     rows = {name: (kind, default, meaning) for name, kind, default, meaning in described(autopar.plan)}
     assert rows["micro_batches"][:2] == ("int", "`1`") and rows["model"][:2] == ("Module", "required")
     assert rows["loss_fn"][2].startswith("`loss_fn` takes the model's output to the loss")
+    assert rows["headroom"] == ("float | None", "`None`", f"{ASKED['headroom'].help} In `[0, 1)`.")
     assert "| `padding` | `Padding | None` | `None` | With `padding`," in HOOKS["parameters"]("parallelize")
     assert HOOKS["parameters"]("Plan") == ""
 

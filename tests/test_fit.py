@@ -13,13 +13,12 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.cli.common import byte_count
 from autopar.cluster.library import CLUSTERS, named_cluster, parse_cluster
 from autopar.cluster.library.write import cluster_toml
 from autopar.cluster.machine import Cluster
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
-from autopar.planning.request import Request
+from autopar.planning.request import Request, byte_count
 from autopar.planning.shortfall import size_text
 from autopar.solve.problem import Infeasible
 
@@ -218,8 +217,8 @@ def test_a_bad_reserve_is_refused(old: str, new: str, message: str) -> None:
         parse_cluster(text.replace(old, new, 1), "file.toml")
 
 
-@pytest.mark.parametrize(("text", "limit"), [(None, None), ("none", math.inf), ("inf", math.inf), ("40GB", 40e9)])
-def test_the_memory_limit_of_the_command_line(text: str | None, limit: float | None) -> None:
+@pytest.mark.parametrize(("text", "limit"), [("none", math.inf), ("inf", math.inf), ("40GB", 40e9)])
+def test_the_memory_limit_of_the_command_line(text: str, limit: float) -> None:
     assert byte_count(text) == limit
 
 

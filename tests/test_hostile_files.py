@@ -30,9 +30,9 @@ from autopar.cluster.library.read import read_cluster
 from autopar.cluster.library.write import cluster_toml
 from autopar.cluster.measurements import Measurements
 from autopar.planning.constraints import pins
-from autopar.planning.given import check_constraints
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
+from autopar.planning.request import check_constraints
 from autopar.profile.database import TABLES, CollectiveRow, Profiles
 from autopar.report.simulation import HOST_MARKS, merged
 from autopar.runtime.load import INDEX, opened

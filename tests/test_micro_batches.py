@@ -35,8 +35,8 @@ from autopar.planning.advice import LEAST_SPEEDUP
 from autopar.planning.micro import MicroBatches
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
-from autopar.planning.request import Request
-from autopar.planning.training import Gathers, Training
+from autopar.planning.request import Gathers, Request
+from autopar.planning.training import Training
 from autopar.runtime.module import ParallelModule
 
 GRID = {"dp": 2, "tp": 2}
@@ -47,9 +47,7 @@ WAYS: tuple[Gathers, ...] = ("each", "once")
 @functools.cache
 def planner(name: str, count: int = COUNT) -> Planner:
     made = models.case(name)
-    return Planner(
-        made.model, GRID, made.args, made.kwargs, loss_fn=made.loss_fn, training=Training(micro_batches=count)
-    )
+    return Planner(made.model, GRID, made.args, made.kwargs, loss_fn=made.loss_fn, micro_batches=count)
 
 
 @pytest.mark.parametrize(("name", "gathers", "seed"), pairwise(NAMES, WAYS, tuple(range(6))))

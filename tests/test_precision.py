@@ -34,7 +34,7 @@ from autopar.planning.account import account
 from autopar.planning.micro import MicroBatches
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
-from autopar.planning.training import Gathers, Training
+from autopar.planning.request import Gathers, Request
 from autopar.runtime.simulate import simulate_step
 
 GRID = {"dp": 2, "tp": 2}
@@ -52,8 +52,8 @@ REDUCTIONS = ("all_reduce", "reduce_scatter")
 @functools.cache
 def planner(name: str, precision: Precision, dtype: torch.dtype = torch.float32, micro_batches: int = 1) -> Planner:
     made = models.in_dtype(models.case(name), dtype)
-    training = Training(precision=precision, micro_batches=micro_batches)
-    return Planner(made.model, GRID, made.args, made.kwargs, loss_fn=made.loss_fn, training=training)
+    asked = Request(precision=precision, micro_batches=micro_batches)
+    return Planner(made.model, GRID, made.args, made.kwargs, loss_fn=made.loss_fn, request=asked)
 
 
 class ByHand(nn.Module):
@@ -145,8 +145,7 @@ def test_what_two_ranks_add_up_is_rounded_in_the_dtype_of_the_reduction(
 ) -> None:
     """One rank has 1, the other 2^-10, whose sum bfloat16 does not have."""
     batch = torch.tensor([[1.0], [small]])
-    training = Training(precision=Precision(param_dtype=used, reduce_dtype=reduced))
-    made = Planner(Scaled(), {"a": 2}, (batch,), training=training)
+    made = Planner(Scaled(), {"a": 2}, (batch,), precision=Precision(param_dtype=used, reduce_dtype=reduced))
     program = made.program(made.plan(solver="ddp"))
     (gradient,) = simulate_step(program, {"weight": torch.ones(1)}, {"args.0": batch}).gradients.values()
     assert gradient.dtype == torch.float32 and gradient.item() == expected
@@ -308,9 +307,7 @@ def test_backward_casts_anew_what_it_gathers_again_and_keeps_nothing_for_it() ->
 
 def test_backward_reads_what_forward_cast_where_it_is_used_as_it_rests() -> None:
     use = Node(op="aten.mul.Tensor", args=(Ref("w"), Ref("t")), outputs=("d",))
-    made = with_casts(
-        program((GATHER, WAIT, USE), (use, REDUCE, DONE), ("w",), "g_done"), {"w": torch.float32}, None
-    )
+    made = with_casts(program((GATHER, WAIT, USE), (use, REDUCE, DONE), ("w",), "g_done"), {"w": torch.float32}, None)
     assert made.saved == ("w_used",) and made.backward[0].inputs == ("w_used", "t")
 
 
@@ -384,11 +381,9 @@ class Looking(nn.Linear):
         (Precision(reduce_dtype="bfloat16"), ("float32", "float32"), torch.float32),
     ],
 )
-def test_inputs_outputs_and_what_python_sees(
-    precision: Precision, seen: tuple[str, str], output: torch.dtype
-) -> None:
+def test_inputs_outputs_and_what_python_sees(precision: Precision, seen: tuple[str, str], output: torch.dtype) -> None:
     batch = torch.ones(2, 4)
-    captured = Planner(Looking(4, 4), {"a": 2}, (batch,), training=Training(precision=precision)).captured
+    captured = Planner(Looking(4, 4), {"a": 2}, (batch,), precision=precision).captured
     assert captured.input_leaves[0].meta == TensorMeta((2, 4), torch.float32)
     assert captured.output_leaves[0].meta == TensorMeta((2, 4), output)
     assert [leaf.constant for leaf in captured.output_leaves[1:]] == [f"torch.{name}" for name in seen]

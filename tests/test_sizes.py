@@ -119,6 +119,10 @@ def test_what_is_kept_depends_on_the_model_the_batch_and_the_cluster(tmp_path: P
     assert fitted(**first).kept == 1
     assert fitted(**first, cluster="dgx-h100").kept == 0
     assert fitted(**first, optimizer="sgd").kept == 0
+    two = fitted(**first, micro_batches=2)  # a step of twice as many rows
+    assert two.kept == 0 and two.trials[0].items == 2 * fitted(**first).trials[0].items
+    for _ in range(2):  # what ends by the clock may be another answer the next time
+        assert fitted(**first, effort=60.0).kept == 0
     assert fitted(**first, args=(torch.randn(32, 32),)).kept == 0
     model = Tower()
     model.head = torch.nn.Linear(32, 65, bias=False)

@@ -119,6 +119,8 @@ def test_the_command_simulates_plans_and_models(tmp_path: Path) -> None:
     assert "give --model" in CliRunner().invoke(app, ["simulate", str(plan)]).stderr.replace("\n", " ")
     other = CliRunner().invoke(app, ["simulate", str(plan), "--solver", "fsdp"])
     assert other.exit_code == 2 and "--solver does not go with a saved plan" in other.stderr
+    other = CliRunner().invoke(app, ["simulate", str(plan), "--param-dtype", "bfloat16"])
+    assert other.exit_code == 2 and "--param-dtype does not go with a saved plan" in other.stderr
     missing = CliRunner().invoke(app, ["simulate", "test_trace:build"])
     assert missing.exit_code == 2 and "--mesh is missing" in missing.stderr
     alone = CliRunner().invoke(app, [*arguments, "--real", "x.json"])

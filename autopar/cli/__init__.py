@@ -98,11 +98,8 @@ class Commands(TyperGroup):
         return context
 
     def invoke(self, ctx: Any) -> Any:
-        try:
-            with in_one_sentence(lambda: (*ctx.meta[__name__], *FROM_FILE)):
-                return super().invoke(ctx)
-        finally:
-            GIVEN.clear()
+        with in_one_sentence(lambda: (*FROM_FILE, *ctx.meta[__name__])):
+            return super().invoke(ctx)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command itself. An unknown one is answered with the nearest that there is."""
@@ -114,19 +111,16 @@ class Commands(TyperGroup):
         command = command_of(name)
         if is_help:
             return name, command, rest
-        options = {text.lstrip("-"): parameter for parameter in command.params for text in parameter.opts}
+        options = {text.lstrip("-") for parameter in command.params for text in parameter.opts}
         try:
-            found = configured(name, options, rest)
+            FROM_FILE[:] = configured(name, options, rest)
         except ValueError as error:
             complain(error)
             raise typer.Exit(BAD_INPUT) from None
         SAID["quiet"] = any(word in QUIET for word in takewhile(lambda word: word != "--", rest))
-        FROM_FILE[:] = found.words
-        GIVEN[:] = [*rest, *found.words]
-        if found.words:
-            notes().print(f"{FILE}: {shlex.join(found.words)}", style="dim", markup=False, soft_wrap=True)
-        ctx.default_map = {name: dict(found.defaults)}
-        return name, command, [*found.arguments, *rest]
+        if FROM_FILE:
+            notes().print(f"{FILE}: {shlex.join(FROM_FILE)}", style="dim", markup=False, soft_wrap=True)
+        return name, command, [*FROM_FILE, *rest]
 
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -152,9 +146,6 @@ TYPED: list[str] = []
 
 FROM_FILE: list[str] = []
 """What `autopar.toml` adds to them."""
-
-GIVEN: list[str] = []
-"""Both, while a command runs."""
 
 
 def main() -> None:

@@ -1,17 +1,20 @@
 """What commands share: their options and their output."""
 
+from __future__ import annotations
+
 import functools
 import importlib.util
+import inspect
 import json
-import math
 import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import MISSING, fields
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, ParamSpec, TypeVar
 
 import typer
 from rich.console import Console
@@ -19,16 +22,18 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from autopar.cluster import library
 from autopar.extensions import GROUP, nearest, unknown
-from autopar.planning.rendering import Row, comma_separated, markdown, page_width, rendered, tables
+from autopar.planning.rendering import comma_separated, markdown, page_width, rendered, tables
+from autopar.planning.request import ASKED, AUTO, NAMES, NUMBER, Option, byte_count, check, check_dtype, options_of
 from autopar.planning.saved import saved
 from autopar.report.telling import Ticker, complain, following, notes
 
 from .later import Later
-from .names import AUTO, COSTS, DTYPES, OPTIMIZERS, PRESETS, SOLVERS
 from .usage import BAD_INPUT
 
 if TYPE_CHECKING:
     from autopar.passes.capture import shown
+    from autopar.report.comparison import Comparison
+    from autopar.report.fit import Fit
 else:
     shown = Later("autopar.passes.capture.shown")
 
@@ -115,75 +120,73 @@ def progress(enabled: bool = True) -> Iterator[Callable[[float, str], None]]:
             yield lambda part, what: ticker.tell(what, part)
 
 
-UNITS = {"": 1, "B": 1, **{f"{p}B": 1000 ** (k + 1) for k, p in enumerate("KMGT")}}
-UNITS |= {f"{p}iB": 1024 ** (k + 1) for k, p in enumerate("KMGT")}
+Typed = dict[str, Any]
+"""The options of a record that a person or a file gave, as values by field."""
 
-Model = Annotated[
-    str,
-    typer.Argument(
-        help="module:callable, hf:ConfigClass such as hf:LlamaConfig, or a config.json of Hugging Face or its folder."
-    ),
-]
-Settings = Annotated[
-    list[str] | None, typer.Option("--set", help="KEY=VALUE of the configuration, or of the callable. Repeatable.")
-]
-Batch = Annotated[int, typer.Option(min=1, help="Global batch size.")]
-Length = Annotated[int, typer.Option("--seq", min=1, help="Sequence length.")]
-Dtype = Annotated[str, typer.Option(help="The model's, such as float32, bfloat16 or float16.")]
-Cost = Annotated[str, typer.Option(help=f"What the plan minimizes: {', '.join(COSTS)}.")]
-Limit = Annotated[
-    str | None,
-    typer.Option(
-        "--memory-limit",
-        help="Per rank, such as 40GB, or none. Default: device memory less the cluster's reserve and --headroom.",
-    ),
-]
-Headroom = Annotated[
-    float | None,
-    typer.Option("--headroom", help="Part of device memory to keep free beyond the cluster's reserve. Default: 0.05."),
-]
-Effort = Annotated[
-    float | None,
-    typer.Option(
-        "--effort",
-        help="Time budget of the search in seconds; returns the best plan found. Default: run to completion.",
-    ),
-]
-Pins = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--pin", help="NAME:AXIS=PLACEMENT, such as lm_head.weight:tp=S(0) or model.layers.*.mlp:dp=R. Repeatable."
-    ),
-]
-Kept = Annotated[
-    str,
-    typer.Option("--optimizer", help=f"Its states count as memory: {', '.join(OPTIMIZERS)}; or bytes per element."),
-]
-Again = Annotated[
-    str,
-    typer.Option(
-        "--recompute",
-        help="What backward makes again: auto (the planner chooses), asked (what torch.utils.checkpoint marks), none.",
-    ),
-]
-Micros = Annotated[
-    int, typer.Option("--micro-batches", min=1, help="Calls of a step, each of --batch; gradients are reduced once.")
-]
+
+def asks(
+    *, without: Collection[str] = (), again: bool = False, defaults: Mapping[str, Any] | None = None, **records: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """For a command whose parameters of these names are `Typed`: in their places stand the options of the records,
+    `without` some. A plan's model, if it is to be given `again`, is an option. `--help` shows the defaults of the
+    records or those given; none, with `{}`. Errors are those of `reports_bad_input`."""
+
+    def of(command: Callable[..., None]) -> Callable[..., None]:
+        places: dict[str, tuple[str, str, Option]] = {}
+        parameters: list[inspect.Parameter] = []
+        for own in inspect.signature(command, eval_str=True).parameters.values():
+            if own.name not in records:
+                parameters.append(own.replace(kind=own.KEYWORD_ONLY))
+                continue
+            known = {f.name: None if f.default is MISSING else f.default for f in fields(records[own.name])}
+            for field, option in options_of(records[own.name]).items():
+                for name in () if field in without else option.parts or (field,):
+                    places[name] = (own.name, field, option)
+                    default = known[field] if defaults is None else defaults.get(field)
+                    is_argument = field == "model" and not again
+                    about = typer.Argument(help=option.help) if is_argument else _option(name, option)
+                    parameters.append(
+                        inspect.Parameter(
+                            name,
+                            own.KEYWORD_ONLY,
+                            default=own.empty if is_argument else default,
+                            annotation=Annotated[option.typed if default is not None else option.typed | None, about],
+                        )
+                    )
+
+        def checked(context: typer.Context, **values: Any) -> None:
+            typed: dict[str, Typed] = {group: {} for group in records}
+            for name, (group, field, option) in places.items():
+                value, source = values.pop(name), context.get_parameter_source(name)
+                if source is None or source.name == "DEFAULT":
+                    continue
+                if option.parts:
+                    typed[group].setdefault(field, {})[name] = value
+                else:
+                    typed[group][field] = value if option.read is None else option.read(value)
+            command(**typed, **values)
+
+        context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+        checked.__signature__ = inspect.Signature([context, *parameters])  # type: ignore[attr-defined]
+        checked.__doc__, checked.__annotations__ = command.__doc__, {}
+        return reports_bad_input(checked)
+
+    return of
+
+
+def _option(name: str, option: Option) -> Any:
+    least = int(option.range[1:].split(",")[0]) if option.typed is int else None
+    words = "The plan's model, if the plan does not say how to build it: " if name == "model" else ""
+    words += f"{option.parts.get(name, option.help)} {option.spelled}".rstrip()
+    return typer.Option(option.flag_of(name), min=least, help=words)
+
+
 Format = Annotated[
     str | None, typer.Option("--format", help="text, json, csv (figures in seconds and bytes) or markdown.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print all as JSON, for scripts, instead of as text.")]
-UsedIn = Annotated[
-    str | None,
-    typer.Option("--param-dtype", help="What parameters are cast to in use; they rest in --dtype, as masters."),
-]
-ReducedIn = Annotated[
-    str | None,
-    typer.Option("--reduce-dtype", help="What gradients are reduced in. Not given: what they are computed in."),
-]
 Full = Annotated[bool, typer.Option("--full", help="All that the plan says, instead of one page.")]
-CLUSTER_HELP = "A name of the library (see autopar clusters), or a TOML file"
-SOLVER_HELP = f"One of {', '.join(SOLVERS)}; or a preset: {', '.join(PRESETS)}."
+CLUSTER_HELP, SOLVER_HELP = ASKED["cluster"].help, ASKED["solver"].help
 
 
 TEXT, JSON, CSV, MARKDOWN = TABULAR = ("text", "json", "csv", "markdown")
@@ -199,17 +202,7 @@ def chosen(form: str | None, as_json: bool, among: Sequence[str] = TABULAR) -> s
     return form or (JSON if as_json else TEXT)
 
 
-class Tabular(Protocol):
-    """An answer that consists of rows."""
-
-    def rows(self) -> list[Row]: ...
-
-    def to_json(self) -> Any: ...
-
-    def text(self, width: int) -> str: ...
-
-
-def print_rows(answer: Tabular, form: str) -> None:
+def print_rows(answer: Comparison | Fit, form: str) -> None:
     """Prints an answer in one of the formats TABULAR."""
     written = {
         TEXT: lambda: answer.text(page_width()),
@@ -251,52 +244,9 @@ def mesh_shape(text: str) -> dict[str, int]:
     return shape
 
 
-def constraints(texts: list[str]) -> dict[str, dict[str, str]]:
-    """Parses texts such as "lm_head.weight:tp=S(0)"."""
-    placements: dict[str, dict[str, str]] = {}
-    for text in texts:
-        match = re.fullmatch(r"([^:=]+):(\w+)=(.+)", text)
-        if match is None:
-            raise ValueError(f"--pin is {text!r}: write NAME:AXIS=PLACEMENT, such as lm_head.weight:tp=S(0)")
-        name, axis, placement = match.groups()
-        if placements.setdefault(name, {}).setdefault(axis, placement) != placement:
-            raise ValueError(
-                f"--pin {text!r} contradicts {axis}={placements[name][axis]} for the same name: give one of them"
-            )
-    return placements
-
-
-def byte_count(text: str | None) -> float | None:
-    """Parses "40GB" or "40GiB"; "none" and "inf" are no limit, and None leaves it to the cluster's devices."""
-    if text is None:
-        return None
-    if text.strip().lower() in ("none", "inf"):
-        return math.inf
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    if match is None or match[2] not in UNITS:
-        raise ValueError(f"--memory-limit is {text!r}: give bytes, such as 40GB or 40GiB, or none for no limit")
-    count: float = float(match[1]) * UNITS[match[2]]
-    return count
-
-
-def check_dtype(name: str, option: str = "--dtype") -> None:
-    if name not in DTYPES:
-        raise ValueError(f"{option} is {name!r}{nearest(name, DTYPES)}: give {', '.join(DTYPES[:-1])} or {DTYPES[-1]}")
-
-
-def _check_solver(name: str) -> None:
-    if name not in (*SOLVERS, *PRESETS):
-        raise ValueError(unknown("solver", name, {"solvers": SOLVERS, "presets": PRESETS}))
-
-
-def _check_cost(name: str) -> None:
-    if name not in COSTS:
-        raise ValueError(unknown("cost", name, COSTS))
-
-
 def _check_optimizer(text: str) -> None:
-    if isinstance(optimizer_of(text), str) and text not in OPTIMIZERS:
-        raise ValueError(f"{unknown('optimizer', text, OPTIMIZERS)}; or give bytes per element of a parameter")
+    if not re.fullmatch(NUMBER, text) and text not in NAMES["optimizer"]:
+        raise ValueError(f"{unknown('optimizer', text, NAMES['optimizer'])}; or give bytes per element of a parameter")
 
 
 def _check_mesh(text: str) -> None:
@@ -306,21 +256,19 @@ def _check_mesh(text: str) -> None:
 
 CHECKS: Mapping[str, Callable[[str], object]] = {
     "mesh": _check_mesh,
-    "settings": lambda text: parsed([text]),
     "dtype": check_dtype,
     "param_dtype": lambda name: check_dtype(name, "--param-dtype"),
     "reduce_dtype": lambda name: check_dtype(name, "--reduce-dtype"),
-    "memory_limit": byte_count,
     "optimizer": _check_optimizer,
-    "pin": lambda text: constraints([text]),
+    "memory_limit_bytes": byte_count,
 }
 """Parameters of commands, and what raises ValueError for a value that is wrong whatever the model is."""
 
 NAMED: Mapping[str, Callable[[str], object]] = {
-    "solver": _check_solver,
-    "strategy": _check_solver,
+    "solver": lambda name: check("solver", name),
+    "strategy": lambda name: check("solver", name),
     "cluster": library.named_cluster,
-    "cost": _check_cost,
+    "cost": lambda name: check("cost", name),
 }
 """Those of names to which the module of a model, and installed packages, may add theirs."""
 
@@ -328,11 +276,11 @@ NAMED: Mapping[str, Callable[[str], object]] = {
 def check_options(options: Mapping[str, Any]) -> None:
     """Raises ValueError for options that are wrong in themselves, before PyTorch is there, which takes seconds to
     import."""
-    for name, check in {**CHECKS, **({} if _may_add_names(options) else NAMED)}.items():
+    for name, check_one in {**CHECKS, **({} if _may_add_names(options) else NAMED)}.items():
         value = options.get(name)
         for each in value if isinstance(value, list) else [value]:
             if each is not None:
-                check(each)
+                check_one(each)
 
 
 def _may_add_names(options: Mapping[str, Any]) -> bool:
@@ -342,26 +290,3 @@ def _may_add_names(options: Mapping[str, Any]) -> bool:
         model = ((saved(path).get("provenance") or {}).get("source") or {}).get("model")
     of_module = isinstance(model, str) and ":" in model and not model.startswith("hf:")
     return of_module or "torch" in sys.modules or bool(entry_points(group=GROUP))
-
-
-def optimizer_of(text: str) -> str | float:
-    """A name, or a number of bytes."""
-    return float(text) if re.fullmatch(r"\d+(\.\d+)?", text) else text
-
-
-def parsed(settings: Sequence[str]) -> dict[str, Any]:
-    """Parses KEY=VALUE texts; a value is JSON, or else a text."""
-    values: dict[str, Any] = {}
-    for setting in settings:
-        key, equals, value = setting.partition("=")
-        if not equals or not key.isidentifier():
-            raise ValueError(f"--set has {setting!r}: write KEY=VALUE, such as hidden_size=1024")
-        try:
-            values[key] = json.loads(value)
-        except json.JSONDecodeError:
-            values[key] = value
-        except (ValueError, RecursionError) as error:  # an integer of thousands of digits, or brackets in brackets
-            raise ValueError(
-                f"--set {key} is a JSON value that cannot be read ({error}): write a simpler one"
-            ) from error
-    return values

@@ -4,56 +4,41 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from autopar.extensions import nearest
+from autopar.planning.request import Request, Source, options_of
 from autopar.planning.saved import is_plan
 
 FILE = Path("autopar.toml")
 
-KEYS = (
-    "batch", "cluster", "cost", "devices", "dtype", "headroom", "memory-limit", "mesh", "optimizer", "param-dtype",
-    "pin", "reduce-dtype", "seq", "set", "solver",
-)  # fmt: skip
+KEYS = sorted(
+    ["devices", "mesh"]
+    + [
+        option.flag_of(name)[2:]
+        for record in (Request, Source)
+        for field, option in options_of(record).items()
+        for name in option.parts or (field,)
+        if field != "model"
+    ]
+)
 """Options that the file may hold. `set` is a table of its own."""
 
 READERS = ("plan", "fit", "compare", "simulate", "profile")
 """Commands that read it: those that are given a model and plan it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Configured:
-    """`defaults` are values by parameter of a command, `arguments` go before those that were typed, and `words` say
-    what of the file is used, as options."""
-
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    arguments: tuple[str, ...] = ()
-    words: tuple[str, ...] = ()
-
-
-def configured(command: str, options: Mapping[str, Any], typed: Sequence[str]) -> Configured:
-    """What the file says for a command, whose `options` are parameters by option name without dashes, where no option
-    was `typed`; nothing for `simulate` of a saved plan, which has its own. Raises ValueError for a file that cannot be
-    read, and for a key that no option has."""
+def configured(command: str, options: Collection[str], typed: Sequence[str]) -> list[str]:
+    """What the file says for a command that has these `options` (without dashes), as it would be typed, where no option
+    was; nothing for `simulate` of a saved plan, which has its own. Settings are merged. Raises ValueError for a file
+    that cannot be read, and for a key that no option has."""
     if command not in READERS or not FILE.is_file() or (command == "simulate" and any(map(is_plan, typed))):
-        return Configured()
-    values = _values()
-    given = {word.partition("=")[0].removeprefix("--") for word in typed if word.startswith("--")}
-    defaults, arguments, words = dict[str, Any](), list[str](), list[str]()
-    for key, value in values.items():
-        parameter = options.get(key)
-        if parameter is None or (key in given and key != "set"):
-            continue
-        texts = _texts(key, value)
-        if key == "set":
-            arguments += [word for text in texts for word in ("--set", text)]
-        else:
-            defaults[parameter.name] = texts if parameter.multiple else texts[0]
-        words += [word for text in texts for word in (f"--{key}", text)]
-    return Configured(defaults=defaults, arguments=tuple(arguments), words=tuple(words))
+        return []
+    given = {word.partition("=")[0].removeprefix("--") for word in typed if word.startswith("--")} - {"set"}
+    values = {key: value for key, value in _values().items() if key in options and key not in given}
+    return [word for key, value in values.items() for text in _texts(key, value) for word in (f"--{key}", text)]
 
 
 def _values() -> dict[str, Any]:

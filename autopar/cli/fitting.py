@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from autopar.planning.fit.kept import default_path
+from autopar.planning.request import Request, Source
 from autopar.report.telling import notes
 
 from . import common
@@ -29,23 +30,15 @@ def add(app: typer.Typer) -> None:
     app.command("fit", rich_help_panel="Plans")(fit_command)
 
 
-@common.reports_bad_input
+@common.asks(model=Source, options=Request, without=("solver",))
 def fit_command(
-    model: common.Model,
+    model: common.Typed,
     devices: Annotated[str, typer.Option(help="Numbers of devices, such as 64,256,1024.")],
-    batch: common.Batch = 8,
-    sequence: common.Length = 128,
-    settings: common.Settings = None,
-    dtype: common.Dtype = "float32",
-    cluster: Annotated[str | None, typer.Option(help=f"{common.CLUSTER_HELP}.")] = None,
+    options: common.Typed,
     strategy: Annotated[
         list[str] | None, typer.Option(help=f"{common.SOLVER_HELP} Repeatable; the search and presets if not given.")
     ] = None,
     axes: Annotated[int, typer.Option(min=1, max=4, help="The most axes of a mesh.")] = 2,
-    memory_limit: common.Limit = None,
-    headroom: common.Headroom = None,
-    optimizer: common.Kept = "adamw",
-    pin: common.Pins = None,
     keep: Annotated[
         Path | None, typer.Option(help="Where to keep what is done; in the user's cache if not given.")
     ] = None,
@@ -75,20 +68,10 @@ def fit_command(
     try:
         with common.progress() as tell, signals_exit():
             tell(0.0, "reading the model")
-            loaded = loading.load(model, common.parsed(settings or []), batch=batch, sequence=sequence, dtype=dtype)
-            result = fits.fit(
-                loaded.model,
-                sizes,
-                loaded.args,
-                loaded.kwargs,
-                loss_fn=loaded.loss_fn,
-                cluster=cluster,
+            result = loading.ask(
+                *(fits.fit, sizes, model, options),
                 strategies=strategy or None,
                 axes=axes,
-                memory_limit_bytes=common.byte_count(memory_limit),
-                headroom=headroom,
-                optimizer=common.optimizer_of(optimizer),
-                constraints=common.constraints(pin or []),
                 keep=path,
                 report=tell,
                 each=found,

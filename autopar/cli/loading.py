@@ -6,22 +6,26 @@ import importlib
 import inspect
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from autopar.extensions import nearest
 from autopar.files import json_of, text_of
+from autopar.ir.precision import Precision
 from autopar.planning.plan import Plan
-from autopar.planning.provenance import Source
+from autopar.planning.request import Source, check_dtype, options_of, parsed
 
-from . import FROM_FILE, GIVEN, TYPED
-from .common import check_dtype, parsed
+from . import FROM_FILE, TYPED
 from .configured import FILE
+
+T = TypeVar("T")
+
+OF_MODEL = options_of(Source)
 
 HEADS = (
     "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
@@ -51,14 +55,28 @@ class Loaded:
     loss_fn: Callable[[Any], torch.Tensor] | None = None
 
 
-def recorded(plan: Plan, model: str, settings: Sequence[str], *, batch: int, sequence: int, dtype: str) -> Plan:
-    """The plan with the command that made it, and what builds its model again."""
-    values = dict(setting.split("=", 1) for setting in settings)
-    source = Source(model=model, settings=values, batch=batch, sequence=sequence, dtype=dtype)
-    return with_source(plan, source)
+def ask(
+    verb: Callable[..., T],
+    on: Any,
+    typed: Mapping[str, Any],
+    options: Mapping[str, Any],
+    *,
+    source: Source | None = None,
+    **more: Any,
+) -> T:
+    """What a verb answers about the model that is `typed` (or of a `source` with some of it), on a mesh or so many
+    devices, under these options of a request."""
+    loaded = built(source or Source(**typed), typed)
+    return verb(loaded.model, on, loaded.args, loaded.kwargs, loss_fn=loaded.loss_fn, **keywords(options), **more)
 
 
-def with_source(plan: Plan, source: Source) -> Plan:
+def keywords(typed: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords of a verb."""
+    parts = typed.get("precision")
+    return {**typed, **({"precision": Precision(**parts)} if isinstance(parts, dict) else {})}
+
+
+def with_source(plan: Plan, source: Source | None) -> Plan:
     """The plan with what builds its model, and the command as it was typed."""
     if plan.provenance is None:
         return plan
@@ -68,28 +86,44 @@ def with_source(plan: Plan, source: Source) -> Plan:
     return replace(plan, provenance=replace(plan.provenance, source=source, command=command))
 
 
-def source_of(plan: Plan, source: Source | None = None) -> Source:
-    """What builds a plan's model: another `source`, or that of the plan. Raises ValueError if neither says it."""
-    source = source or (plan.provenance.source if plan.provenance is not None else None)
-    if source is None:
+def source_of(plan: Plan, typed: Mapping[str, Any], *, changes: bool = False, needed: bool = True) -> Source | None:
+    """What builds a plan's model: what is `typed`, or what the plan says, with `changes` of it if they are asked for.
+    Raises ValueError for options of a model that is not given, and if nothing says how though it is `needed`."""
+    if "model" in typed:
+        return Source(**typed)
+    for name in () if changes else typed:
+        raise ValueError(
+            f"{OF_MODEL[name].flag_of(name)} goes with --model, which says how to build the plan's model: give both"
+        )
+    source = None if plan.provenance is None else plan.provenance.source
+    if source is not None:
+        return replace(source, **{**typed, "settings": {**source.settings, **typed.get("settings", {})}})
+    if needed:
         raise ValueError(
             f"the plan does not say how to build its model {plan.model}: give --model, and --set, --batch, --seq and "
             f"--dtype as autopar plan takes them (plans that it writes say it themselves)"
         )
-    return source
+    return None
 
 
-def built(plan: Plan, source: Source | None = None) -> Loaded:
-    """The model of a plan, built as it was for it, or from another `source`. Raises ValueError if neither says how."""
-    source = source_of(plan, source)
-    settings = parsed([f"{key}={value}" for key, value in source.settings.items()])
-    return load(source.model, settings, batch=source.batch, sequence=source.sequence, dtype=source.dtype)
+def built(source: Source, typed: Collection[str] = (), device: str = "meta") -> Loaded:
+    """The model of a source, of which some is `typed`."""
+    about = {f.name: getattr(source, f.name) for f in fields(source)}
+    name, settings = about.pop("model"), parsed(about.pop("settings"))
+    return load(name, settings, **about, device=device, typed=typed)
 
 
 def load(
-    spec: str, settings: Mapping[str, Any], *, batch: int, sequence: int, dtype: str, device: str = "meta"
+    spec: str,
+    settings: Mapping[str, Any],
+    *,
+    batch: int,
+    sequence: int,
+    dtype: str,
+    device: str = "meta",
+    typed: Collection[str] = (),
 ) -> Loaded:
-    """The model that `spec` names; one of Hugging Face is built on `device`.
+    """The model that `spec` names; one of Hugging Face is built on `device`, and a callable must take what is `typed`.
 
     Raises ValueError if it names nothing, or nothing that builds a model."""
     module, colon, name = spec.partition(":")
@@ -105,7 +139,7 @@ def load(
         return _from_file(file, settings, batch, sequence, kind, device)
     if module == "hf":
         return _hugging_face(name, settings, batch, sequence, kind, device)
-    return _called(module, name, settings, batch, sequence, kind)
+    return _called(module, name, settings, {"batch": batch, "sequence": sequence, "dtype": kind}, typed)
 
 
 def _config_file(spec: str) -> Path | None:
@@ -192,7 +226,7 @@ def _configured(
 
 
 def _called(
-    module: str, name: str, settings: Mapping[str, Any], batch: int, sequence: int, dtype: torch.dtype
+    module: str, name: str, settings: Mapping[str, Any], offered: Mapping[str, Any], typed: Collection[str]
 ) -> Loaded:
     sys.path.insert(0, "")
     try:
@@ -202,10 +236,10 @@ def _called(
     finally:
         sys.path.remove("")
     taken = inspect.signature(make).parameters
-    offered = {"batch": batch, "sequence": sequence, "dtype": dtype}
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
-    for key, option in (("batch", "--batch"), ("sequence", "--seq"), ("dtype", "--dtype")):
-        if key not in taken and not takes_any and _is_given(option):
+    for key in offered:
+        if key not in taken and not takes_any and key in typed:
+            option = OF_MODEL[key].flag_of(key)
             raise ValueError(
                 f"{module}:{name}{inspect.signature(make)} takes no {key}, so {option} would change nothing: let it "
                 f"take {key}, or leave {option} out"
@@ -229,8 +263,3 @@ def _called(
     if isinstance(inputs, Mapping):
         return Loaded(model=model, kwargs=inputs, loss_fn=loss_fn)
     return Loaded(model=model, args=tuple(inputs), kwargs={}, loss_fn=loss_fn)
-
-
-def _is_given(option: str) -> bool:
-    """Whether the running command was given an option, by a person or a file."""
-    return any(word.partition("=")[0] == option for word in GIVEN)

@@ -10,28 +10,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autopar.planning.rendering import page_width
+from autopar.planning.request import ASKED, AUTO, Request, Source
 from autopar.planning.saved import is_plan
 
 from . import common
 from .later import Later
-from .names import AUTO
-from .questions import (
-    BatchAgain,
-    DtypeAgain,
-    LengthAgain,
-    ModelAgain,
-    SettingsAgain,
-    current,
-    opened,
-    source_given,
-)
+from .questions import current, opened
 from .working import DRAWING, READING, working
 
 if TYPE_CHECKING:
     import torch
 
     from autopar import api, testing
-    from autopar.ir import precision as dtypes
     from autopar.planning import plan as planning
     from autopar.planning import reading
     from autopar.report import export
@@ -43,7 +33,6 @@ if TYPE_CHECKING:
 else:
     torch = Later("torch")
     api = Later("autopar.api")
-    dtypes = Later("autopar.ir.precision")
     testing = Later("autopar.testing")
     planning = Later("autopar.planning.plan")
     reading = Later("autopar.planning.reading")
@@ -62,36 +51,16 @@ def add(app: typer.Typer) -> None:
     app.command("check", rich_help_panel="Plans")(check_command)
 
 
-def _precision(param_dtype: str | None, reduce_dtype: str | None) -> dtypes.Precision:
-    """What was typed as a policy, which says what is no dtype."""
-    return dtypes.Precision(param_dtype=param_dtype, reduce_dtype=reduce_dtype)  # type: ignore[arg-type]
-
-
-@common.reports_bad_input
+@common.asks(model=Source, options=Request)
 def plan_command(
-    model: common.Model,
+    model: common.Typed,
     mesh: Annotated[
         str,
         typer.Option(
             help="Axes and sizes, outermost first, such as dp=2,tp=4; or a number of devices, or auto: chosen."
         ),
     ],
-    batch: common.Batch = 8,
-    sequence: common.Length = 128,
-    settings: common.Settings = None,
-    dtype: common.Dtype = "float32",
-    cluster: Annotated[str | None, typer.Option(help=f"{common.CLUSTER_HELP}.")] = None,
-    solver: Annotated[str, typer.Option(help=common.SOLVER_HELP)] = AUTO,
-    cost: common.Cost = "analytical",
-    memory_limit: common.Limit = None,
-    headroom: common.Headroom = None,
-    optimizer: common.Kept = "adamw",
-    pin: common.Pins = None,
-    effort: common.Effort = None,
-    recompute: common.Again = "auto",
-    micro_batches: common.Micros = 1,
-    param_dtype: common.UsedIn = None,
-    reduce_dtype: common.ReducedIn = None,
+    options: common.Typed,
     save: Annotated[Path | None, typer.Option("--out", help="Where to save the plan.")] = None,
     full: common.Full = False,
     as_json: common.AsJson = False,
@@ -103,53 +72,23 @@ def plan_command(
     common.writable(save, "--out")
     planning.Plan.check_path(save)
     with working():
-        loaded = loading.load(model, common.parsed(settings or []), batch=batch, sequence=sequence, dtype=dtype)
-        plan = api.plan(
-            loaded.model,
-            "auto" if mesh == "auto" else int(mesh) if mesh.isdecimal() else common.mesh_shape(mesh),
-            loaded.args,
-            loaded.kwargs,
-            loss_fn=loaded.loss_fn,
-            cluster=cluster,
-            solver=solver,
-            cost=cost,
-            memory_limit_bytes=common.byte_count(memory_limit),
-            headroom=headroom,
-            optimizer=common.optimizer_of(optimizer),
-            constraints=common.constraints(pin or []),
-            effort=effort,
-            recompute=recompute,  # type: ignore[arg-type]
-            micro_batches=micro_batches,
-            precision=_precision(param_dtype, reduce_dtype),
-        )
-    plan = loading.recorded(plan, model, settings or [], batch=batch, sequence=sequence, dtype=dtype)
+        on = "auto" if mesh == "auto" else int(mesh) if mesh.isdecimal() else common.mesh_shape(mesh)
+        plan = loading.with_source(loading.ask(api.plan, on, model, options), Source(**model))
     if save is not None:
         plan.save(save)
         common.wrote(save)
-    _print(plan, as_json, full)
+    typer.echo(json.dumps(plan.to_json()) if as_json else plan.text(full=full))
 
 
-@common.reports_bad_input
+@common.asks(model=Source, options=Request, without=("cluster", "solver"))
 def compare_command(
-    model: common.Model,
+    model: common.Typed,
     mesh: Annotated[list[str], typer.Option(help="Axes and sizes, such as dp=2,tp=4. Repeatable.")],
-    batch: common.Batch = 8,
-    sequence: common.Length = 128,
-    settings: common.Settings = None,
-    dtype: common.Dtype = "float32",
-    cluster: Annotated[list[str] | None, typer.Option(help=f"{common.CLUSTER_HELP}. Repeatable.")] = None,
+    options: common.Typed,
+    cluster: Annotated[list[str] | None, typer.Option(help=f"{common.CLUSTER_HELP} Repeatable.")] = None,
     solver: Annotated[
         list[str] | None, typer.Option(help=f"{common.SOLVER_HELP} Repeatable; auto and presets if not given.")
     ] = None,
-    cost: common.Cost = "analytical",
-    memory_limit: common.Limit = None,
-    headroom: common.Headroom = None,
-    optimizer: common.Kept = "adamw",
-    pin: common.Pins = None,
-    recompute: common.Again = "auto",
-    micro_batches: common.Micros = 1,
-    param_dtype: common.UsedIn = None,
-    reduce_dtype: common.ReducedIn = None,
     figure: Annotated[Path | None, typer.Option(help="Where to draw it, such as plans.svg.")] = None,
     save: Annotated[
         Path | None, typer.Option("--out", help="A folder for the plans, each a file for show, diff and what-if.")
@@ -162,28 +101,11 @@ def compare_command(
     common.drawable(figure)
     if save is not None and save.exists() and not save.is_dir():
         raise ValueError(f"--out is {save}, a file: give a folder for the plans")
-    meshes, limit = [common.mesh_shape(text) for text in mesh], common.byte_count(memory_limit)
+    meshes = [common.mesh_shape(text) for text in mesh]
     with common.progress() as tell:
         tell(0.0, "reading the model")
-        loaded = loading.load(model, common.parsed(settings or []), batch=batch, sequence=sequence, dtype=dtype)
-        comparison = api.compare(
-            loaded.model,
-            meshes,
-            loaded.args,
-            loaded.kwargs,
-            loss_fn=loaded.loss_fn,
-            solvers=list(dict.fromkeys(solver)) if solver else None,
-            cost=cost,
-            cluster=list(dict.fromkeys(cluster)) if cluster else None,
-            memory_limit_bytes=limit,
-            headroom=headroom,
-            optimizer=common.optimizer_of(optimizer),
-            constraints=common.constraints(pin or []),
-            recompute=recompute,  # type: ignore[arg-type]
-            micro_batches=micro_batches,
-            precision=_precision(param_dtype, reduce_dtype),
-            report=tell,
-        )
+        clusters, solvers = (list(dict.fromkeys(names or ())) or None for names in (cluster, solver))
+        comparison = loading.ask(api.compare, meshes, model, options, solvers=solvers, cluster=clusters, report=tell)
     if figure is not None:
         with working(DRAWING):
             figures.draw(comparison, figure)
@@ -191,7 +113,7 @@ def compare_command(
         save.mkdir(parents=True, exist_ok=True)
         for name, plan in comparison.plans.items():
             file = save / f"{re.sub('[^A-Za-z0-9.,=_-]', '_', name)}.json"
-            loading.recorded(plan, model, settings or [], batch=batch, sequence=sequence, dtype=dtype).save(file)
+            loading.with_source(plan, Source(**model)).save(file)
             common.wrote(file)
     if form == common.TEXT:
         typer.echo(comparison.full_text(page_width()))
@@ -201,25 +123,12 @@ def compare_command(
         raise typer.Exit(1)
 
 
-@common.reports_bad_input
+@common.asks(model=Source, options=Request, again=True)
 def simulate_command(
-    ctx: typer.Context,
     target: Annotated[str, typer.Argument(metavar="MODEL|PLAN", help="A model as for plan, or what plan --out wrote.")],
+    model: common.Typed,
+    options: common.Typed,
     mesh: Annotated[str | None, typer.Option(help="Axes and sizes, such as dp=2,tp=4, for a model.")] = None,
-    batch: common.Batch = 8,
-    sequence: common.Length = 128,
-    settings: common.Settings = None,
-    dtype: common.Dtype = "float32",
-    cluster: Annotated[str | None, typer.Option(help=f"{common.CLUSTER_HELP}; the plan's if not given.")] = None,
-    model: ModelAgain = None,
-    solver: Annotated[str, typer.Option(help=common.SOLVER_HELP)] = AUTO,
-    memory_limit: common.Limit = None,
-    optimizer: common.Kept = "adamw",
-    pin: common.Pins = None,
-    recompute: common.Again = "auto",
-    micro_batches: common.Micros = 1,
-    param_dtype: common.UsedIn = None,
-    reduce_dtype: common.ReducedIn = None,
     trace: Annotated[Path | None, typer.Option(help="Where to write the timeline, for Perfetto.")] = None,
     real: Annotated[
         Path | None,
@@ -234,37 +143,34 @@ def simulate_command(
     """
     given = opened(Path(target)) if is_plan(target) else None
     if given is not None:
-        _check_options(ctx, model)
+        extra = [
+            ASKED[name].flag_of(part)
+            for name, value in options.items()
+            for part in (value if ASKED[name].parts else (name,))
+            if name != "cluster"
+        ]
+        if extra or mesh is not None:
+            raise ValueError(
+                f"{[*extra, '--mesh'][0]} does not go with a saved plan, which has its own: autopar what-if makes "
+                f"another plan, and --model says how to build the model of one that does not say it"
+            )
     elif mesh is None:
         raise ValueError("--mesh is missing: give axes and sizes, such as dp=2,tp=4, or a saved plan")
-    elif model is not None:
+    elif "model" in model:
         raise ValueError(f"--model goes with a saved plan, and {target} is a model: give one of them")
     if real is not None and trace is None:
         raise ValueError("--real goes with --trace: say where to write both as one trace")
     common.drawable(figure)
     common.writable(trace, "--trace")
     with working():
-        if given is not None:
-            of_model = (settings, batch, sequence, dtype) if model is not None else (None,) * 4
-            loaded = loading.built(given, source_given(given, model, *of_model))
+        if given is None:
+            simulation = loading.ask(
+                simulations.simulate, common.mesh_shape(mesh or ""), {"model": target, **model}, options
+            )
         else:
-            loaded = loading.load(target, common.parsed(settings or []), batch=batch, sequence=sequence, dtype=dtype)
-        simulation = simulations.simulate(
-            loaded.model,
-            dict(given.mesh) if given is not None else common.mesh_shape(mesh or ""),
-            loaded.args,
-            loaded.kwargs,
-            plan=given,
-            loss_fn=loaded.loss_fn,
-            solver=solver,
-            cluster=reading.cluster_of(given) if cluster is None and given is not None else cluster,
-            memory_limit_bytes=common.byte_count(memory_limit),
-            optimizer=common.optimizer_of(optimizer),
-            constraints=common.constraints(pin or []),
-            recompute=recompute,  # type: ignore[arg-type]
-            micro_batches=micro_batches,
-            precision=_precision(param_dtype, reduce_dtype),
-        )
+            source = loading.source_of(given, model)
+            options = {"cluster": reading.cluster_of(given), **options}
+            simulation = loading.ask(simulations.simulate, dict(given.mesh), model, options, source=source, plan=given)
     timeline, used = simulation.timeline, simulation.plan
     if trace is not None:
         with working("writing the trace"):
@@ -275,27 +181,10 @@ def simulate_command(
     typer.echo(json.dumps(simulation.to_json()) if as_json else simulation.text(page_width()))
 
 
-WITH_PLAN = ("target", "cluster", "model", "trace", "real", "figure", "as_json")
-"""Parameters of simulate that go with a saved plan, which has the others; those of a model go with --model."""
-
-OF_MODEL = ("batch", "sequence", "settings", "dtype")
-
-
-def _check_options(ctx: typer.Context, model: str | None) -> None:
-    """Raises ValueError for options that a saved plan leaves no room for."""
-    allowed = WITH_PLAN if model is None else (*WITH_PLAN, *OF_MODEL)
-    for parameter in ctx.command.params:
-        source = ctx.get_parameter_source(parameter.name or "")
-        if source is not None and source.name == "COMMANDLINE" and parameter.name not in allowed:
-            raise ValueError(
-                f"{parameter.opts[0]} does not go with a saved plan, which has its own: autopar what-if makes another "
-                f"plan, and --model says how to build the model of one that does not say it"
-            )
-
-
-@common.reports_bad_input
+@common.asks(model=Source, again=True, defaults={})
 def show_command(
     path: Annotated[Path, typer.Argument(help="What plan --out wrote.")],
+    model: common.Typed,
     full: common.Full = False,
     program: Annotated[
         bool, typer.Option("--program", help="Print the program that each rank runs, instead of the plan.")
@@ -310,11 +199,6 @@ def show_command(
         ),
     ] = None,
     save: Annotated[Path | None, typer.Option("--out", help="Where to write it, instead of printing it.")] = None,
-    model: ModelAgain = None,
-    settings: SettingsAgain = None,
-    batch: BatchAgain = None,
-    sequence: LengthAgain = None,
-    dtype: DtypeAgain = None,
     as_json: common.AsJson = False,
 ) -> None:
     """Print a saved plan, its program or its graph. The figures of an edited plan are computed again, if it says how
@@ -329,7 +213,7 @@ def show_command(
     common.writable(save, "--out")
     if form == FX and save is None:
         raise ValueError("--format fx writes a file: give --out, such as --out program.pt")
-    plan = current(path, model, settings, batch, sequence, dtype, needs_model=program or graph)
+    plan = current(path, model, needs_model=program or graph)
     if not program and not graph:
         written = json.dumps(plan.to_json()) if form == common.JSON else plan.text(full=full)
     else:
@@ -352,18 +236,14 @@ def show_command(
 FX = "fx"
 
 
-def _print(plan: planning.Plan, as_json: bool, full: bool) -> None:
-    typer.echo(json.dumps(plan.to_json()) if as_json else plan.text(full=full))
+CHECKED = {"batch": 4, "sequence": 16, "dtype": "float64"}
+"""Of a small model, in the dtype in which everything is computed."""
 
 
-@common.reports_bad_input
+@common.asks(model=Source, defaults=CHECKED)
 def check_command(
-    model: common.Model,
+    model: common.Typed,
     mesh: Annotated[str, typer.Option(help="Axes and sizes, outermost first, such as dp=2,tp=2.")],
-    batch: common.Batch = 4,
-    sequence: common.Length = 16,
-    settings: common.Settings = None,
-    dtype: Annotated[str, typer.Option(help="The dtype in which everything is computed.")] = "float64",
     solver: Annotated[str, typer.Option(help=common.SOLVER_HELP)] = AUTO,
     plans: Annotated[int, typer.Option(min=0, help="Random plans to check beside the solver's.")] = 0,
     steps: Annotated[int, typer.Option(min=1, help="Steps of SGD to compare.")] = 1,
@@ -376,9 +256,8 @@ def check_command(
     """
     with working(), torch.random.fork_rng():
         torch.manual_seed(seed)
-        loaded = loading.load(
-            model, common.parsed(settings or []), batch=batch, sequence=sequence, dtype=dtype, device="cpu"
-        )
+        source = Source(**{**CHECKED, **model})
+        loaded = loading.built(source, model, "cpu")
     with working("checking"):
         report = testing.check(
             loaded.model,
@@ -389,7 +268,7 @@ def check_command(
             solver=solver,
             plans=plans,
             seed=seed,
-            dtype=getattr(torch, dtype),
+            dtype=getattr(torch, source.dtype),
             steps=steps,
         )
     typer.echo(json.dumps(report.to_json()) if as_json else report.text(page_width()))

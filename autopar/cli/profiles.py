@@ -11,29 +11,27 @@ import typer
 
 from autopar.files import text_of
 from autopar.planning.rendering import page_width, rendered
+from autopar.planning.request import ASKED, Request, Source
 from autopar.planning.texts import bytes_text, seconds_text
 from autopar.report.telling import notes
 
 from . import common
 from .later import Later
-from .names import AUTO
 
 if TYPE_CHECKING:
     from autopar.planning import planner as planners
-    from autopar.planning import request as requests
     from autopar.profile import database as databases
     from autopar.runtime import profiled, profiler
 
     from . import loading
 else:
     planners = Later("autopar.planning.planner")
-    requests = Later("autopar.planning.request")
     databases = Later("autopar.profile.database")
     profiled = Later("autopar.runtime.profiled")
     profiler = Later("autopar.runtime.profiler")
     loading = Later("autopar.cli.loading")
 
-File = Annotated[Path | None, typer.Option("--profiles", help="The database; the user's own if not given.")]
+File = Annotated[Path | None, typer.Option(help=ASKED["profiles"].help)]
 
 
 def add(app: typer.Typer) -> None:
@@ -50,21 +48,12 @@ def add(app: typer.Typer) -> None:
     app.add_typer(group, name="profiles", rich_help_panel="Profiled costs")
 
 
-@common.reports_bad_input
+@common.asks(model=Source, options=Request, without=("cost",))
 def profile_command(
-    model: common.Model,
+    model: common.Typed,
     mesh: Annotated[str, typer.Option(help="Axes and sizes, outermost first, such as dp=2,tp=2.")],
-    batch: common.Batch = 8,
-    sequence: common.Length = 128,
-    settings: common.Settings = None,
-    dtype: common.Dtype = "float32",
-    cluster: Annotated[str | None, typer.Option(help=f"{common.CLUSTER_HELP}: it orders the search.")] = None,
-    solver: Annotated[str, typer.Option(help=common.SOLVER_HELP)] = AUTO,
-    memory_limit: common.Limit = None,
-    optimizer: common.Kept = "adamw",
-    pin: common.Pins = None,
+    options: common.Typed,
     device: Annotated[str, typer.Option(help="cpu (gloo) or cuda (NCCL).")] = "cpu",
-    profiles: File = None,
     save: Annotated[Path | None, typer.Option("--out", help="Where to save the plan.")] = None,
 ) -> None:
     """Measure the segments of a model ahead of time, and plan by these measurements.
@@ -74,23 +63,12 @@ def profile_command(
     """
     if device not in ("cpu", "cuda"):
         raise ValueError(f"--device is {device!r}: give cpu or cuda")
-    shape, limit, pins = common.mesh_shape(mesh), common.byte_count(memory_limit), common.constraints(pin or [])
-    request = requests.Request(solver=solver, memory_limit_bytes=limit, constraints=pins)
+    shape = common.mesh_shape(mesh)
+    request = Request(device_type=device, **loading.keywords(options))
     rank = int(os.environ.get("RANK", 0))
     with common.progress(rank == 0) as tell, profiler.ranks_here(shape, device) as ranks:
         tell(0.0, "reading the model")
-        loaded = loading.load(model, common.parsed(settings or []), batch=batch, sequence=sequence, dtype=dtype)
-        planner = planners.Planner(
-            loaded.model,
-            shape,
-            loaded.args,
-            loaded.kwargs,
-            loss_fn=loaded.loss_fn,
-            cluster=cluster,
-            optimizer=common.optimizer_of(optimizer),
-            device_type=device,
-            profiles=profiles,
-        )
+        planner = loading.ask(planners.Planner, shape, model, {}, request=request)
         plan, summary = profiled.profiled(planner, ranks, request, report=tell)
     if rank == 0:
         if save is not None:

@@ -7,19 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from autopar.planning.request import Source
+
 from . import common
 from .later import Later
-from .questions import (
-    PLAN,
-    BatchAgain,
-    DtypeAgain,
-    LengthAgain,
-    ModelAgain,
-    SettingsAgain,
-    opened,
-    reopened,
-    source_given,
-)
+from .questions import PLAN, current
 from .working import working
 
 if TYPE_CHECKING:
@@ -34,15 +26,11 @@ def add(app: typer.Typer) -> None:
     app.command("report", rich_help_panel="Plans")(report_command)
 
 
-@common.reports_bad_input
+@common.asks(model=Source, again=True, defaults={})
 def report_command(
     path: Annotated[Path, PLAN],
+    model: common.Typed,
     save: Annotated[Path, typer.Option("--out", "-o", help="Where to write the page, such as plan.html.")],
-    model: ModelAgain = None,
-    settings: SettingsAgain = None,
-    batch: BatchAgain = None,
-    sequence: LengthAgain = None,
-    dtype: DtypeAgain = None,
 ) -> None:
     """Write a saved plan as one HTML page that needs no network.
 
@@ -51,8 +39,7 @@ def report_command(
     common.writable(save, "--out")
     if save.suffix.lower() not in (".html", ".htm"):
         raise ValueError(f"--out is {save}: give the path of a page, which ends in .html")
-    plan = opened(path)
-    source = source_given(plan, model, settings, batch, sequence, dtype)
+    plan = current(path, model, needs_model=True)
     with working():
-        html.save_report(reopened(plan, source), save)
+        html.save_report(plan, save)
     common.wrote(save)

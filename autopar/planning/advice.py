@@ -12,7 +12,8 @@ from autopar.passes.space.space import Space
 from .account import parameter_layouts
 from .plan import Plan
 from .record import Advice
-from .training import GATHERS, MICRO_BATCHES_MOST, Training
+from .request import MICRO_BATCHES_MOST
+from .training import GATHERS, Training
 
 TIMES = 4
 """So many times the micro-batches are priced: they save three quarters of what is reduced once a step."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Protocol, Self, TypeVar
+from typing import TypeVar
 
 from autopar.cost.liveness import PlacementCache
 from autopar.cost.memory import Peak, peak
@@ -19,8 +18,7 @@ from autopar.passes.lower.hold import held
 from autopar.passes.space.space import Space
 
 from .plan import Plan
-from .request import Request
-from .training import GATHERS, Gathers, Training
+from .training import Training
 
 Span = TypeVar("Span", Event, Stall)
 
@@ -102,29 +100,6 @@ class StepRun:
 
     def _of(self, program: Program) -> MicroBatches:
         return MicroBatches.of(program, self.space.micro_batches, holds=self.space.holds)
-
-
-class InWays(Protocol):
-    """A planner, and the same with another way of gathering parameters."""
-
-    training: Training
-
-    def gathering(self, gathers: Gathers) -> Self: ...
-
-
-W = TypeVar("W", bound=InWays)
-
-
-def in_ways(planner: W, request: Request, make: Callable[[W, Request], Plan]) -> Plan:
-    """The best plan that `make` gives with each way of gathering for micro-batches, if there are several."""
-    if planner.training.micro_batches == 1:
-        return make(planner, request)
-    stages = request.stage.parts(len(GATHERS))
-
-    def of(way: Gathers) -> Plan:
-        return make(planner.gathering(way), replace(request, stage=next(stages)))
-
-    return shortest([partial(of, way) for way in GATHERS])
 
 
 def shortest(attempts: Sequence[Callable[[], Plan]]) -> Plan:

@@ -24,7 +24,8 @@ from autopar.passes.lower.bucket import LIMIT_BYTES
 from .explain.answer import Answers, Explanation
 from .page import full_text, page, page_text, page_width
 from .page.html import notebook_html
-from .record import LimitFrom, ParameterPlan, Record, Run, Segment
+from .record import ParameterPlan, Record, Run, Segment
+from .request import LimitFrom
 from .saved import FORMAT, may_be_plan, of_format, saved
 from .texts import bytes_text, seconds_text, table
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from autopar.cluster.links import are_of_gloo
 from autopar.cluster.machine import Cluster
 from autopar.compat.wrapping import unwrapped
 from autopar.cost import liveness
-from autopar.cost.optimizers import Optimizer, named_optimizer
+from autopar.cost.optimizers import named_optimizer
 from autopar.cost.streams import TimelineCache
 from autopar.cost.timeline import Timeline
 from autopar.ir.garbage import uncollected
@@ -32,28 +32,26 @@ from autopar.passes.space.problem import Assignment
 from autopar.passes.space.space import Space
 from autopar.profile.programs import Costs, real_tensors
 from autopar.solve.effort import EFFORT, Effort
-from autopar.solve.solvers import AUTO
+from autopar.solve.problem import Infeasible
 
 from .advice import advised
 from .at_rest import Decided, best_at_rest
 from .capturing import captured_for_planning, check_autocast
 from .choice import Choice
-from .constraints import Constraints
 from .costs import COSTS
 from .description import Subject
-from .given import check_kernels, check_mesh, check_model, check_profiles
-from .in_time import in_time
-from .micro import check_measured, in_ways
+from .given import check_kernels, check_mesh, check_model
+from .micro import check_measured, shortest
 from .over import best_over
 from .plan import Plan
 from .provenance import ModelFacts
 from .reports import report_captured, report_rows, report_without_rule
-from .request import Request
+from .request import Gathers, Options, Request
 from .search import SearchResult
 from .searches import Searches, hidden_buckets
 from .shortfalls import fitting
 from .steps import Steps
-from .training import Gathers, Training
+from .training import GATHERS, Training
 from .writer import Writer
 
 logger = logging.getLogger("autopar")
@@ -70,29 +68,24 @@ class Planner:
         kwargs: Mapping[str, Any] | None = None,
         *,
         loss_fn: Callable[[Any], torch.Tensor] | None = None,
-        cluster: str | Cluster | None = None,
-        optimizer: str | float | Optimizer = "adamw",
-        device_type: str | None = None,
-        profiles: str | Path | None = None,
         captured: Captured | None = None,
-        training: Training | None = None,
-        effort: Effort = EFFORT,
+        request: Request | None = None,
+        **options: Unpack[Options],
     ) -> None:
-        """`captured` is the step, if the caller has captured it already; `training` says how it is trained."""
+        """`captured` is the step, if the caller has captured it already. `request` is what is asked, or its
+        `options`."""
+        self.asked = asked = Request(**options) if request is None else request
         check_mesh(mesh_shape)
         check_model(model, args, kwargs, loss_fn)
         model = unwrapped(model)
-        check_profiles(profiles)
         self.mesh = dict(mesh_shape)
-        self.optimizer = named_optimizer(optimizer)
-        self.device_type, self.effort, self.training = device_type, effort, training or Training()
+        self.optimizer, self.training = named_optimizer(asked.optimizer), Training.of(asked)
+        self.device_type, self.effort = asked.device_type, EFFORT
         self.memory = liveness.PlacementCache()
         """How operators' results lie in memory, on any mesh and cluster."""
-        self.profiles = profiles
-        """The profile database; the user's own if None."""
         self.costs: Costs | None = None
         """Measured costs, if they are this planner's prices."""
-        self.cluster = named_cluster(cluster, device_type=device_type or "cpu")
+        self.cluster = named_cluster(asked.cluster, device_type=asked.device_type or "cpu")
         self.seconds = Flow()
         """The seconds of each step."""
         self.captured: Captured = captured or captured_for_planning(
@@ -171,7 +164,7 @@ class Planner:
         doing = f"{request.stage.doing} {len(candidates)} meshes of {devices:,} devices"
         request = replace(request, stage=replace(request.stage, doing=doing))
         with uncollected():
-            return in_time(self, request, lambda on, request: best_over(on, candidates, request))
+            return self._in_time(request, lambda on, request: best_over(on, candidates, request))
 
     def within(self, effort: Effort) -> Self:
         """A planner in the same space whose searches have this effort."""
@@ -180,27 +173,45 @@ class Planner:
         other._gather()
         return other
 
-    def plan(
-        self,
-        *,
-        solver: str = AUTO,
-        cost: str = "analytical",
-        memory_limit_bytes: float | None = None,
-        constraints: Constraints | None = None,
-    ) -> Plan:
-        """The plan that answers a `Request` of these."""
-        return self.planned(
-            Request(solver=solver, cost=cost, memory_limit_bytes=memory_limit_bytes, constraints=constraints)
-        )
+    def plan(self, **changes: Any) -> Plan:
+        """The plan that answers what was asked, with changes of what is searched (and not of the space)."""
+        return self.planned(replace(self.asked, **changes))
 
     def planned(self, request: Request) -> Plan:
         """The best plan that answers a request. Raises ValueError for impossible constraints, and if no plan keeps the
         limit."""
-        if (by_measuring := COSTS[request.cost].plan) is not None:
+        if (by_measuring := COSTS.named(request.cost).plan) is not None:
             check_measured(self.training)
             return by_measuring(self, request)
         with uncollected():
-            return self._advised(in_time(self, request, partial(in_ways, make=Planner._planned)))
+            return self._advised(self._in_time(request, Planner._in_ways))
+
+    def _in_time(self, request: Request, make: Callable[[Planner, Request], Plan]) -> Plan:
+        """The plan that `make` gives, which says so if its search ended with the effort of a request; so does the error
+        if it found none. Where the seconds count already, as for one of several meshes, they go on."""
+        seconds, on = request.effort, self
+        if seconds is not None and math.isinf(self.effort.until):
+            on = self.within(replace(self.effort, until=time.monotonic() + seconds))
+        try:
+            plan = make(on, request)
+        except Infeasible as error:
+            if on is not self and on.effort.is_over:
+                error.args = (f"{error}. The search ended with the effort of {seconds:g} s: give it more",)
+            raise
+        if seconds is None or plan.provenance is None:
+            return plan
+        return replace(plan, provenance=replace(plan.provenance, effort_seconds=seconds, is_cut=on.effort.is_over))
+
+    def _in_ways(self, request: Request) -> Plan:
+        """The best plan with each way of gathering for micro-batches, if there are several."""
+        if self.training.micro_batches == 1:
+            return self._planned(request)
+        stages = request.stage.parts(len(GATHERS))
+
+        def of(way: Gathers) -> Plan:
+            return self.gathering(way)._planned(replace(request, stage=next(stages)))
+
+        return shortest([partial(of, way) for way in GATHERS])
 
     def _advised(self, plan: Plan) -> Plan:
         """The plan, and what would shorten its waits."""

@@ -8,7 +8,7 @@ same inputs give the same file. The command line adds the command as it was type
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 
@@ -22,6 +22,8 @@ from autopar.ops.rule import call_of
 from autopar.ops.rules import rule_of
 from autopar.passes.capture.captured import Captured
 
+from .request import Source
+
 VERSIONED = ("autopar", "torch")
 """Packages whose versions a plan carries; so does it that of the model's own package."""
 
@@ -33,17 +35,6 @@ EDITED = "edited"
 
 TOKENS = ("input_ids", "tokens", "decoder_input_ids", "idx")
 """Inputs whose elements are tokens."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """How the command line builds the model again: what `autopar plan` was given."""
-
-    model: str
-    settings: Mapping[str, str] = field(default_factory=dict)
-    batch: int
-    sequence: int
-    dtype: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from typing import Any
 
 from autopar.cluster.library import named_cluster
 from autopar.cluster.library.read import parse_cluster
@@ -13,6 +15,7 @@ from .planner import Planner
 from .progress import Stage
 from .provenance import EDITED, Candidate
 from .repriced import repriced
+from .request import Options, Request
 
 BEFORE = "before the edit"
 """The candidate that an edited plan was."""
@@ -29,6 +32,32 @@ def optimizer_of(plan: Plan) -> str | float:
     """What `Planner` takes for the plan's optimizer."""
     number, _, rest = plan.optimizer.partition(" ")
     return float(number) if rest == "bytes per element" else plan.optimizer
+
+
+def options_of(plan: Plan) -> Options:
+    """The options that a plan answers."""
+    limit = plan.memory_limit_bytes
+    if plan.memory_limit_from in ("device", "none"):
+        limit = None
+    elif limit is None:
+        limit = math.inf
+    return {
+        "solver": plan.solver,
+        "cost": plan.cost,
+        "cluster": cluster_of(plan),
+        "memory_limit_bytes": limit,
+        "headroom": plan.headroom if plan.memory_limit_from == "device" else None,
+        "optimizer": optimizer_of(plan),
+        "constraints": {name: dict(axes) for name, axes in plan.constraints.items()} or None,
+        "recompute": plan.training.recompute,
+        "micro_batches": plan.training.micro_batches,
+        "precision": plan.training.precision,
+    }
+
+
+def request_of(plan: Plan, **changes: Any) -> Request:
+    """The request that a plan answers, with changes."""
+    return Request(**{**options_of(plan), "gathers": plan.training.gathers, **changes})
 
 
 def refreshed(planner: Planner, plan: Plan) -> Plan:

@@ -7,18 +7,14 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Literal
 
 from autopar.cost.memory import Peak
 
 from .account import Account
 from .provenance import Provenance
+from .request import LimitFrom
 from .timing import Timing
 from .training import Training
-
-LimitFrom = Literal["given", "device", "lifted", "none"]
-"""Where a plan's memory limit is from: the caller; the device's memory less its reserve; nowhere, since the caller
-lifted it, or since the cluster does not say what memory its devices have."""
 
 LIMIT_WORDS: Mapping[LimitFrom, str] = {
     "given": "as given",

@@ -1,45 +1,361 @@
-"""The request for a plan: one value from the verbs down to the solves."""
+"""What a person asks of a planner, each option once: its name, type, default, help, range and spelling.
 
+`Options` are the keywords of the verbs and `Request` their values, checked. From the fields of `Request` come the
+options of the command line, the keys of `autopar.toml`, the errors, and the tables of docs/api.md. `Source` is what the
+command line builds a model from. Nothing here imports PyTorch, so that `--help` does not wait for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from numbers import Real
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, get_args
 
-from autopar.solve.solvers import AUTO, SOLVERS
+from autopar.extensions import TABLES, nearest, unknown
 
-from .constraints import Constraints
-from .costs import COSTS
-from .given import HEADROOM, check_constraints, check_effort, check_headroom, check_limit, check_solver
-from .plan import LimitFrom
-from .presets import PRESETS
 from .progress import WHOLE, Stage
+
+if TYPE_CHECKING:
+    from autopar.cluster.machine import Cluster
+    from autopar.cost.optimizers import Optimizer
+    from autopar.ir.precision import Precision
+
+    from .constraints import Constraints
+
+AUTO = "auto"
+
+Recompute = Literal["auto", "asked", "none"]
+"""What backward makes again: what the planner chooses; what lies in the calls of `torch.utils.checkpoint` that the
+model makes, and nothing else; nothing."""
+
+Gathers = Literal["each", "once"]
+"""When forward gathers parameters: in each micro-batch, or once a step, held until gradients are reduced."""
+
+LimitFrom = Literal["given", "device", "lifted", "none"]
+"""Where a plan's memory limit is from: the caller; the device's memory less its reserve; nowhere, since the caller
+lifted it, or since the cluster does not say what memory its devices have."""
+
+NAMES: Mapping[str, tuple[str, ...]] = {
+    "solver": (AUTO, "dp", "ilp", "exhaustive", "greedy", "beam"),
+    "preset": ("ddp", "fsdp", "megatron", "megatron_sp", "atp", "par4d", "meshslice"),
+    "cost": ("analytical", "serial", "volume", "hybrid", "profiled"),
+    "optimizer": ("adamw", "adamw_fp32", "sgd", "sgd_momentum"),
+    "recompute": get_args(Recompute),
+    "dtype": ("float32", "bfloat16", "float16", "float64"),
+}
+"""The words that options take, by kind. Those of tables are autopar's own rows, since the tables need PyTorch; a test
+holds that they are the same."""
+
+HEADROOM = 0.05
+"""The part of a device's memory, beyond the cluster's reserve, that plans leave free unless told otherwise."""
+
+MICRO_BATCHES_MOST = 4096
+
+NUMBER = r"\d+(\.\d+)?"
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """What a field says of itself. A value is one of the words of the kinds `names`, or of the `kinds` of type and in
+    the interval `range`, or as `check` wants it; `give` says what to give instead of another. The command line calls it
+    `flag` (the field's name if not given) and takes a text `typed` as this type, of which `read` makes the value;
+    `spelled` is what `help` lacks for that. An option of several `parts` is typed as so many, whose texts by name are
+    its value."""
+
+    help: str
+    names: tuple[str, ...] = ()
+    kinds: tuple[type, ...] = ()
+    range: str = ""
+    check: Callable[[Any], None] | None = None
+    give: str = ""
+    flag: str = ""
+    typed: Any = str
+    read: Callable[[Any], Any] | None = None
+    spelled: str = ""
+    parts: Mapping[str, str] = field(default_factory=dict)
+
+    def flag_of(self, name: str) -> str:
+        """How the command line spells the option of a field, or a part of it."""
+        return f"--{(self.flag or name).replace('_', '-')}"
+
+    def checked(self, name: str, value: Any) -> None:
+        """Raises ValueError for a value that the option does not take."""
+        if self.check is not None:
+            self.check(value)
+        elif self.names:
+            words = [word for kind in self.names for word in known(kind)]
+            if not isinstance(value, str) or value not in words:
+                if self.give:
+                    raise ValueError(f"{name} is {shown(value)}{nearest(value, words)}: give {self.give}")
+                headed = {f"{kind}s": known(kind) for kind in self.names}
+                raise ValueError(unknown(name, value, headed if len(headed) > 1 else words))
+        elif self.kinds:
+            is_valid = isinstance(value, self.kinds) and not isinstance(value, bool)
+            if is_valid and self.range:
+                low, high = map(float, self.range[1:-1].split(","))
+                ends = ({"[": low}.get(self.range[0]), {"]": high}.get(self.range[-1]))
+                is_valid = low < value < high or value in ends
+            if not is_valid:
+                raise ValueError(f"{name} is {shown(value)}: give {self.give}")
+
+
+def known(kind: str) -> Iterable[str]:
+    """The words of a kind, with the rows that people added to its table."""
+    return dict.fromkeys((*NAMES[kind], *(name for table in TABLES if table.kind == kind for name in table)))
+
+
+def shown(value: Any) -> str:
+    """A value with its type, cut if it is long."""
+    if value is None:
+        return "None"
+    if hasattr(value, "requires_grad"):  # without PyTorch, which may not be there
+        return f"a tensor of shape {tuple(value.shape)}"
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
+
+
+def check_constraints(constraints: Any) -> None:
+    example = 'such as {"lm_head.weight": {"tp": "S(0)"}}'
+    if constraints is None:
+        return
+    if not isinstance(constraints, Mapping):
+        raise ValueError(f"constraints is {shown(constraints)}: give placements on mesh axes by name, {example}")
+    for pattern, placements in constraints.items():
+        if not isinstance(pattern, str):
+            raise ValueError(f"constraint {pattern!r} is no name: give a name or a pattern as text, {example}")
+        if not isinstance(placements, Mapping):
+            raise ValueError(f"constraint {pattern!r} is {shown(placements)}: give a placement for an axis, {example}")
+        for axis, text in placements.items():
+            if not isinstance(axis, str) or not isinstance(text, str):
+                raise ValueError(
+                    f"constraint {pattern!r}: {axis!r}={text!r} is no placement: give R (replicated) or S(d) (dim "
+                    f"d split) as text, {example}"
+                )
+
+
+# ------------------------------------------------------------------------------------- values of texts that are typed
+
+
+def constraints_of(texts: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Parses texts such as "lm_head.weight:tp=S(0)"."""
+    placements: dict[str, dict[str, str]] = {}
+    for text in texts:
+        match = re.fullmatch(r"([^:=]+):(\w+)=(.+)", text)
+        if match is None:
+            raise ValueError(f"--pin is {text!r}: write NAME:AXIS=PLACEMENT, such as lm_head.weight:tp=S(0)")
+        name, axis, placement = match.groups()
+        if placements.setdefault(name, {}).setdefault(axis, placement) != placement:
+            raise ValueError(
+                f"--pin {text!r} contradicts {axis}={placements[name][axis]} for the same name: give one of them"
+            )
+    return placements
+
+
+UNITS = {"": 1, "B": 1, **{f"{p}B": 1000 ** (k + 1) for k, p in enumerate("KMGT")}}
+UNITS |= {f"{p}iB": 1024 ** (k + 1) for k, p in enumerate("KMGT")}
+
+
+def byte_count(text: str) -> float:
+    """Parses "40GB" or "40GiB"; "none" and "inf" are no limit."""
+    if text.strip().lower() in ("none", "inf"):
+        return math.inf
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    if match is None or match[2] not in UNITS:
+        raise ValueError(f"--memory-limit is {text!r}: give bytes, such as 40GB or 40GiB, or none for no limit")
+    count: float = float(match[1]) * UNITS[match[2]]
+    return count
+
+
+def check_dtype(name: str, option: str = "--dtype") -> None:
+    words = NAMES["dtype"]
+    if name not in words:
+        raise ValueError(f"{option} is {name!r}{nearest(name, words)}: give {', '.join(words[:-1])} or {words[-1]}")
+
+
+def settings_of(texts: Sequence[str]) -> dict[str, str]:
+    """Parses texts such as "hidden_size=1024"."""
+    values: dict[str, str] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or not key.isidentifier():
+            raise ValueError(f"--set has {text!r}: write KEY=VALUE, such as hidden_size=1024")
+        values[key] = value
+    return values
+
+
+def parsed(settings: Mapping[str, str]) -> dict[str, Any]:
+    """The values of settings: JSON, or else texts."""
+    values: dict[str, Any] = {}
+    for key, value in settings.items():
+        try:
+            values[key] = json.loads(value)
+        except json.JSONDecodeError:
+            values[key] = value
+        except (ValueError, RecursionError) as error:  # an integer of thousands of digits, or brackets in brackets
+            raise ValueError(
+                f"--set {key} is a JSON value that cannot be read ({error}): write a simpler one"
+            ) from error
+    return values
+
+
+# --------------------------------------------------------------------------------------------------------- the options
+
+
+def _says(**about: Any) -> Mapping[str, Option]:
+    return {"option": Option(**about)}
+
+
+class Shared(TypedDict, total=False):
+    """The keywords of every verb that plans: fields of `Request`."""
+
+    cost: str
+    memory_limit_bytes: float | None
+    headroom: float | None
+    optimizer: str | float | Optimizer
+    constraints: Constraints | None
+    effort: float | None
+    recompute: Recompute
+    micro_batches: int
+    precision: Precision | None
+    profiles: str | Path | None
+
+
+class Options(Shared, total=False):
+    """The keywords of verbs that make one plan."""
+
+    solver: str
+    cluster: str | Cluster | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """`solver` names a solver or a preset, `cost` a cost mode; `memory_limit_bytes` bounds a rank's peak: None by
-    the device's memory less its reserve, and of that the part `headroom` is left free; `math.inf` not at all.
-    `constraints` pin placements. After `effort` seconds a
-    search ends with the best that it has (None: when its work is done). `stage`: of all that is done for a plan. (The
-    optimizer, whose states count, belongs to the space.)
+    """The request for a plan, one value from the verbs down to the solves. `stage` is what is done for the plan,
+    `device_type` the type of device if it is not the cluster's, and `gathers` what the planner chose of micro-batches.
 
-    Raises ValueError for an invalid option. `constraints.pins` checks the names in constraints.
+    Raises ValueError for an invalid option. What names a cluster, an optimizer or dtypes is checked where it is looked
+    up, and `constraints.pins` checks the names in constraints.
     """
 
-    solver: str = AUTO
-    cost: str = "analytical"
-    memory_limit_bytes: float | None = None
-    constraints: Constraints | None = None
-    effort: float | None = None
-    headroom: float | None = None
+    cluster: str | Cluster | None = field(
+        default=None, metadata=_says(help="A name of the library (see autopar clusters), or a TOML file.")
+    )
+    solver: str = field(
+        default=AUTO,
+        metadata=_says(
+            help=f"One of {', '.join(NAMES['solver'])}; or a preset: {', '.join(NAMES['preset'])}.",
+            names=("solver", "preset"),
+        ),
+    )
+    cost: str = field(
+        default="analytical",
+        metadata=_says(help=f"What the plan minimizes: {', '.join(NAMES['cost'])}.", names=("cost",)),
+    )
+    memory_limit_bytes: float | None = field(
+        default=None,
+        metadata=_says(
+            help="Memory of a rank at a step's peak. Default: device memory less the cluster's reserve and headroom.",
+            kinds=(Real,),
+            range="(0, inf]",
+            give="a positive number of bytes, such as 40e9, math.inf for no limit, or None for what the device has",
+            flag="memory-limit",
+            read=byte_count,
+            spelled="Such as 40GB, or none.",
+        ),
+    )
+    headroom: float | None = field(
+        default=None,
+        metadata=_says(
+            help=f"Part of device memory to keep free beyond the cluster's reserve. Default: {HEADROOM}.",
+            kinds=(Real,),
+            range="[0, 1)",
+            give=f"the part of a device's memory that plans leave free, such as {HEADROOM} (as by default), or 0",
+            typed=float,
+        ),
+    )
+    optimizer: str | float | Optimizer = field(
+        default="adamw",
+        metadata=_says(
+            help=f"Its states count as memory: {', '.join(NAMES['optimizer'])}; or bytes per element.",
+            read=lambda text: float(text) if re.fullmatch(NUMBER, text) else text,
+        ),
+    )
+    constraints: Constraints | None = field(
+        default=None,
+        metadata=_says(
+            help="Placements of parameters and inputs that are fixed, and modules that are kept off an axis.",
+            check=check_constraints,
+            flag="pin",
+            typed=list[str],
+            read=constraints_of,
+            spelled="NAME:AXIS=PLACEMENT, such as lm_head.weight:tp=S(0) or model.layers.*.mlp:dp=R. Repeatable.",
+        ),
+    )
+    effort: float | None = field(
+        default=None,
+        metadata=_says(
+            help="Time budget of the search in seconds; returns the best plan found. Default: run to completion.",
+            kinds=(int, float),
+            range="(0, inf]",
+            give="the seconds after which the search ends with the best that it has, or None for a search that ends by "
+            "itself",
+            typed=float,
+        ),
+    )
+    recompute: Recompute = field(
+        default="auto",
+        metadata=_says(
+            help="What backward makes again: auto (the planner chooses), asked (what torch.utils.checkpoint marks), "
+            "none.",
+            names=("recompute",),
+            give="'auto' (the planner chooses what backward makes again), 'asked' (what torch.utils.checkpoint marks "
+            "in the model, and nothing else) or 'none'",
+        ),
+    )
+    micro_batches: int = field(
+        default=1,
+        metadata=_says(
+            help="Calls of a step, each of a batch like the example; gradients are reduced once.",
+            kinds=(int,),
+            range=f"[1, {MICRO_BATCHES_MOST}]",
+            give=f"how many calls of the module a step has, 1 to {MICRO_BATCHES_MOST}",
+            typed=int,
+        ),
+    )
+    precision: Precision | None = field(
+        default=None,
+        metadata=_says(
+            help="The dtypes in which parameters are used and gradients reduced. Default: the model's own.",
+            parts={
+                "param_dtype": "What parameters are cast to in use; they rest in --dtype, as masters.",
+                "reduce_dtype": "What gradients are reduced in. Not given: what they are computed in.",
+            },
+        ),
+    )
+    profiles: str | Path | None = field(
+        default=None,
+        metadata=_says(
+            help="The database of what was measured; the user's own if not given.",
+            kinds=(str, Path),
+            give="the path of a profile database, or None",
+            typed=Path,
+        ),
+    )
     stage: Stage = field(default=WHOLE, compare=False, repr=False)
+    device_type: str | None = None
+    gathers: Gathers = "each"
 
     def __post_init__(self) -> None:
-        check_solver(self.solver)
-        COSTS.named(self.cost)
-        check_limit(self.memory_limit_bytes)
-        check_constraints(self.constraints)
-        check_effort(self.effort)
-        check_headroom(self.headroom)
+        for name in ASKED:
+            check(name, getattr(self, name))
 
     @property
     def bytes_limit(self) -> float | None:
@@ -61,14 +377,78 @@ class Request:
 
     @property
     def preset(self) -> str | None:
-        return self.solver if self.solver in PRESETS else None
+        return self.solver if self.solver in known("preset") else None
 
     @property
     def exact_solver(self) -> str:
         """The solver of the request's problems; the dynamic program by default, and for a preset's."""
-        return self.solver if self.solver in SOLVERS and self.solver != AUTO else "dp"
+        return self.solver if self.solver in known("solver") and self.solver != AUTO else "dp"
 
     @property
     def pinned(self) -> Mapping[str, Mapping[str, str]]:
         """The constraints, as a plan keeps them."""
         return {pattern: dict(placements) for pattern, placements in (self.constraints or {}).items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """How the command line builds the model again: what `autopar plan` was given."""
+
+    model: str = field(
+        metadata=_says(
+            help="module:callable, hf:ConfigClass such as hf:LlamaConfig, or a config.json of Hugging Face or its "
+            "folder."
+        )
+    )
+    settings: Mapping[str, str] = field(
+        default_factory=dict,
+        metadata=_says(
+            help="KEY=VALUE of the configuration, or of the callable. Repeatable.",
+            flag="set",
+            typed=list[str],
+            read=settings_of,
+        ),
+    )
+    batch: int = field(default=8, metadata=_says(help="Global batch size.", range="[1, inf)", typed=int))
+    sequence: int = field(default=128, metadata=_says(help="Sequence length.", range="[1, inf)", typed=int, flag="seq"))
+    dtype: str = field(default="float32", metadata=_says(help="The model's, such as float32, bfloat16 or float16."))
+
+
+def options_of(record: Any) -> dict[str, Option]:
+    """The options among the fields of a record."""
+    return {f.name: f.metadata["option"] for f in fields(record) if "option" in f.metadata}
+
+
+ASKED, DEFAULTS = options_of(Request), {f.name: f.default for f in fields(Request)}
+
+
+def check(name: str, value: Any) -> None:
+    """Raises ValueError for a value that an option of a request does not take."""
+    if value is not None or DEFAULTS[name] is not None:
+        ASKED[name].checked(name, value)
+
+
+def takes(options: type) -> Callable[[F], F]:
+    """For a verb whose last parameter, `**options`, is such a `TypedDict`: whoever asks for its signature sees each of
+    them with its default, and one that it does not take is refused with the nearest that it does."""
+
+    def of(verb: F) -> F:
+        signature = inspect.signature(verb)
+        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        more = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=DEFAULTS[name], annotation=str(kind))
+            for name, kind in inspect.get_annotations(Request).items()
+            if name in options.__annotations__
+        ]
+        names = {p.name for p in (*own, *more)}
+
+        @functools.wraps(verb)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            for name in kwargs.keys() - names:
+                raise TypeError(f"{verb.__name__}() got an unexpected keyword argument {name!r}{nearest(name, names)}")
+            return verb(*args, **kwargs)
+
+        checked.__signature__ = signature.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
+        return checked  # type: ignore[return-value]
+
+    return of

@@ -4,21 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
-from autopar.extensions import nearest
 from autopar.ir.precision import AS_IS, Precision
 
-Recompute = Literal["auto", "asked", "none"]
-"""What backward makes again: what the planner chooses; what lies in the calls of `torch.utils.checkpoint` that the
-model makes, and nothing else; nothing."""
-
-Gathers = Literal["each", "once"]
-"""When forward gathers parameters: in each micro-batch, or once a step, held until gradients are reduced."""
-
-MICRO_BATCHES_MOST = 4096
-
-RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
+from .request import Gathers, Recompute, Request, check
 
 GATHERS: tuple[Gathers, ...] = get_args(Gathers)
 
@@ -35,22 +25,27 @@ class Training:
     precision: Precision = AS_IS
 
     def __post_init__(self) -> None:
-        if self.recompute not in RECOMPUTE:
-            close = nearest(self.recompute, RECOMPUTE)
-            raise ValueError(
-                f"recompute is {self.recompute!r}{close}: 'auto' (the planner chooses what backward makes again), "
-                f"'asked' (what torch.utils.checkpoint marks in the model, and nothing else) or 'none'"
-            )
-        count = self.micro_batches
-        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MICRO_BATCHES_MOST:
-            raise ValueError(
-                f"micro_batches is {count!r}: give how many calls of the module a step has, 1 to {MICRO_BATCHES_MOST}"
-            )
+        check("recompute", self.recompute)
+        check("micro_batches", self.micro_batches)
         if not isinstance(self.precision, Precision):
             raise ValueError(
                 f"precision is {self.precision!r}: give an autopar.Precision, such as "
                 f"Precision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
             )
+
+    @staticmethod
+    def of(request: Request) -> Training:
+        """As a request says."""
+        return Training(
+            recompute=request.recompute,
+            micro_batches=request.micro_batches,
+            gathers=request.gathers,
+            precision=AS_IS if request.precision is None else request.precision,
+        )
+
+    def asked_by(self, request: Request) -> Request:
+        """The request for a plan that trains so."""
+        return replace(request, **{f.name: getattr(self, f.name) for f in fields(self)})
 
     @property
     def asked(self) -> Training:

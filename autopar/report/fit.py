@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from rich.console import RenderableType
@@ -15,17 +15,14 @@ from torch import nn
 
 from autopar.cluster.library import named_cluster
 from autopar.cluster.machine import Cluster
-from autopar.cost.optimizers import Optimizer
-from autopar.planning.constraints import Constraints
 from autopar.planning.fit.kept import Kept
 from autopar.planning.fit.trial import Trial
 from autopar.planning.fit.trials import Trials, hand_mesh, mesh_words
-from autopar.planning.given import check_solver
 from autopar.planning.page.sections import count_text
 from autopar.planning.planner import Planner
 from autopar.planning.presets import PRESETS
 from autopar.planning.rendering import Row, of_rows, rendered
-from autopar.planning.request import Request
+from autopar.planning.request import AUTO, Request, Shared, check, takes
 from autopar.planning.texts import by_reason, digits, short_seconds
 
 DEVICES_MOST = 2**20
@@ -137,6 +134,7 @@ def trial_words(trial: Trial) -> str:
     return f"{reached} by {strategy_words(trial)} on {mesh_words(trial.mesh)}"
 
 
+@takes(Shared)
 def fit(
     model: nn.Module,
     devices: Sequence[int],
@@ -147,14 +145,10 @@ def fit(
     cluster: str | Cluster | None = None,
     strategies: Sequence[str] | None = None,
     axes: int = 2,
-    cost: str = "analytical",
-    memory_limit_bytes: float | None = None,
-    headroom: float | None = None,
-    optimizer: str | float | Optimizer = "adamw",
-    constraints: Constraints | None = None,
     keep: str | Path | None = None,
     report: Callable[[float, str], None] = lambda part, what: None,
     each: Callable[[Fit], None] = lambda known: None,
+    **options: Unpack[Shared],
 ) -> Fit:
     """Which meshes and strategies fit a model on each number of `devices`, and how fast they are, the fastest first.
 
@@ -172,19 +166,19 @@ def fit(
     Raises ValueError for invalid arguments, and for a model that cannot be captured.
     """
     sizes = _sizes(devices)
-    chosen = tuple(dict.fromkeys((Request().solver, *PRESETS) if strategies is None else strategies))
+    chosen = tuple(dict.fromkeys((AUTO, *PRESETS) if strategies is None else strategies))
     for strategy in chosen:
-        check_solver(strategy)
+        check("solver", strategy)
     if not chosen:
         raise ValueError("strategies is empty: give solvers or presets, such as ['fsdp'], or None for all")
     if isinstance(axes, bool) or not isinstance(axes, int) or not 1 <= axes <= 4:
         raise ValueError(f"axes is {axes!r}: give the most axes of a mesh, from 1 to 4")
-    request = Request(cost=cost, memory_limit_bytes=memory_limit_bytes, headroom=headroom, constraints=constraints)
-    kept = Kept(keep)
     machine = named_cluster(cluster, device_type="cpu")
+    request = Request(cluster=machine, **options)
+    kept = Kept(keep)
     report(0.0, "reading the model")
     mesh = hand_mesh(machine, min([*sizes, machine.devices]))
-    planner = Planner(model, mesh, args, kwargs, loss_fn=loss_fn, cluster=machine, optimizer=optimizer)
+    planner = Planner(model, mesh, args, kwargs, loss_fn=loss_fn, request=request)
     trials = Trials(planner, request, chosen, axes=axes, kept=kept, report=report)
     about = planner.facts.provenance(machine, 1)
     named = f"{planner.facts.name} ({count_text(about.parameter_count)} parameters, {about.dtype})"

@@ -3,26 +3,21 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from rich.text import Text
 from torch import nn
 
-from autopar.cluster.machine import Cluster
-from autopar.cost.optimizers import Optimizer
 from autopar.cost.timeline import COMPUTE, Timeline
 from autopar.files import MOST, is_number, json_of, text_of
-from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.program import COLLECTIVES
-from autopar.planning.constraints import Constraints
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
 from autopar.planning.reading import refreshed
 from autopar.planning.rendering import Row, of_rows, rendered
+from autopar.planning.request import Options, Request, takes
 from autopar.planning.texts import short_seconds
-from autopar.planning.training import Recompute, Training
-from autopar.solve.solvers import AUTO
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +83,7 @@ class Simulation:
         return rendered([*map(Text, lines), Text(""), *of_rows(rows, width, keys=2)], width)
 
 
+@takes(Options)
 def simulate(
     model: nn.Module,
     mesh_shape: Mapping[str, int],
@@ -96,29 +92,18 @@ def simulate(
     *,
     plan: Plan | None = None,
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
-    solver: str = AUTO,
-    cluster: str | Cluster | None = None,
-    memory_limit_bytes: float | None = None,
-    optimizer: str | float | Optimizer = "adamw",
-    constraints: Constraints | None = None,
-    recompute: Recompute = "auto",
-    micro_batches: int = 1,
-    precision: Precision = AS_IS,
+    **options: Unpack[Options],
 ) -> Simulation:
     """Simulates one training step of `plan`, or of the plan of `autopar.plan`, on a cluster, without devices.
 
     Arguments as for `autopar.plan`. A given plan may run on another cluster than the one that it is for.
     Raises ValueError for what cannot be planned, and for a plan of another model or mesh.
     """
-    asked = Training(recompute=recompute, micro_batches=micro_batches, precision=precision)
-    training = asked if plan is None else plan.training
-    planner = Planner(
-        model, mesh_shape, args, kwargs, loss_fn=loss_fn, cluster=cluster, optimizer=optimizer, training=training
-    )
-    if plan is None:
-        plan = planner.plan(solver=solver, memory_limit_bytes=memory_limit_bytes, constraints=constraints)
-    else:
-        plan = refreshed(planner, plan)  # its figures on this cluster
+    request = Request(**options)
+    if plan is not None:
+        request = plan.training.asked_by(request)
+    planner = Planner(model, mesh_shape, args, kwargs, loss_fn=loss_fn, request=request)
+    plan = planner.plan() if plan is None else refreshed(planner, plan)  # its figures on this cluster
     return Simulation(plan=plan, timeline=planner.timeline(plan))
 
 

@@ -20,10 +20,10 @@ from rich.console import RenderableType
 from rich.text import Text
 from torch import nn
 
-from autopar.planning.given import check_mesh, check_solver
+from autopar.planning.given import check_mesh
 from autopar.planning.rendering import rendered, tables
-from autopar.planning.training import Recompute
-from autopar.solve.solvers import AUTO
+from autopar.planning.request import AUTO, Recompute
+from autopar.planning.request import check as check_option
 
 from .locate import Difference
 from .plans import random_assignment
@@ -127,7 +127,7 @@ def check(
     Raises ValueError for what is refused. A plan that fails in another way has that in its row.
     """
     check_mesh(mesh_shape)
-    check_solver(solver)
+    check_option("solver", solver)
     if not isinstance(plans, int) or isinstance(plans, bool) or plans < 0:
         raise ValueError(f"plans is {plans!r}: give the number of random plans, 0 or more")
     trial = Trial(model, args, kwargs, loss_fn=loss_fn, seed=seed, dtype=dtype, steps=steps, recompute=recompute)

@@ -19,7 +19,7 @@ from autopar.passes.capture.captured import Captured
 from autopar.passes.capture.fakes import copied
 from autopar.passes.codegen.program import layouts
 from autopar.planning.planner import Planner
-from autopar.planning.training import Recompute, Training
+from autopar.planning.request import Recompute
 
 from .draws import untouched_random_state
 from .locate import Difference, first_difference, reference_values
@@ -80,8 +80,7 @@ class Trial:
         with untouched_random_state():
             # a copy of its own, lest what capture does to it is seen by eager
             traced, traced_loss = _copy(self.model, self.loss_fn, None)
-            training = Training(recompute=recompute)
-            self.base = Planner(traced, {"a": 1}, self.args, self.kwargs, loss_fn=traced_loss, training=training)
+            self.base = Planner(traced, {"a": 1}, self.args, self.kwargs, loss_fn=traced_loss, recompute=recompute)
         metas = self.captured.graph.metas  # a norm may work in float32 whatever the model is in
         self.tolerance = max(
             TOLERANCES[dtype] for dtype in (torch.float64, *(m.dtype for m in metas.values())) if dtype in TOLERANCES

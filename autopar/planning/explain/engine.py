@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +20,7 @@ from ..page.full import UNFUSED, WITHOUT_DROPOUT
 from ..plan import Plan
 from ..planner import Planner
 from ..progress import Stage
-from ..request import Request
+from ..reading import request_of
 from ..texts import short_bytes, short_seconds
 from .anatomy import Anatomy, anatomy
 from .answer import Alternative, Explanation, Replanned, of_plan
@@ -179,7 +178,7 @@ class Explainer:
             return other
         constraints = {**{name: dict(axes) for name, axes in plan.constraints.items()}, place.pattern: pins}
         try:
-            again = self.planner.planned(replace(request_of(plan), constraints=constraints, stage=stage))
+            again = self.planner.planned(request_of(plan, constraints=constraints, stage=stage))
         except ValueError as error:
             return replace(other, replanned=Replanned(refused=str(error)))
         told = Replanned(seconds=again.seconds, bytes=again.bytes, moved=tuple(moved(plan, again, place.names)))
@@ -322,20 +321,6 @@ def _unfused(places: Sequence[Place]) -> list[str]:
     """What is to be said where an operator's kernel is not fused."""
     rules = [place.site.rule for place in places if place.site.rule is not None]
     return [f"{UNFUSED}: {WITHOUT_DROPOUT}"] if any(rule.inside_bytes for rule in rules) else []
-
-
-def request_of(plan: Plan) -> Request:
-    """The request that a plan answers."""
-    limit = plan.memory_limit_bytes
-    if plan.memory_limit_from in ("device", "none"):
-        limit = None
-    elif limit is None:
-        limit = math.inf
-    constraints = {name: dict(axes) for name, axes in plan.constraints.items()}
-    headroom = plan.headroom if plan.memory_limit_from == "device" else None
-    return Request(
-        solver=plan.solver, cost=plan.cost, memory_limit_bytes=limit, constraints=constraints or None, headroom=headroom
-    )
 
 
 def _within(name: str, module: str) -> str:

@@ -102,15 +102,17 @@ class Trials:
             request.memory_limit_bytes,
             request.free_part,
             request.pinned,
+            repr(planner.training),
         )
 
     @property
     def _is_repeatable(self) -> bool:
-        """Whether answers follow from their key: not where something is measured, nor with code that is registered,
-        which the key does not see. (A cluster is in the key.)"""
+        """Whether answers follow from their key: not where something is measured or ends by the clock, nor with
+        code that is registered, which the key does not see. (A cluster is in the key.)"""
         measured = COSTS[self.request.cost].plan is not None or self.planner.cluster.device.operators is not None
         added = any(table.added for table in TABLES if table is not COSTS and table is not CLUSTERS)
-        return not (measured or added or self.request.cost in COSTS.added)
+        timed = self.request.effort is not None
+        return not (measured or added or timed or self.request.cost in COSTS.added)
 
     def run(self, sizes: Sequence[int]) -> Iterator[Trial]:
         """The trials of each size, in the order in which they are made."""
