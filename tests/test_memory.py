@@ -16,7 +16,7 @@ from torch.distributed.tensor import distribute_tensor
 
 from autopar.api import parallelize
 from autopar.cost.memory import Peak, peak
-from autopar.cost.optimizers import OPTIMIZERS, named_optimizer
+from autopar.cost.optimizers import OPTIMIZERS
 from autopar.ir.graph import TensorMeta
 from autopar.passes.lower.compact import compact
 from autopar.passes.space.choices import SiteChoice
@@ -24,6 +24,7 @@ from autopar.planning.options import Axes
 from autopar.planning.planner import Planner
 from autopar.planning.request import Request
 from autopar.planning.solving import Solved
+from autopar.planning.training import named_optimizer
 from autopar.runtime.memory import Alive, step_bytes
 from autopar.runtime.simulate import simulate_step
 from autopar.solve.problem import Infeasible

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autopar.solve import fronts, ilp, relax
 from autopar.solve.dp import LIMITED_GAP
 from autopar.solve.effort import EFFORT, Effort, Meter
 from autopar.solve.elimination import eliminate, schedule
@@ -37,7 +38,7 @@ from autopar.solve.problem import (
     in_runs,
 )
 from autopar.solve.relax import Relaxation
-from autopar.solve.solvers import SOLVERS, TooWide, fronts, ilp, relax, solve
+from autopar.solve.solvers import SOLVERS, TooWide, solve
 
 EXACT = [name for name, solver in SOLVERS.items() if solver.exact]
 

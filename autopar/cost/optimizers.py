@@ -1,9 +1,7 @@
 """Optimizers: what each keeps of a parameter, and what a step of it moves."""
 
 from dataclasses import dataclass
-from typing import Any
 
-from autopar.extensions import unknown
 from autopar.ir.graph import TensorMeta
 
 
@@ -47,21 +45,3 @@ OPTIMIZERS = {
 """adamw is `torch.optim.AdamW` (moments of the parameter's dtype, and a float32 that counts steps), Adam and the like;
 adamw_fp32 keeps float32 moments, and float32 weights where the model has narrower ones; sgd keeps nothing, sgd_momentum
 one buffer."""
-
-
-def named_optimizer(optimizer: str | float | Optimizer) -> Optimizer:
-    """By name, or, from a number, one that keeps so many bytes per element of a parameter.
-
-    Raises ValueError for an unknown name, and for a number that no optimizer can keep.
-    """
-    if isinstance(optimizer, Optimizer):
-        return optimizer
-    if isinstance(optimizer, str):
-        if optimizer in OPTIMIZERS:
-            return OPTIMIZERS[optimizer]
-        known = unknown("optimizer", optimizer, OPTIMIZERS.keys())
-        raise ValueError(f"{known}; or give bytes per element of a parameter")
-    given: Any = optimizer
-    if not isinstance(given, (int, float)) or isinstance(given, bool) or not 0 <= given < float("inf"):
-        raise ValueError(f"optimizer is {optimizer!r}: give a name ({', '.join(OPTIMIZERS)}) or bytes per element")
-    return Optimizer(name=f"{optimizer:g} bytes per element", bytes_per_element=float(optimizer))

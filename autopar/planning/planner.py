@@ -19,7 +19,6 @@ from autopar.cluster.links import are_of_gloo
 from autopar.cluster.machine import Cluster
 from autopar.compat.wrapping import unwrapped
 from autopar.cost import liveness
-from autopar.cost.optimizers import named_optimizer
 from autopar.cost.streams import TimelineCache
 from autopar.cost.timeline import Timeline
 from autopar.ir.garbage import uncollected
@@ -51,7 +50,7 @@ from .search import SearchResult
 from .searches import Searches, hidden_buckets
 from .shortfalls import fitting
 from .steps import Steps
-from .training import GATHERS, Training
+from .training import GATHERS, Training, named_optimizer
 from .writer import Writer
 
 logger = logging.getLogger("autopar")

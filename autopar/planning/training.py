@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, get_args
 
+from autopar.cost.optimizers import OPTIMIZERS, Optimizer
+from autopar.extensions import unknown
 from autopar.ir.precision import AS_IS, Precision
 
 from .request import Gathers, Recompute, Request, check
@@ -93,3 +95,21 @@ def precision_text(training: Training, held: str) -> Iterator[str]:
         yield f"gradients are reduced in {precision.reduce_dtype}"
     if precision.output_dtype is not None:
         yield f"outputs are cast to {precision.output_dtype}"
+
+
+def named_optimizer(optimizer: str | float | Optimizer) -> Optimizer:
+    """By name, or, from a number, one that keeps so many bytes per element of a parameter.
+
+    Raises ValueError for an unknown name, and for a number that no optimizer can keep.
+    """
+    if isinstance(optimizer, Optimizer):
+        return optimizer
+    if isinstance(optimizer, str):
+        if optimizer in OPTIMIZERS:
+            return OPTIMIZERS[optimizer]
+        known = unknown("optimizer", optimizer, OPTIMIZERS.keys())
+        raise ValueError(f"{known}; or give bytes per element of a parameter")
+    given: Any = optimizer
+    if not isinstance(given, (int, float)) or isinstance(given, bool) or not 0 <= given < float("inf"):
+        raise ValueError(f"optimizer is {optimizer!r}: give a name ({', '.join(OPTIMIZERS)}) or bytes per element")
+    return Optimizer(name=f"{optimizer:g} bytes per element", bytes_per_element=float(optimizer))
