@@ -183,3 +183,21 @@ def test_files_to_write_are_checked_before_anything_is_planned(tmp_path: Path) -
     assert "--trace is" in failed.output and "there is no folder" in failed.output.replace("\n", " ")
     failed = autopar_("compare", "no_such_module:build", "--mesh", "a=2", "--figure", str(tmp_path))
     assert "--figure is" in failed.output
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["report", "--out", "page.html"], ["show", "--graph"], ["explain", "0.weight"], ["what-if", "--batch", "4"]],
+)
+def test_a_plan_runs_nothing_that_lies_elsewhere(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan is handed on as a file: what builds its model must be its reader's own, or be typed."""
+    plan = json.loads((Path(__file__).parent / "saved" / "plan-format-2.json").read_text())
+    plan["provenance"]["source"] = {"model": "subprocess:getoutput", "settings": {"cmd": "touch touched"}}
+    monkeypatch.chdir(tmp_path)
+    Path("plan.json").write_text(json.dumps(plan))
+    command, *options = arguments
+    refused = autopar_(command, "plan.json", *options)
+    assert refused.exit_code == 2 and "give --model subprocess:getoutput if you trust it" in refused.stderr
+    assert not Path("touched").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import shlex
 import sys
@@ -97,6 +98,7 @@ def source_of(plan: Plan, typed: Mapping[str, Any], *, changes: bool = False, ne
         )
     source = None if plan.provenance is None else plan.provenance.source
     if source is not None:
+        _check_own(source.model)
         return replace(source, **{**typed, "settings": {**source.settings, **typed.get("settings", {})}})
     if needed:
         raise ValueError(
@@ -104,6 +106,30 @@ def source_of(plan: Plan, typed: Mapping[str, Any], *, changes: bool = False, ne
             f"--dtype as autopar plan takes them (plans that it writes say it themselves)"
         )
     return None
+
+
+def _check_own(spec: str) -> None:
+    """Raises ValueError for a callable that lies outside of the working directory: a plan is a file that others hand
+    on, and of itself runs nothing that its reader has not written."""
+    module, colon, _ = spec.partition(":")
+    root = module.partition(".")[0]
+    if not colon or module == "hf" or _config_file(spec) is not None:
+        return
+    sys.path.insert(0, "")
+    try:
+        found = importlib.util.find_spec(root)
+    except ValueError:  # of a module that runs as a script
+        found = None
+    finally:
+        sys.path.remove("")
+    lies = [] if found is None else [*(found.submodule_search_locations or ()), *filter(None, [found.origin])]
+    here = Path.cwd()
+    is_own = any(here in Path(place).resolve().parents for place in lies) and "site-packages" not in str(lies)
+    if not is_own:
+        raise ValueError(
+            f"the plan is of {spec}, which does not lie in this folder, and a plan's file runs nothing from elsewhere "
+            f"by itself: give --model {spec} if you trust it, or go to the folder of {root}"
+        )
 
 
 def built(source: Source, typed: Collection[str] = (), device: str = "meta") -> Loaded:

@@ -52,7 +52,7 @@ def _name(parameter: Any) -> str:
 def _described(parameter: Any) -> str:
     """What it takes, as its help says it, within a sentence."""
     text = (getattr(parameter, "help", None) or "a value").rstrip(".")
-    return text if text[:2].isupper() else text[0].lower() + text[1:]
+    return text if text[:2].isupper() and text[1].isalpha() else text[0].lower() + text[1:]
 
 
 def _value(names: Sequence[str], typed: Sequence[str]) -> str:
