@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -24,6 +24,9 @@ _OWN = "add.Tensor bmm.default cat.default clone.default div.Tensor embedding.de
 _OWN += " mm.default mul.Tensor sum.dim_IntList"
 OWN_MEMORY = frozenset((*(f"aten.{op}" for op in _OWN.split()), *(f"collective.{kind}" for kind in COLLECTIVES)))
 """Ops whose result shares memory with nothing: an all-reduce that alone reads it may work in place."""
+
+MOST_OPERATORS = 1 << 16
+"""Calls of operators that `PlacementCache` keeps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +127,8 @@ class Results:
 class PlacementCache:
     """How values lie in memory, cached for programs that are much alike."""
 
-    operators: dict[tuple[str, tuple[Placed, ...]], Results] = field(default_factory=dict)
-    """By an instruction's form and its operands."""
+    operators: ClassVar[dict[tuple[str, tuple[Placed, ...]], Results]] = {}
+    """By an instruction's form and its operands, which is all that it depends on: cached for the process."""
     contiguous: dict[TensorMeta, Placed] = field(default_factory=dict)
 
     def fresh(self, meta: TensorMeta) -> Placed:
@@ -138,6 +141,8 @@ class PlacementCache:
     def results(self, instruction: Node, operands: tuple[Placed, ...]) -> Results:
         key = (instruction.form, operands)
         if key not in self.operators:
+            if len(self.operators) >= MOST_OPERATORS:
+                self.operators.clear()
             results, operands_bytes = _run(instruction, operands)
             copies = any(result is not None and result.of is None for result in results)
             self.operators[key] = Results(results, copies, operands_bytes)
