@@ -6,7 +6,6 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import Any
 
 import models
 import pytest
