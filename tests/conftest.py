@@ -4,9 +4,12 @@ look for garbage in cycles rarely: tests make many objects and few cycles, and i
 from __future__ import annotations
 
 import gc
+import json
 import logging
+import sys
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,20 +54,33 @@ class Tally(logging.Handler):
             terminalreporter.write_line(f"oracle: {len(self.instances)} rules, {total} instances, {self.bad} bad")
 
 
-LONGEST = (
-    *("models", "examples", "calibration", "stamp", "parity", "promises", "generated", "masks", "checkpoints", "lab"),
-    *("failures", "integrations", "random", "experts", "golden", "ops", "modes", "convolution", "trackers", "ways"),
-    *("recompute", "side_by_side", "state", "docs", "devices", "runtime", "attention", "accumulation", "progress"),
-    *("segments", "structures", "beside", "bad_input", "precision", "extending", "pinned", "capture", "timeline"),
-    *("papers_program", "profiling", "strides", "overlap", "memory", "bucket", "solve", "widths"),
-)
-"""What the files are of that begin first, the longest before all: the last ones are short, and no worker is left with a
-long one at the end."""
+DURATIONS = Path(__file__).parent / "durations.json"
+"""File -> seconds that its tests take, by which files begin: the longest first, so that no process is left with a long
+one at the end. `tests/all.sh --record-durations` writes it anew."""
+
+
+class Durations:
+    """Adds up what the tests of each file take. Of several processes, the one that prints sees the tests of all."""
+
+    def __init__(self) -> None:
+        self.seconds: Counter[str] = Counter()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.seconds[Path(report.location[0]).name] += report.duration
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if not hasattr(session.config, "workerinput"):
+            rounded = {name: max(1, round(seconds)) for name, seconds in sorted(self.seconds.items())}
+            DURATIONS.write_text(json.dumps(rounded, indent=1) + "\n")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record-durations", action="store_true", help=f"write {DURATIONS.name} anew, from a whole run")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    order = {f"test_{subject}.py": place for place, subject in enumerate(LONGEST)}
-    items.sort(key=lambda item: order.get(item.path.name, len(order)))
+    seconds: dict[str, int] = json.loads(DURATIONS.read_text())
+    items.sort(key=lambda item: -seconds.get(item.path.name, sys.maxsize))  # what is new may be long
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -75,3 +91,5 @@ def pytest_configure(config: pytest.Config) -> None:
     logger.addHandler(tally)
     logger.setLevel(logging.DEBUG)
     config.pluginmanager.register(tally, "oracle")
+    if config.getoption("--record-durations"):
+        config.pluginmanager.register(Durations(), "durations")

@@ -293,6 +293,13 @@ def named(around: str, kind: type[Net]) -> None:
     assert module.gathered().train()(X).item() == pytest.approx(plain(X).item(), rel=1e-5)
 
 
+@pytest.fixture(scope="module")
+def compiles() -> None:
+    """What PyTorch imports for its first compiled module, ranks inherit."""
+    compiled(nn.Linear(1, 1))(torch.ones(1, 1))
+
+
+@pytest.mark.usefixtures("compiles")
 @pytest.mark.parametrize("around", AROUND)
 def test_names_are_those_of_the_model_without_wrappers(around: str) -> None:
     run(2, named, around, Tied if "children" in around else Net)
@@ -316,5 +323,6 @@ def called() -> None:
     assert autopar.plan(model, {"a": 4}, (X,)).digest == autopar.plan(compiled(model), {"a": 4}, (X,)).digest
 
 
+@pytest.mark.usefixtures("compiles")
 def test_a_compiled_module_is_what_it_wraps() -> None:
     run(2, called)

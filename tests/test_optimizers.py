@@ -55,8 +55,10 @@ def same(module: nn.Module, beside: nn.Module, what: str) -> None:
 
 
 def stepped(solver: str) -> None:
+    module = parallel(solver)
     for kind, make in FUSED.items():
-        module, beside = parallel(solver), mlp()
+        beside = mlp()
+        module.load_state_dict(beside.state_dict())
         one, other = (make(m.parameters(), fused=True) for m in (module, beside))
         losses = (lambda m=module: m(X), lambda b=beside: mean_square(b(X)))
         train(module, one, losses[0]), train(beside, other, losses[1])
@@ -203,10 +205,15 @@ def trained(module: Any, optimizer: Any, steps: range, acts: dict[int, Act]) -> 
 
 def resumed(folder: str, kind: str, groups: str, plainly: bool) -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+    modules = {solver: autopar.parallelize(Scored(), mesh, (X,), solver=solver) for solver in ("fsdp", "ddp")}
 
     def made(solver: str | None) -> tuple[Any, torch.optim.Optimizer]:
+        """As at the start: a parallel module is captured once for all histories, and gets its first values again."""
         model: Any = Scored()
-        module = model if solver is None else autopar.parallelize(model, mesh, (X,), solver=solver)
+        module: Any = model if solver is None else modules[solver]
+        module.load_state_dict(model.state_dict())
+        module.requires_grad_(True).zero_grad()
+        module.scores = False
         return module, RESUMED[kind](module, GROUPS[groups](module))
 
     for history, (acts, saved, early) in HISTORIES.items():

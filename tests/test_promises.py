@@ -29,7 +29,7 @@ from autopar.passes.lower.bucket import bucket
 from autopar.passes.space.choices import KEEP, REGATHER, REPLICATED
 from autopar.passes.space.problem import Assignment, ProblemBuilder
 from autopar.passes.space.space import Space
-from autopar.planning.account import Account, account
+from autopar.planning.account import Account, account, optimizer_seconds
 from autopar.planning.options import Options, joint, taken
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
@@ -91,6 +91,7 @@ def check_promises(space: Space, assignment: Assignment, promised: Account) -> N
     score = score_of(space, assignment)
     assert promised.seconds == pytest.approx(score.seconds, rel=1e-9)
     assert promised.bytes == score.bytes
+    assert promised.optimizer_seconds == optimizer_seconds(space, assignment)
     joined = count_collectives(bucket(program).collectives())
     assert {key: size for key, (_, size) in joined.items()} == {key: size for key, (_, size) in issued.items()}
     assert all(count <= issued[key][0] for key, (count, _) in joined.items())

@@ -106,10 +106,10 @@ def test_an_interrupted_fit_continues(tmp_path: Path, monkeypatch: pytest.Monkey
     last: list[str] = []
     assert fitted(keep=file, report=lambda part, what: last.append(what)).trials == whole.trials
     assert last == ["reading the model", ""]
-    changed = fitted(keep=file, memory_limit_bytes=1e9)
-    assert changed.kept == 0
+    one = {"devices": [4], "strategies": ["ddp"], "keep": file}
+    assert fitted(**one).kept == 1 and fitted(**one, memory_limit_bytes=1e9).kept == 0
     monkeypatch.setattr(trials, "code_digest", lambda: "other code")
-    assert fitted(keep=file).kept == 0
+    assert fitted(**one).kept == 0
 
 
 def test_what_is_kept_depends_on_the_model_the_batch_and_the_cluster(tmp_path: Path) -> None:

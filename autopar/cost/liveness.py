@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -14,8 +14,12 @@ from autopar.ir.layout import local_meta
 from autopar.ir.program import Program
 from autopar.ops import contract
 from autopar.ops.emit import on_meta
+from autopar.ops.rules import RULES
 
 from .lifetimes import Line
+
+MOST_OPERATORS = 1 << 16
+"""Calls of operators that `PlacementCache` keeps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +88,9 @@ class Results:
 class PlacementCache:
     """How values lie in memory, cached for programs that are much alike."""
 
-    operators: dict[tuple[str, tuple[Placed, ...]], Results] = field(default_factory=dict)
-    """By an instruction's form and its operands."""
+    operators: ClassVar[dict[tuple[Any, ...], Results]] = {}
+    """By an instruction's form, its operands and what its kernel needs of them, which is all that it depends on: cached
+    for the process."""
     contiguous: dict[TensorMeta, Placed] = field(default_factory=dict)
 
     def fresh(self, meta: TensorMeta) -> Placed:
@@ -96,8 +101,12 @@ class PlacementCache:
         return self.contiguous[meta]
 
     def results(self, instruction: Node, operands: tuple[Placed, ...]) -> Results:
-        key = (instruction.form, operands)
+        key: tuple[Any, ...] = (instruction.form, operands)
+        if instruction.op not in RULES.rows:  # a user may register it again, with other strides that its kernel needs
+            key = (*key, *contract.needed_by(instruction.op).items())
         if key not in self.operators:
+            if len(self.operators) >= MOST_OPERATORS:
+                self.operators.clear()
             results, operands_bytes = _run(instruction, operands)
             copies = any(result is not None and result.of is None for result in results)
             self.operators[key] = Results(results, copies, operands_bytes)

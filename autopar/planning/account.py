@@ -100,17 +100,40 @@ def sources(space: Space, assignment: Assignment) -> list[Source]:
     ]
 
 
+def optimizer_seconds(space: Space, assignment: Assignment) -> float:
+    """`account(space, assignment).optimizer_seconds`, of parameters alone."""
+    total = _Tally(space)
+    for region, decisions, count, _ in _regions(space, assignment):
+        for site in region.sites.values():
+            if site.kind == "parameter":
+                total.parameter(site, _option(space, site, decisions), count)
+    return total.optimizer
+
+
+def _option(space: Space, site: Site, decisions: Decisions) -> Option:
+    option = space.option(site, decisions[site.name])
+    if option is None:
+        raise ValueError(f"{site.kind} {site.name} ({site.module}) cannot take {decisions[site.name]}")
+    return option
+
+
 def _tally(space: Space, assignment: Assignment) -> _Tally:
     total = _Tally(space)
-    total.region(space.rest, assignment.rest, 1)
+    for region, decisions, count, again in _regions(space, assignment):
+        total.region(region, decisions, count, again)
+    return total
+
+
+def _regions(space: Space, assignment: Assignment) -> Iterator[tuple[Region, Decisions, int, bool]]:
+    """Each region with its decisions, how many copies take these, and whether they are recomputed."""
+    yield space.rest, assignment.rest, 1, False
     for number, (region, copies) in enumerate(zip(space.bodies, assignment.copies, strict=True)):
         same: list[tuple[tuple[Decisions, bool], int]] = []
         for copy in zip(copies, assignment.again(number), strict=True):
             key = next((k for k, (other, _) in enumerate(same) if other == copy), len(same))
             same[key:] = [(copy, 1 + (same[key][1] if key < len(same) else 0)), *same[key + 1 :]]
         for (decisions, again), count in same:
-            total.region(region, decisions, count, again)
-    return total
+            yield region, decisions, count, again
 
 
 class _Tally:
@@ -139,10 +162,7 @@ class _Tally:
         copies = next((repeat.count for body, repeat in pairs if body is region), 1)
         options: dict[str, Option] = {}
         for name, site in region.sites.items():
-            option = self.space.option(site, decisions[name])
-            if option is None:
-                raise ValueError(f"{site.kind} {name} ({site.module}) cannot take {decisions[name]}")
-            options[name] = option
+            options[name] = option = _option(self.space, site, decisions)
             self._site(site, option, count * (2 if name in twice else 1))
         wanted: dict[str, list[tuple[Site, Layout, bool]]] = {}
         makers: dict[str, tuple[Site, Layout, Policy]] = {}
@@ -163,17 +183,7 @@ class _Tally:
 
     def _site(self, site: Site, option: Option, count: int) -> None:
         if site.kind == "parameter":
-            assert site.meta is not None
-            local = local_meta(site.meta, option.makes[0], self.space.mesh)
-            used = used_of(self.space, site, option.makes[0])
-            casts = cast_seconds(self.space, local, used, bool(site.reads))
-            self.parameters += count * local.bytes
-            self.activations += count * (used.bytes if used else 0)
-            self.compute += count * casts
-            self.optimizer += count * (option.seconds - casts)
-            if site.reads:
-                self.gradients += count * local.bytes
-                self.states += count * self.space.optimizer.bytes(local)
+            self.parameter(site, option, count)
             return
         count *= self.space.micro_batches
         emission = self._emission(site, option)
@@ -189,6 +199,19 @@ class _Tally:
                 self._collective(kind, axis, count, size, seconds, site)
                 inside += seconds
         self.compute += count * (option.seconds - inside)
+
+    def parameter(self, site: Site, option: Option, count: int) -> None:
+        assert site.meta is not None
+        local = local_meta(site.meta, option.makes[0], self.space.mesh)
+        used = used_of(self.space, site, option.makes[0])
+        casts = cast_seconds(self.space, local, used, bool(site.reads))
+        self.parameters += count * local.bytes
+        self.activations += count * (used.bytes if used else 0)
+        self.compute += count * casts
+        self.optimizer += count * (option.seconds - casts)
+        if site.reads:
+            self.gradients += count * local.bytes
+            self.states += count * self.space.optimizer.bytes(local)
 
     def _emission(self, site: Site, option: Option) -> Emission | None:
         rule, call = site.rule, site.call

@@ -20,7 +20,7 @@ from autopar.passes.space.space import Space
 from autopar.profile.programs import Costs
 from autopar.solve.effort import Effort
 
-from .account import account
+from .account import optimizer_seconds
 from .bound import least_step_seconds
 from .limit import Peaks
 from .micro import StepRun
@@ -140,13 +140,13 @@ class Steps:
         step *= self._correction(assignment, bucket_bytes)
         of_parts, exposed_of_parts = (sum(n * getattr(t, what) for t, _, n in parts) for what in _SECONDS)
         exposed = step * exposed_of_parts / of_parts
-        return step + account(self.space, assignment).optimizer_seconds, exposed
+        return step + optimizer_seconds(self.space, assignment), exposed
 
     def seconds(self, assignment: Assignment, bucket_bytes: int) -> tuple[float, float]:
         """The seconds of an assignment's step by its timeline, and for how many of them a rank stalls."""
         parts = self.run.timelines(self.writer.written(assignment, bucket_bytes))
         ratio = self._correction(assignment, bucket_bytes)
-        updating = account(self.space, assignment).optimizer_seconds
+        updating = optimizer_seconds(self.space, assignment)
         step, exposed = (sum(times * getattr(of, what) for of, _, times in parts) for what in _SECONDS)
         return step * ratio + updating, exposed * ratio
 
