@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets everything up, then lints, checks types, builds the docs and runs all tests; fails if any of them does. Arguments go
 # to pytest, which runs as three processes for two cores: some wait, for links and clocks; those that start ranks start
-# them themselves.
+# them themselves. Files begin by tests/durations.json, the longest first: `--record-durations` writes it anew.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 .ci/setup
