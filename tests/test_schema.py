@@ -20,7 +20,7 @@ def saved() -> str:
 
 def conforms(value: Any, rule: dict[str, Any], whole: dict[str, Any]) -> bool:
     """As JSON Schema says it, for the words that the schema uses; another word is an error of this test."""
-    rule = dict(rule)
+    rule = {word: said for word, said in rule.items() if word not in ("default", "description")}
     if (name := rule.pop("$ref", None)) is not None:
         return conforms(value, whole["$defs"][name.removeprefix("#/$defs/")], whole)
     if (any_of := rule.pop("anyOf", None)) is not None:
@@ -28,6 +28,8 @@ def conforms(value: Any, rule: dict[str, Any], whole: dict[str, Any]) -> bool:
     if "const" in rule or "enum" in rule:
         return value in rule.get("enum", [rule.get("const")])
     kind = rule.pop("type")
+    if isinstance(kind, list):
+        return any(conforms(value, {**rule, "type": one}, whole) for one in kind)
     types = {"string": str, "boolean": bool, "integer": int, "number": (int, float), "null": type(None)}
     if kind in types:
         rule.pop("minimum", None), rule.pop("maximum", None)

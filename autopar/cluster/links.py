@@ -10,13 +10,18 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
 
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift", "exchange")
+Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift", "exchange"]
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 LIKE = {"rotate": "shift", "broadcast": "all_gather", "reduce": "all_reduce"}
 """Kinds that are not measured, each with the kind whose links and algorithms it shares."""
 
-ALGORITHMS = ("ring", "tree", "halving", "hierarchical", "pairwise", "bruck", "message")
+Algorithm = Literal["ring", "tree", "halving", "hierarchical", "pairwise", "bruck", "message"]
+
+ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 """The algorithms of a library that has all."""
 
 GLOO = tuple(
