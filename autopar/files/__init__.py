@@ -2,8 +2,12 @@
 
 import json
 import math
+import tomllib
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 MOST = 2**63 - 1
 """The largest integer that files may hold."""
@@ -24,12 +28,21 @@ def text_of(path: str | Path, what: str, give: str) -> str:
 
 def json_of(text: str, what: str, give: str) -> Any:
     """The value of a JSON text; errors as for `text_of`."""
+    return _parsed(json.loads, "JSON", text, what, give)
+
+
+def toml_of(text: str, what: str, give: str) -> dict[str, Any]:
+    """The table of a TOML text; errors as for `text_of`."""
+    return _parsed(tomllib.loads, "TOML", text, what, give)
+
+
+def _parsed(loads: Callable[[str], T], language: str, text: str, what: str, give: str) -> T:
     try:
-        return json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{what}: it is not JSON ({error}); {give}") from error
+        return loads(text)
+    except ValueError as error:  # the language's own, and Python's for integers of thousands of digits
+        raise ValueError(f"{what}: it is not {language} ({error}); {give}") from error
     except RecursionError as error:
-        raise ValueError(f"{what}: its JSON is nested too deep; {give}") from error
+        raise ValueError(f"{what}: its {language} is nested too deep; {give}") from error
 
 
 def is_number(value: Any) -> bool:

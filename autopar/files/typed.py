@@ -69,7 +69,7 @@ def allowed(kind: Any) -> str:
         if meta.description:
             return str(meta.description)
     if _is_union(kind):
-        return " or ".join(allowed(member) for member in inner if member is not types.NoneType)
+        return ", or ".join(allowed(member) for member in inner if member is not types.NoneType)
     if get_origin(kind) is Literal:
         return f"one of {', '.join(map(str, inner))}"
     if get_origin(kind) is tuple:
@@ -121,7 +121,7 @@ def _faults(kind: Any, data: Any, where: str) -> Iterator[str]:
             return
         because = None
     if isinstance(because, ValueError):
-        yield f"{where}: {because}" if where else str(because)
+        yield f"{prefix}{because}"
     near = nearest(data, map(str, members)) if get_origin(inner) is Literal and isinstance(data, str) else ""
     yield f"{where or 'it'} is {shown(data)}{near}: {allowed(kind)}"
 
