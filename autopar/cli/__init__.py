@@ -21,8 +21,6 @@ from typer.core import TyperCommand, TyperGroup
 
 from autopar.report.telling import SAID, complain, notes
 
-from .configured import FILE, configured
-
 PLANS, MACHINES, PROFILED = "Plans", "Machines", "Profiled costs"
 
 
@@ -108,7 +106,8 @@ class Commands(TyperGroup):
             return name, command, rest
         options = {text.lstrip("-"): parameter for parameter in command.params for text in parameter.opts}
         try:
-            found = configured(name, options, rest)
+            configured = import_module(".configured", __name__)  # whose types need not be built for --help
+            found = configured.configured(name, options, rest)
         except ValueError as error:
             complain(error)
             raise typer.Exit(2) from None
@@ -116,7 +115,7 @@ class Commands(TyperGroup):
         FROM_FILE[:] = found.words
         GIVEN[:] = [*rest, *found.words]
         if found.words:
-            notes().print(f"{FILE}: {shlex.join(found.words)}", style="dim", markup=False, soft_wrap=True)
+            notes().print(f"{configured.FILE}: {shlex.join(found.words)}", style="dim", markup=False, soft_wrap=True)
         ctx.default_map = {name: dict(found.defaults)}
         return name, command, [*found.arguments, *rest]
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Generic, TypeVar
 import torch
 from msgspec import Meta
 
-from autopar.files import json_of, text_of
+from autopar.files import json_of, reading, text_of
 from autopar.files.typed import Count, Size, read
 
 from .links import KINDS, Kind
@@ -108,20 +108,14 @@ class Measurements:
     @classmethod
     def load(cls, path: str | Path) -> Measurements:
         """Raises ValueError if the file is not what `calibrate --save` wrote."""
-        what, give = f"{path} is not what calibrate --save wrote", "give the path of such a file"
-        data = json_of(text_of(path, what, give), what, give)
-        try:
-            return cls.from_json(data)
-        except ValueError as error:
-            raise ValueError(f"{what}: {error}") from error
+        with reading(f"{path} is not what calibrate --save wrote", "give the path of such a file"):
+            return read(cls, json_of(text_of(path)))
 
     @classmethod
     def from_json(cls, data: Any) -> Measurements:
         """Raises ValueError for what measuring cannot have given, or what `calibration.fit` has no use for."""
-        try:
+        with reading("the measurements", "measure again with calibrate --save"):
             return read(cls, data)
-        except ValueError as error:
-            raise ValueError(f"{error}; measure again with calibrate --save") from error
 
     def __post_init__(self) -> None:
         """Raises ValueError for what types do not say."""

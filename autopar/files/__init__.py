@@ -1,9 +1,10 @@
-"""Files that people give: text and JSON, of which whatever is wrong is one ValueError. `typed` reads it."""
+"""Files that people give: text, JSON and TOML, whose faults are each one ValueError. `typed` reads what they hold."""
 
 import json
 import math
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,36 +14,45 @@ MOST = 2**63 - 1
 """The largest integer that files may hold."""
 
 
-def text_of(path: str | Path, what: str, give: str) -> str:
-    """The text of a file. `what` names it in errors ("cluster file x"), and `give` says what to give instead."""
+@contextmanager
+def reading(what: str, give: str) -> Iterator[None]:
+    """A ValueError within also names the file ("cluster file x"), and says what to give instead."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}; {give}") from error
+
+
+def text_of(path: str | Path) -> str:
+    """The text of a file. Raises ValueError if there is none."""
     path = Path(path)
     try:
         if path.exists() and not path.is_file():
-            raise ValueError(f"{what}: cannot be read ({'Is a directory' if path.is_dir() else 'no file'}); {give}")
+            raise ValueError(f"cannot be read ({'Is a directory' if path.is_dir() else 'no file'})")
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ValueError(f"{what}: cannot be read ({error.strerror}); {give}") from error
+        raise ValueError(f"cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
-        raise ValueError(f"{what}: is no text in UTF-8 ({error.reason} at byte {error.start}); {give}") from error
+        raise ValueError(f"is no text in UTF-8 ({error.reason} at byte {error.start})") from error
 
 
-def json_of(text: str, what: str, give: str) -> Any:
-    """The value of a JSON text; errors as for `text_of`."""
-    return _parsed(json.loads, "JSON", text, what, give)
+def json_of(text: str) -> Any:
+    """The value of a JSON text. Raises ValueError for another text."""
+    return _parsed(json.loads, "JSON", text)
 
 
-def toml_of(text: str, what: str, give: str) -> dict[str, Any]:
-    """The table of a TOML text; errors as for `text_of`."""
-    return _parsed(tomllib.loads, "TOML", text, what, give)
+def toml_of(text: str) -> dict[str, Any]:
+    """The table of a TOML text. Raises ValueError for another text."""
+    return _parsed(tomllib.loads, "TOML", text)
 
 
-def _parsed(loads: Callable[[str], T], language: str, text: str, what: str, give: str) -> T:
+def _parsed(loads: Callable[[str], T], language: str, text: str) -> T:
     try:
         return loads(text)
     except ValueError as error:  # the language's own, and Python's for integers of thousands of digits
-        raise ValueError(f"{what}: it is not {language} ({error}); {give}") from error
+        raise ValueError(f"it is not {language} ({error})") from error
     except RecursionError as error:
-        raise ValueError(f"{what}: its {language} is nested too deep; {give}") from error
+        raise ValueError(f"its {language} is nested too deep") from error
 
 
 def is_number(value: Any) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
 
+from autopar.files import reading
 from autopar.files.typed import read, schema
 from autopar.ir.graph import JointGraph
 from autopar.ir.program import Program
@@ -117,7 +118,7 @@ class Plan(Record):
         """Read what `to_json` returned; `source` names it in errors. Raises ValueError if a field is missing, unknown
         or invalid."""
         data = of_format(data, source)
-        try:
+        with reading(f"{source} is no plan", "correct it there, or save the plan again"):
             given = {name: value for name, value in data.items() if name not in ("format", "headroom_bytes")}
             # files from before it was written have given limits, or none
             given.setdefault("memory_limit_from", "lifted" if data.get("memory_limit_bytes") is None else "given")
@@ -125,8 +126,6 @@ class Plan(Record):
                 # files from before bounds were those of the step have one of the objective
                 given |= {"objective_bound_seconds": given["lower_bound_seconds"], "lower_bound_seconds": 0.0}
             return read(Plan, given)
-        except ValueError as error:
-            raise ValueError(f"{source} is no plan: {error}; correct it there, or save the plan again") from error
 
     @staticmethod
     def schema() -> dict[str, Any]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from autopar.cluster.links import Link
-from autopar.files import json_of
+from autopar.files import json_of, reading
 from autopar.files.typed import Amount, Count, Text, read
 
 APPLICATION = "autopar profiles"
@@ -288,12 +288,8 @@ class Profiles:
 
     def read(self, text: str) -> int:
         """Adds what `export` wrote; returns how many rows. Raises ValueError for anything else."""
-        what, give = "not what autopar profiles export wrote", f"give such a file of version {VERSION}"
-        data = json_of(text, what, give)
-        try:
-            exported = read(_Exported, data)
-        except ValueError as error:
-            raise ValueError(f"{what}: {error}; {give}") from error
+        with reading("not what autopar profiles export wrote", f"give such a file of version {VERSION}"):
+            exported = read(_Exported, json_of(text))
         rows: list[Row] = [*exported.operators, *exported.collectives, *exported.programs]
         self.add(rows)
         return len(rows)

@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from autopar.cluster.links import ALGORITHMS, Algorithms
 from autopar.cluster.machine import Cluster, Device, Groups, Level, Range
-from autopar.files import text_of, toml_of
+from autopar.files import reading, text_of, toml_of
 from autopar.files.typed import Name, Size, read
 
 UNCITED = ("name", "source", "has_peak", "size", "topology", "ranks", "stride")
@@ -42,14 +42,15 @@ def read_cluster(path: str | Path) -> Cluster:
     that is missing or unknown, a figure that is invalid or without a source, and levels whose sizes do not multiply to
     `devices`.
     """
-    return parse_cluster(text_of(path, f"cluster file {path}", "give the path of a TOML file"), str(path))
+    with reading(f"cluster file {path}", "give the path of a TOML file"):
+        text = text_of(path)
+    return parse_cluster(text, str(path))
 
 
 def parse_cluster(text: str, where: str) -> Cluster:
     """The cluster that TOML text describes; `where` names it in errors."""
-    what, give = f"cluster file {where}", "correct it there"
-    data = toml_of(text, what, give)
-    try:
+    with reading(f"cluster file {where}", "correct it there"):
+        data = toml_of(text)
         file = read(File, data)
         _check_sources("device", data["device"])
         for name in ("level", "groups"):
@@ -70,9 +71,7 @@ def parse_cluster(text: str, where: str) -> Cluster:
                 f"devices is {file.devices}, but the levels hold {sizes} = {cluster.devices}: write devices = "
                 f"{cluster.devices}, or correct a level's size"
             )
-    except ValueError as error:
-        raise ValueError(f"{what}: {error}; {give}") from error
-    return cluster
+        return cluster
 
 
 def _check_sources(where: str, table: Mapping[str, Any]) -> None:
