@@ -338,6 +338,7 @@ latency_seconds = "g"
 
 BAD = {
     "missing": ("size = 8\n", "", "level[0].size is missing: an integer, at least 1"),
+    "no topology": ('topology = "switch"\n', "", "level[0].topology is missing: one of switch, full, ring (a torus"),
     "negative": (
         "memory_bytes = 1e9",
         "memory_bytes = -1e9",

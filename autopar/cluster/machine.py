@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 from msgspec import Meta
 
-from autopar.files.typed import NOT_IN_FILES, Amount, Name, Part, Rate, Seconds, Share, Size
+from autopar.files.typed import NEEDED_IN_FILES, NOT_IN_FILES, Amount, Name, Part, Rate, Seconds, Share, Size
 
 from .collectives import price
 from .links import ALGORITHMS, KINDS, Algorithms, Factors, Kind, Link, Measured, Stage, interpolated
@@ -261,7 +261,7 @@ class Level:
     topology: Annotated[
         Literal["switch", "full", "ring"],
         Meta(description="one of switch, full, ring (a torus is one ring level for each of its dims)"),
-    ] = "switch"
+    ] = field(default="switch", metadata=NEEDED_IN_FILES)
     bytes_per_second: Rate | Matrix
     group_bytes_per_second: Rate
     devices_per_link: Size = 1

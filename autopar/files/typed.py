@@ -12,7 +12,7 @@ import math
 import sys
 import types
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import cache
 from reprlib import Repr
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints, is_typeddict
@@ -38,8 +38,8 @@ Rate = Annotated[float, Meta(gt=0, le=NUMBER_MOST, description="a number above 0
 Part = Annotated[float, Meta(gt=0, le=1, description="a part above 0 and at most 1")]
 Share = Annotated[float, Meta(ge=0, le=1, description="a part from 0 to 1")]
 
-NOT_IN_FILES = {"in files": False}
-"""The `metadata` of a field that no file gives."""
+NEEDED_IN_FILES, NOT_IN_FILES = {"in files": True}, {"in files": False}
+"""The `metadata` of a field with a default that a file must give, and of one that no file gives."""
 
 
 def read(kind: type[T], data: Any, where: str = "") -> T:
@@ -153,7 +153,7 @@ def _fields(kind: Any) -> dict[str, tuple[Any, bool]]:
     if is_typeddict(kind):
         return {name: (hint, name in kind.__required_keys__) for name, hint in hints.items()}
     return {
-        f.name: (hints[f.name], f.default is MISSING and f.default_factory is MISSING)
+        f.name: (hints[f.name], f.metadata == NEEDED_IN_FILES or f.default is f.default_factory)  # both are missing
         for f in fields(kind)
         if f.metadata != NOT_IN_FILES
     }
