@@ -312,10 +312,13 @@ def cluster(page: str) -> str:
 
 def _described(kind: type, seen: dict[type, None]) -> list[str]:
     """A dataclass as a table of its fields, and then those that its fields hold."""
+    from autopar.files.typed import allowed
+
     seen[kind] = None
-    hints = typing.get_type_hints(kind)
+    hints, noted = typing.get_type_hints(kind), typing.get_type_hints(kind, include_extras=True)
     said = {name: text for base in reversed(kind.__mro__) for name, text in _attribute_docs(base).items()}
-    rows = ((f"`{f.name}`", f"`{_type(hints[f.name])}`", said.get(f.name, "")) for f in fields(kind))
+    noted = {name: allowed(hint) for name, hint in noted.items() if hint != hints[name]}
+    rows = ((f"`{f.name}`", f"`{_type(hints[f.name])}`", said.get(f.name, noted.get(f.name, ""))) for f in fields(kind))
     parts = [f"### {kind.__name__}"]
     bases = [base for base in kind.__mro__ if is_dataclass(base)]
     parts += [text for base in bases if (text := _prose(base))] + [table("field", "type", "meaning", rows=rows)]

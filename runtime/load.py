@@ -18,7 +18,7 @@ from autopar.compat.checkpoints import SafetensorsReader, Stored
 from autopar.compat.converting import Conversion, stored_names
 from autopar.compat.distributed import local_tensor, make_dtensor
 from autopar.compat.wrapping import plain_name
-from autopar.files import cut, json_of, text_of
+from autopar.files import cut, json_of, reading, text_of
 from autopar.ir.layout import Layout, Replicate, Shape, valid_shape
 
 from .agree import agreed, all_equal, digest, exchange, together
@@ -160,12 +160,13 @@ def weight_files(folder: Path) -> list[Path]:
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     if index.exists():
-        what, give = f"{index}", "give a directory that save_pretrained wrote"
-        mapping = json_of(text_of(index, what, give), what, give)
-        mapping = mapping.get("weight_map") if isinstance(mapping, dict) else None
-        if not isinstance(mapping, dict) or not all(isinstance(n, str) and Path(n).name == n for n in mapping.values()):
-            raise ValueError(f"{index}: weight_map is not a table from tensors to files of the directory; {give}")
-        files = [folder / name for name in sorted(set(mapping.values()))]
+        with reading(str(index), "give a directory that save_pretrained wrote"):
+            held = json_of(text_of(index))
+            mapping = held.get("weight_map") if isinstance(held, dict) else None
+            table: dict[str, Any] = mapping if isinstance(mapping, dict) else {"": None}
+            if not all(isinstance(name, str) and Path(name).name == name for name in table.values()):
+                raise ValueError("weight_map is not a table from tensors to files of the directory")
+        files = [folder / name for name in sorted(set(table.values()))]
         if lacking := [file.name for file in files if not file.is_file()]:
             raise ValueError(f"{folder} lacks {_listed(lacking)}, which {INDEX} names: {AGAIN}")
         return files

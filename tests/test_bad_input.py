@@ -370,8 +370,8 @@ def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
         (lambda data: data["account"].update(compute_seconds="1"), "account.compute_seconds is '1': a number"),
         (lambda data: data["peak"].update(parameters=-1), "peak.parameters is -1: an integer, at least 0"),
         (lambda data: data["inputs"].update(x=["R", "R"]), "inputs['x'] has 2 placements: one for each of 1 axes"),
-        (lambda data: data["mesh"].update(a=0), "size of mesh axis a is 0"),
-        (lambda data: data.update(memory_limit_byte=1), "memory_limit_byte is unknown"),
+        (lambda data: data["mesh"].update(a=0), "mesh['a'] is 0: an integer, at least 1"),
+        (lambda data: data.update(memory_limit_byte=1), "memory_limit_byte is unknown (did you mean 'memory_limit_by"),
     ],
     ids=(
         *("format", "decisions missing", "a number", "a list"),

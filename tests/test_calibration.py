@@ -22,7 +22,7 @@ from autopar.cluster.calibration import check, compute_check, fit, step_range
 from autopar.cluster.collectives import collective_seconds, price, prices
 from autopar.cluster.library import CLUSTERS, parse_cluster, read_cluster
 from autopar.cluster.library.write import cluster_toml
-from autopar.cluster.links import GLOO, KINDS, Measured
+from autopar.cluster.links import GLOO, KINDS
 from autopar.cluster.machine import Cluster, Device, Level
 from autopar.cluster.measurements import Compute, Measurements, Sample, Together, axes, level_axes
 from autopar.ir.graph import Node, Ref, TensorMeta
@@ -52,14 +52,11 @@ def measured_level(
         size=size,
         bytes_per_second=rate,
         group_bytes_per_second=rate,
-        latency_seconds=latency,
+        latency_seconds={kind: latency * (1 - 0.1 * k) for k, kind in enumerate(KINDS)},
         devices_per_link=devices_per_link,
         overlap=overlap,
         compute_share=compute_share,
-        measured=tuple(
-            Measured(kind=kind, efficiency=EFFICIENCY.get(kind, 0.6), latency_seconds=latency * (1 - 0.1 * k))
-            for k, kind in enumerate(KINDS)
-        ),
+        efficiency={kind: EFFICIENCY.get(kind, 0.6) for kind in KINDS},
     )
 
 
@@ -74,7 +71,9 @@ CLUSTER = Cluster(
         efficiency=((1e4, 0.25), (1e6, 0.5), (1e8, 1.0)),
         has_peak=False,
         memory_efficiency=((1e5, 0.5), (1e6, 1.0), (1e7, 0.2)),
-        ratios={"aten.add.Tensor": 0.8, "aten.neg.default": 1.0, "aten._softmax.default": 2.0, "attention": 1.5},
+        operator_ratios={
+            "aten.add.Tensor": 0.8, "aten.neg.default": 1.0, "aten._softmax.default": 2.0, "attention": 1.5,
+        },
     ),
     levels=(
         measured_level("nodes", 2, 50e6, 1e-3, 4, 1.0, 0.25),
@@ -106,7 +105,7 @@ def measurements(cluster: Cluster) -> Measurements:
         seconds_per_op=device.seconds_per_op,
         operators=tuple(
             (op, flops, moved, factor * device.roofline_seconds(flops, moved, torch.float32))
-            for op, factor in device.ratios.items()
+            for op, factor in device.operator_ratios.items()
             for flops, moved in ([(1e8, 100)] if op == "attention" else [(0.0, 10**k) for k in (5, 6, 7)])
         ),
         memory_bytes=device.memory_bytes,
@@ -144,7 +143,7 @@ def test_the_figures_of_a_cluster_are_found_again() -> None:
             assert one.efficiency == pytest.approx(other.efficiency, rel=0.02)
             assert one.latency_seconds == pytest.approx(other.latency_seconds, rel=0.02)
     assert found.device.flops_per_second == pytest.approx(CLUSTER.device.flops_per_second, rel=0.01)
-    for key in ("memory_bytes_per_second", "memory_efficiency", "ratios"):
+    for key in ("memory_bytes_per_second", "memory_efficiency", "operator_ratios"):
         assert getattr(found.device, key) == getattr(CLUSTER.device, key)
     assert found.device.reached(1e6) == pytest.approx(0.5, rel=0.02)
     assert not found.device.has_peak  # what was measured is no peak
@@ -283,12 +282,12 @@ def test_calibrated_clusters_are_read(path: Path) -> None:
         (
             "all_gather = 0.8",
             "all_gather = 1.8",
-            "efficiency = .* is not a part above 0 and at most 1, or a table of them",
+            r"level\[0\].efficiency\['all_gather'\] is 1.8: a part above 0 and at most 1",
         ),
-        ("all_gather = 0.8, ", "", "efficiency = .* is not a part above 0 and at most 1, or a table"),
-        ("all_reduce = 0.001", "all_reduce = -0.001", "latency_seconds = .* is not a number of seconds, 0 or more"),
-        ('all_gather = ["ring"]', 'all_gather = ["tree"]', "algorithms = .* with one of ring, .*, message that does"),
-        ('all_reduce = ["ring"]', 'all_reduce = ["pairwise"]', "algorithms = .* is not a list of ring"),
+        ("all_gather = 0.8, ", "", "efficiency is {.*: a table of them by kind"),
+        ("all_reduce = 0.001", "all_reduce = -0.001", r"latency_seconds\['all_reduce'\] is -0.001: a number of"),
+        ('all_gather = ["ring"]', 'all_gather = ["tree"]', "algorithms is .* with one of ring, .*, message that does"),
+        ('all_reduce = ["ring"]', 'all_reduce = ["pairwise"]', "algorithms is .*: a table of lists by kind"),
     ],
 )
 def test_bad_tables_by_kind_are_refused(line: str, instead: str, error: str) -> None:
@@ -301,10 +300,10 @@ def test_bad_tables_by_kind_are_refused(line: str, instead: str, error: str) -> 
 @pytest.mark.parametrize(
     ("line", "instead", "error"),
     [
-        ("stride = 4", "stride = 3", "groups ., ranks = 2 and stride = 3 do not divide 8 devices"),
-        ("all_reduce = [[1024", "all_reduce = [[-1024", "groups 0, seconds = .* is not a table by kind"),
-        ("all_reduce = [[1024", "all_reduse = [[1024", "groups 0, seconds = .* is not a table by kind"),
-        ("[groups.source]\nseconds", "[groups.source]\nsecond", "groups 0, seconds has no source"),
+        ("stride = 4", "stride = 3", r"groups\[.\] are of 2 ranks, 3 apart, which do not divide 8 devices"),
+        ("all_reduce = [[1024", "all_reduce = [[-1024", r"seconds\['all_reduce'\]\[0\]\[0\] is -1024: an int"),
+        ("all_reduce = [[1024", "all_reduse = [[1024", r"a key of groups\[0\].seconds is 'all_reduse' \(did you"),
+        ("[groups.source]\nseconds", "[groups.source]\nsecond", r"groups\[0\].seconds has no source"),
     ],
 )
 def test_bad_curves_are_refused(line: str, instead: str, error: str) -> None:
@@ -323,7 +322,9 @@ def test_gloo_sends_each_part_to_the_rank_that_adds_it_up() -> None:
 
 
 def test_latencies_pass_while_bytes_travel_where_the_slowest_level_says_so() -> None:
-    slow, fast = (replace(level, measured=()) for level in CLUSTER.levels)
+    slow, fast = (
+        replace(level, efficiency=1.0, latency_seconds=level.most_latency_seconds) for level in CLUSTER.levels
+    )
     link = replace(CLUSTER, levels=(slow, fast)).links((8,))[0]
     assert link.overlap == slow.overlap == 1.0
     found = price("all_reduce", 1e6, link)
@@ -425,4 +426,4 @@ def test_clusters_lists_shows_and_checks(tmp_path: Path) -> None:
     path.write_text("name = 1")
     bad = CliRunner().invoke(app, ["clusters", str(path)])
     assert bad.exit_code == 2
-    assert "device is missing" in bad.output
+    assert "name is 1: a text" in bad.output

@@ -260,7 +260,7 @@ def test_caches_hold_small_operands_and_some_operators_take_longer() -> None:
         memory_bytes_per_second=10e9,
         seconds_per_op=1e-6,
         memory_efficiency=((1e6, 1.0), (4e6, 0.25)),
-        ratios={"aten.silu.default": 3.0},
+        operator_ratios={"aten.silu.default": 3.0},
     )
     moved = [1e3, 1e6, 2e6, 4e6, 4e7]
     assert [device.moving_seconds(size) * 1e9 / size for size in moved] == pytest.approx([0.1, 0.1, 0.2, 0.4, 0.4])
@@ -337,75 +337,75 @@ latency_seconds = "g"
 """
 
 BAD = {
-    "missing": ("size = 8\n", "", "level 0, size is missing: write size = 8"),
+    "missing": ("size = 8\n", "", "level[0].size is missing: an integer, at least 1"),
+    "no topology": ('topology = "switch"\n', "", "level[0].topology is missing: one of switch, full, ring (a torus"),
     "negative": (
         "memory_bytes = 1e9",
         "memory_bytes = -1e9",
-        "device, memory_bytes = -1000000000.0 is not a number above 0: write for example memory_bytes = 80e9",
+        "device.memory_bytes is -1000000000.0: a number above 0; correct it there",
     ),
     "latency": (
         "latency_seconds = 0",
         "latency_seconds = -1",
-        "level 0, latency_seconds = -1 is not a number of seconds, 0 or more",
+        "level[0].latency_seconds is -1: a number of seconds, 0 or more, or a table of them by kind (all_reduce, ",
     ),
-    "infinite": ("memory_bytes = 1e9", "memory_bytes = inf", "device, memory_bytes = inf is not a number above 0"),
-    "boolean": ("size = 8", "size = true", "level 0, size = True is not a whole number above 0"),
-    "unknown": ("size = 8", "size = 8\nspeed = 3", "level 0, speed is unknown; the keys here are name, size, topology"),
-    "product": ("devices = 8", "devices = 9", "devices = 9, but the levels hold 8 = 8: write devices = 8"),
+    "infinite": ("memory_bytes = 1e9", "memory_bytes = inf", "device.memory_bytes is inf: a number above 0"),
+    "boolean": ("size = 8", "size = true", "level[0].size is True: an integer, at least 1"),
+    "unknown": ("size = 8", "size = 8\nspeed = 3", "level[0].speed is unknown; the fields here are name, size"),
+    "product": ("devices = 8", "devices = 9", "devices is 9, but the levels hold 8 = 8: write devices = 8"),
     "no source": (
         'latency_seconds = "g"',
         "",
-        'level 0, latency_seconds has no source: write latency_seconds = "where',
+        'level[0].latency_seconds has no source: write latency_seconds = "where',
     ),
-    "idle source": ('"g"', '"g"\nlaunch_seconds = "h"', "level 0, source.launch_seconds cites a key that is not here"),
+    "idle source": ('"g"', '"g"\nlaunch_seconds = "h"', "level[0].source.launch_seconds cites a key that is not here"),
     "topology": (
         '"switch"',
         '"torus"',
-        "level 0, topology = 'torus' is not one of switch, full, ring (a torus is one ring level for each of its dims)",
+        "level[0].topology is 'torus': one of switch, full, ring (a torus is one ring level for each of its dims)",
     ),
-    "algorithms": ('"a test"', '"a test"\nalgorithms = ["ring"]', "algorithms = ['ring'] is not a list of ring, tree"),
-    "rates": ("{ float32 = 1e12 }", "1e12", "device, flops_per_second = 1000000000000.0 is not a table of numbers"),
+    "algorithms": ('"a test"', '"a test"\nalgorithms = ["ring"]', "algorithms is ['ring']: a list of ring, tree"),
+    "rates": ("{ float32 = 1e12 }", "1e12", "device.flops_per_second is 1000000000000.0: a table of numbers"),
     "curve": (
         "memory_bytes = 1e9",
         "memory_bytes = 1e9\nefficiency = [[1e3, 0.1], [2e3, 0.9]]",
-        "with no less time for more flops: write for example efficiency = [[1e9, 0.5], [1e12, 0.8]]",
+        "with no less time for more flops, such as [[1e9, 0.5], [1e12, 0.8]]",
     ),
     "bytes": (
         "memory_bytes = 1e9",
         "memory_bytes = 1e9\nmemory_efficiency = [[1e3, 0.1], [2e3, 0.9]]",
-        "device, memory_efficiency = [[1000.0, 0.1], [2000.0, 0.9]] is not a part above 0 and at most 1, or a list of "
-        "[bytes, part], rising bytes with no less time for more: write for example memory_efficiency = 0.8",
+        "device.memory_efficiency is [[1000.0, 0.1], [2000.0, 0.9]]: a list of [bytes, part], rising bytes",
     ),
     "ratios": (
         "memory_bytes = 1e9",
         'memory_bytes = 1e9\noperator_ratios = { "aten.silu.default" = 0 }',
-        "device, operator_ratios = {'aten.silu.default': 0} is not a table of numbers above 0 by operator",
+        "device.operator_ratios['aten.silu.default'] is 0: a number above 0",
     ),
     "matrix on a switch": (
         "bytes_per_second = 1e9\ngroup",
         "bytes_per_second = [[0, 1], [1, 0]]\ngroup",
-        'level 0, bytes_per_second is a matrix: write topology = "full"',
+        'level[0].bytes_per_second is a matrix: write topology = "full"',
     ),
     "lopsided matrix": (
         "bytes_per_second = 1e9\ngroup",
         "bytes_per_second = [[0, 1], [2, 0]]\ngroup",
-        "level 0, bytes_per_second = [[0, 1], [2, 0]] is not a number above 0, or a symmetric matrix",
+        "level[0].bytes_per_second is [[0, 1], [2, 0]]: a symmetric matrix",
     ),
     "small matrix": (
         '"switch"\nbytes_per_second = 1e9',
         '"full"\nbytes_per_second = [[0, 1], [1, 0]]',
-        "level 0, bytes_per_second has 2 rows: write 8, one for each child",
+        "level[0].bytes_per_second has 2 rows: 8, one for each child",
     ),
-    "no TOML": ("[[level]]", "[[level", "not TOML: "),
+    "no TOML": ("[[level]]", "[[level", "it is not TOML ("),
     "no level": (
         GOOD[GOOD.index("[[level]]") :],
         "",
-        "level is missing: write a table [[level]] for each, the outermost first",
+        "level is missing: a table [[level]] for each, the outermost first",
     ),
     "no device": (
         GOOD[GOOD.index("[device]") : GOOD.index("[[level]]")],
         "",
-        "device is missing: write a table [device]",
+        "device is missing: a table [device]",
     ),
 }
 

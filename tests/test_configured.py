@@ -75,11 +75,11 @@ def test_settings_are_merged(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("clustr = 'x'", "no option 'clustr' (did you mean 'cluster'?)"),
+        ("clustr = 'x'", "autopar.toml: clustr is unknown (did you mean 'cluster'?); the fields here are batch"),
         ("memory_limit = '4GB'", "(did you mean 'memory-limit'?)"),
-        ("batch = ", "autopar.toml: Invalid value"),
-        ("set = 3", "set is 3: write a table"),
-        ("batch = [3]", "batch is [3]"),
+        ("batch = ", "autopar.toml: it is not TOML (Invalid value"),
+        ("set = 3", "set is 3: a table, such as [set]"),
+        ("batch = [3]", "batch is [3]: a text or a number"),
     ],
 )
 def test_what_is_wrong_in_the_file_is_said(folder: Path, text: str, message: str) -> None:

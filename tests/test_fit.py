@@ -211,9 +211,11 @@ def test_a_file_without_a_reserve_gets_a_tenth() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("reserved_bytes = 6e+09", "reserved_bytes = -1", "reserved_bytes = -1 is not a number, 0 or more"),
-        ("reserved_bytes = 6e+09", "reserved_bytes = 80e9", "leaves nothing of memory_bytes = 80000000000.0"),
-        ("memory_bytes = 8e+10\n", "", "source.memory_bytes cites a key that is not here"),
+        ("reserved_bytes = 6e+09", "reserved_bytes = -1", "device.reserved_bytes is -1: a number, 0 or more"),
+        ("reserved_bytes = 6e+09", "reserved_bytes = 80e9", "is 80000000000.0: a number below memory_bytes = 8"),
+        ("memory_bytes = 8e+10\n", "", "device.reserved_bytes is 6000000000.0: remove it, or write memory_bytes"),
+        ('memory_bytes = "here"\n', "", "device.memory_bytes has no source"),
+        ("[device.source]\n", '[device.source]\nfused_part = "x"\n', "source.fused_part cites a key that is not"),
         ('reserved_bytes = "here"\n', "", "reserved_bytes has no source"),
     ],
 )

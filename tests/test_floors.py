@@ -13,7 +13,8 @@ import networkx as nx
 ROOT = Path(__file__).parent.parent
 FOLDERS = {"autopar": ROOT / "autopar", "autopar.passes": ROOT / "passes", "autopar.runtime": ROOT / "runtime"}
 FLOORS = (
-    ("compat", "extensions", "files"),
+    ("compat", "extensions"),
+    ("files",),
     ("ir",),
     ("ops", "cluster", "solve"),
     ("cost",),

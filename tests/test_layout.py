@@ -383,7 +383,7 @@ def operators_of(program: Program) -> float:
 
 
 def local_seconds(program: Program, **rates: Any) -> float:
-    device = replace(named_cluster(None, device_type="cpu").device, ratios={}, **rates)
+    device = replace(named_cluster(None, device_type="cpu").device, operator_ratios={}, **rates)
     local = LocalOperators(program, device, {}, PlacementCache())
     total = 0.0
     for instruction in program.forward:

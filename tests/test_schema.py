@@ -1,16 +1,21 @@
-"""The schema of a plan's file: a plan conforms to it, and what `Plan.load` refuses does not."""
+"""Files are read by their types. A plan's JSON Schema is made of them: what `Plan.load` refuses does not conform."""
 
 from __future__ import annotations
 
 import copy
 import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pytest
+from msgspec import Meta
 from test_explain import planned
 
+from autopar.files.typed import NEEDED_IN_FILES, NOT_IN_FILES, Name, Rate, Size, read
 from autopar.planning.plan import Plan
 
 
@@ -21,7 +26,7 @@ def saved() -> str:
 
 def conforms(value: Any, rule: dict[str, Any], whole: dict[str, Any]) -> bool:
     """As JSON Schema says it, for the words that the schema uses; another word is an error of this test."""
-    rule = dict(rule)
+    rule = {word: said for word, said in rule.items() if word not in ("default", "description")}
     if (name := rule.pop("$ref", None)) is not None:
         return conforms(value, whole["$defs"][name.removeprefix("#/$defs/")], whole)
     if (any_of := rule.pop("anyOf", None)) is not None:
@@ -29,6 +34,8 @@ def conforms(value: Any, rule: dict[str, Any], whole: dict[str, Any]) -> bool:
     if "const" in rule or "enum" in rule:
         return value in rule.get("enum", [rule.get("const")])
     kind = rule.pop("type")
+    if isinstance(kind, list):
+        return any(conforms(value, {**rule, "type": one}, whole) for one in kind)
     types = {"string": str, "boolean": bool, "integer": int, "number": (int, float), "null": type(None)}
     if kind in types:
         rule.pop("minimum", None), rule.pop("maximum", None)
@@ -112,3 +119,78 @@ def test_a_field_that_is_added_within_a_format_has_a_default() -> None:
     }
     read, whole = Plan.from_json(least), Plan.load(FROM_BEFORE[0])
     assert (read.decisions, read.segments, read.bucket_bytes) == (whole.decisions, whole.segments, whole.bucket_bytes)
+
+
+def ascends(points: tuple[float, ...]) -> bool:
+    return list(points) == sorted(points)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Port:
+    kind: Literal["copper", "glass"]
+    rate: Rate | tuple[Rate, ...]
+    lanes: Size = 1
+
+    def __post_init__(self) -> None:
+        if self.kind == "copper" and self.lanes > 4:
+            raise ValueError(f"lanes is {self.lanes}: at most 4 of copper")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Switch:
+    name: Name
+    ports: Mapping[str, Port]
+    curve: Annotated[tuple[float, ...], Meta(description="a list that ascends", extra={"rule": ascends})] = ()
+    place: tuple[int, int] | None = None
+    label: str = field(default="", metadata=NEEDED_IN_FILES)
+    heat: float = field(default=0.0, metadata=NOT_IN_FILES)
+
+
+GOOD = {
+    "name": "s",
+    "label": "",
+    "ports": {"a.b": {"kind": "glass", "rate": [1, 2.5]}},
+    "curve": [1, 2],
+    "place": [0, 1],
+}
+
+
+def test_a_value_is_read_by_its_type() -> None:
+    port = Port(kind="glass", rate=(1.0, 2.5))
+    assert read(Switch, GOOD) == Switch(name="s", ports={"a.b": port}, curve=(1.0, 2.0), place=(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"nam": 1}, "nam is unknown (did you mean 'name'?); the fields here are name, ports, curve, place, label"),
+        ({"heat": 1.0}, "heat is unknown; the fields"),
+        ({"name": " "}, "name is ' ': a text that is not empty"),
+        ({"label": None}, "label is None: a text"),
+        ({"ports": [1]}, "ports is [1]: a table"),
+        (
+            {"ports": {"x": {"kind": "glas", "rate": 1}}},
+            "ports['x'].kind is 'glas' (did you mean 'glass'?): one of",
+        ),
+        ({"ports": {"x": {"kind": "glass"}}}, "ports['x'].rate is missing: a number above 0, or a list"),
+        ({"ports": {"x": {"kind": "glass", "rate": -1}}}, "ports['x'].rate is -1: a number above 0, or a list"),
+        ({"ports": {"x": {"kind": "glass", "rate": [1, 0]}}}, "ports['x'].rate[1] is 0: a number above 0"),
+        (
+            {"ports": {"x": {"kind": "glass", "rate": 1, "lanes": 2**63}}},
+            "lanes is an integer beyond 64 bits",
+        ),
+        ({"ports": {"x": {"kind": "copper", "rate": 1, "lanes": 8}}}, "ports['x'].lanes is 8: at most 4 of copper"),
+        ({"curve": [2, 1]}, "curve is [2, 1]: a list that ascends"),
+        ({"curve": [float("nan")]}, "curve[0] is nan: a number"),
+        ({"place": [1]}, "place is [1]: a list of 2"),
+        ({"place": [1, True]}, "place[1] is True: an integer"),
+    ],
+)
+def test_the_innermost_fault_is_said_with_its_place_and_its_value(change: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        read(Switch, {**GOOD, **change})
+
+
+def test_a_field_with_a_default_may_be_one_that_files_must_give() -> None:
+    with pytest.raises(ValueError, match="label is missing: a text"):
+        read(Switch, {name: value for name, value in GOOD.items() if name != "label"})

@@ -21,7 +21,6 @@ from typer.core import TyperCommand, TyperGroup
 from autopar.extensions import nearest
 from autopar.report.telling import SAID, complain, notes
 
-from .configured import FILE, configured
 from .usage import BAD_INPUT, in_one_sentence
 
 PLANS, MACHINES, PROFILED = "Plans", "Machines", "Profiled costs"
@@ -113,13 +112,14 @@ class Commands(TyperGroup):
             return name, command, rest
         options = {text.lstrip("-") for parameter in command.params for text in parameter.opts}
         try:
-            FROM_FILE[:] = configured(name, options, rest)
+            configured = import_module(".configured", __name__)  # whose types need not be built for --help
+            FROM_FILE[:] = configured.configured(name, options, rest)
         except ValueError as error:
             complain(error)
             raise typer.Exit(BAD_INPUT) from None
         SAID["quiet"] = any(word in QUIET for word in takewhile(lambda word: word != "--", rest))
         if FROM_FILE:
-            notes().print(f"{FILE}: {shlex.join(FROM_FILE)}", style="dim", markup=False, soft_wrap=True)
+            notes().print(f"{configured.FILE}: {shlex.join(FROM_FILE)}", style="dim", markup=False, soft_wrap=True)
         return name, command, [*FROM_FILE, *rest]
 
 

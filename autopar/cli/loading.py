@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from autopar.extensions import nearest
-from autopar.files import json_of, text_of
+from autopar.files import json_of, reading, text_of
 from autopar.ir.precision import Precision
 from autopar.planning.plan import Plan
 from autopar.planning.request import Source, check_dtype, options_of, parsed
@@ -180,11 +180,11 @@ def _from_file(
     file: Path, settings: Mapping[str, Any], batch: int, sequence: int, dtype: torch.dtype, device: str
 ) -> Loaded:
     """The model of a configuration file; nothing is downloaded, and no code of the folder is run."""
-    what, give = f"configuration {file}", "give a config.json of Hugging Face"
-    values = json_of(text_of(file, what, give), what, give)
-    kind = values.get("model_type") if isinstance(values, dict) else None
-    if not isinstance(kind, str):
-        raise ValueError(f"{what}: it has no model_type; {give}")
+    with reading(what := f"configuration {file}", "give a config.json of Hugging Face"):
+        values = json_of(text_of(file))
+        kind = values.get("model_type") if isinstance(values, dict) else None
+        if not isinstance(kind, str):
+            raise ValueError("it has no model_type")
     try:
         from transformers import CONFIG_MAPPING
     except ImportError as error:

@@ -42,7 +42,7 @@ SMALL_BYTES = 1 << 18
 SHOWN_BYTES = 1 << 20
 LEVEL_FACTS = (
     *("name", "size", "topology", "bytes_per_second", "group_bytes_per_second"),
-    *("latency_seconds", "launch_seconds"),
+    *("launch_seconds",),
 )
 
 LEVEL_HEADS = ("level", "size", "topology", "out of a child", "between two", "latency a step", "launch")
@@ -258,17 +258,17 @@ def clusters_command(
     out().print(f"{cluster.name}: {cluster.source}")
     device = cluster.device
     rates = ", ".join(f"{dtype} {rate / 1e12:.4g}" for dtype, rate in device.flops_per_second.items())
-    moving = ", ".join(f"{bytes_text(size)} reaches {part:.0%}" for size, part in device.memory_efficiency)
+    moving = ", ".join(f"{bytes_text(size)} reaches {part:.0%}" for size, part in device.memory_curve)
     most = "the peak" if device.has_peak else "most"
     out().print(
         f"{cluster.devices} x {device.name}: TFLOP/s {rates} at {most}, of which an operator of "
         + ", ".join(f"{flops:.2g} flops reaches {part:.0%}" for flops, part in device.efficiency)
         + f"; {_memory(device)} at {bytes_text(device.memory_bytes_per_second)}/s"
-        + (f", of which an operator that moves {moving}" if len(device.memory_efficiency) > 1 else "")
+        + (f", of which an operator that moves {moving}" if len(device.memory_curve) > 1 else "")
         + f"; {seconds_text(device.seconds_per_op)} an operator"
     )
-    if device.ratios:
-        out().print("of that, operators take: " + ", ".join(f"{op} {ratio:.2g}" for op, ratio in device.ratios.items()))
+    if ratios := device.operator_ratios:
+        out().print("of that, operators take: " + ", ".join(f"{op} {ratio:.2g}" for op, ratio in ratios.items()))
     typer.echo("")
     print_table(LEVEL_HEADS, [_level_row(level) for level in cluster.levels], right=(1, 3, 4, 5, 6))
     if cluster.groups:
@@ -287,13 +287,13 @@ def _level_row(level: Level) -> tuple[str, ...]:
         level.topology,
         f"{bytes_text(level.group_bytes_per_second)}/s",
         "a matrix" if isinstance(pair, tuple) else f"{bytes_text(pair)}/s",
-        seconds_text(level.latency_seconds),
+        seconds_text(level.most_latency_seconds),
         seconds_text(level.launch_seconds),
     )
 
 
 def _group_row(measured: Groups) -> tuple[str, ...]:
-    curves = dict(measured.seconds)
+    curves = measured.seconds
     shown = [seconds_text(interpolated(curves[kind], SHOWN_BYTES)) if kind in curves else "" for kind in KINDS]
     return (f"{measured.ranks} ranks", str(measured.stride), *shown)
 
@@ -321,11 +321,14 @@ def _facts(cluster: Cluster) -> dict[str, object]:
             "memory_bytes": device.memory_bytes,
             "usable_bytes": device.usable_bytes,
             "memory_bytes_per_second": device.memory_bytes_per_second,
-            "memory_efficiency": device.memory_efficiency,
-            "operator_ratios": dict(device.ratios),
+            "memory_efficiency": device.memory_curve,
+            "operator_ratios": dict(device.operator_ratios),
             "seconds_per_op": device.seconds_per_op,
         },
-        "levels": [{fact: getattr(level, fact) for fact in LEVEL_FACTS} for level in cluster.levels],
+        "levels": [
+            {**{fact: getattr(level, fact) for fact in LEVEL_FACTS}, "latency_seconds": level.most_latency_seconds}
+            for level in cluster.levels
+        ],
         "groups": [
             {"ranks": groups.ranks, "stride": groups.stride, "seconds": dict(groups.seconds)}
             for groups in cluster.groups

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autopar.files import text_of
+from autopar.files import reading, text_of
 from autopar.planning.rendering import page_width, rendered
 from autopar.planning.request import ASKED, Request, Source
 from autopar.planning.texts import bytes_text, seconds_text
@@ -137,7 +137,8 @@ def import_command(
     file: Annotated[Path, typer.Argument(help="What export wrote, maybe on another machine.")], profiles: File = None
 ) -> None:
     """Add what export wrote."""
-    text = text_of(file, str(file), "give the path of a file that profiles export wrote")
+    with reading(str(file), "give the path of a file that profiles export wrote"):
+        text = text_of(file)
     notes().print(f"read {databases.Profiles(profiles).read(text)} rows")
 
 

@@ -16,7 +16,7 @@ from itertools import combinations
 import torch
 
 from .collectives import price, together
-from .links import ALGORITHMS, GLOO, KINDS, Link, Measured, Names, interpolated
+from .links import ALGORITHMS, GLOO, KINDS, Algorithms, Kind, Link, interpolated
 from .machine import Cluster, Device, Groups, Level
 from .measurements import Compute, Measurements, Sample, level_axes, usual_dtype
 
@@ -70,7 +70,7 @@ def step_range(measured: Measurements, cluster: Cluster) -> tuple[float, float]:
 
 def _curves(measured: Measurements) -> tuple[Groups, ...]:
     """The measured curves of each axis."""
-    by_axis: dict[tuple[int, int], dict[str, dict[int, float]]] = {}
+    by_axis: dict[tuple[int, int], dict[Kind, dict[int, float]]] = {}
     for sample in measured.samples:
         if not sample.alone:
             curve = by_axis.setdefault(sample.axis, {}).setdefault(sample.kind, {})
@@ -79,17 +79,17 @@ def _curves(measured: Measurements) -> tuple[Groups, ...]:
         Groups(
             ranks=ranks,
             stride=stride,
-            seconds=tuple((kind, tuple(sorted(curve.items()))) for kind, curve in curves.items()),
+            seconds={kind: tuple(sorted(curve.items())) for kind, curve in curves.items()},
         )
         for (ranks, stride), curves in by_axis.items()
     )
 
 
-def _level(measured: Measurements, number: int, algorithms: Names) -> Level:
+def _level(measured: Measurements, number: int, algorithms: Algorithms) -> Level:
     sizes, axis = measured.levels, level_axes(measured.levels)[number]
     shared = _devices_per_link(measured, number)
     link = _unit_link(sizes, number, shared, algorithms)
-    fits: dict[float, dict[str, _Line]] = {overlap: {} for overlap in OVERLAPS}
+    fits: dict[float, dict[Kind, _Line]] = {overlap: {} for overlap in OVERLAPS}
     for kind in KINDS:
         samples = [s for s in measured.samples if (s.kind, s.axis, s.alone) == (kind, axis, False)]
         steps, moving = (price(kind, size, link) for size in (0.0, 1.0))
@@ -103,18 +103,15 @@ def _level(measured: Measurements, number: int, algorithms: Names) -> Level:
         size=sizes[number],
         bytes_per_second=_digits(rate),
         group_bytes_per_second=_digits(rate),
-        latency_seconds=max(_digits(latency) for latency, _ in fitted.values()),
+        latency_seconds={kind: _digits(latency) for kind, (latency, _) in fitted.items()},
         devices_per_link=shared,
         overlap=overlap,
         compute_share=max((_digits(both.share) for both in measured.together if both.axis == axis), default=0.0),
-        measured=tuple(
-            Measured(kind=kind, efficiency=min(1.0, _digits(own / rate)), latency_seconds=_digits(latency))
-            for kind, (latency, own) in fitted.items()
-        ),
+        efficiency={kind: min(1.0, _digits(own / rate)) for kind, (_, own) in fitted.items()},
     )
 
 
-def _unit_link(sizes: Sequence[int], number: int, shared: int, algorithms: Names) -> Link:
+def _unit_link(sizes: Sequence[int], number: int, shared: int, algorithms: Algorithms) -> Link:
     """The link of one level's axis, if the level had a rate of one byte a second and a latency of a second."""
     levels = tuple(
         Level(
@@ -193,7 +190,7 @@ def _device(measured: Measurements) -> Device:
         seconds_per_op=_digits(compute.seconds_per_op),
         efficiency=_parts(curves[usual_dtype(measured.backend)]),
     )
-    return replace(device, ratios=_ratios(compute, device))
+    return replace(device, operator_ratios=_ratios(compute, device))
 
 
 def _work_seconds(compute: Compute, seconds: float) -> float:

@@ -8,33 +8,60 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Annotated, Literal, get_args
 
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift", "exchange")
+from msgspec import Meta
+
+Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift", "exchange"]
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 LIKE = {"rotate": "shift", "broadcast": "all_gather", "reduce": "all_reduce"}
 """Kinds that are not measured, each with the kind whose links and algorithms it shares."""
 
-ALGORITHMS = ("ring", "tree", "halving", "hierarchical", "pairwise", "bruck", "message")
+Algorithm = Literal["ring", "tree", "halving", "hierarchical", "pairwise", "bruck", "message"]
+
+ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 """The algorithms of a library that has all."""
 
-GLOO = tuple(
-    {
-        "all_reduce": ("ring",),
-        "all_gather": ("ring",),
-        "reduce_scatter": ("pairwise",),
-        "all_to_all": ("pairwise",),
-        "shift": ("message",),
-        "exchange": ("pairwise",),
-    }.items()
-)
+BASIC: Mapping[Kind, tuple[Algorithm, ...]] = {
+    "all_reduce": ("ring",),
+    "all_gather": ("ring",),
+    "reduce_scatter": ("ring", "pairwise"),
+    "all_to_all": ("pairwise",),
+    "shift": ("message",),
+    "exchange": ("pairwise",),
+}
+"""Kind -> the algorithms that do it on any links. A library has one of them for each."""
+
+GLOO: Mapping[Kind, tuple[Algorithm, ...]] = {**BASIC, "reduce_scatter": ("pairwise",)}
 """Kind -> algorithms on gloo. (Its own reduce-scatter is an all-reduce: `runtime.collectives` sends parts.)"""
 
-Names = tuple[str, ...] | tuple[tuple[str, tuple[str, ...]], ...]
+ON_ANY_LINKS = dict.fromkeys(name for names in BASIC.values() for name in names)
+
+Algorithms = (
+    Annotated[
+        tuple[Algorithm, ...],
+        Meta(
+            description=f"a list of {', '.join(ALGORITHMS)}, with at least {', '.join(ON_ANY_LINKS)}",
+            extra={"rule": set(ON_ANY_LINKS).issubset},
+        ),
+    ]
+    | Annotated[
+        Mapping[Kind, tuple[Algorithm, ...]],
+        Meta(
+            min_length=len(KINDS),
+            description=f"a table of lists by kind ({', '.join(KINDS)}), with one of {', '.join(ON_ANY_LINKS)} that "
+            f"does the kind in each",
+            extra={"rule": lambda table: all(set(names) & {*BASIC[kind]} for kind, names in table.items())},
+        ),
+    ]
+)
 """Names of algorithms, or names for each kind of collective."""
 
-Factors = tuple[tuple[str, tuple[tuple[int, float], ...]], ...]
+Factors = tuple[tuple[str, tuple[tuple[float, float], ...]], ...]
 """Of kinds of collectives, by size in bytes, ascending: measured seconds over those of the formula."""
 
 
@@ -49,10 +76,10 @@ def interpolated(points: Sequence[tuple[float, float]], at: float) -> float:
     return low * math.exp(where * math.log(high / low))
 
 
-def are_of_gloo(names: Names) -> bool:
+def are_of_gloo(algorithms: Algorithms) -> bool:
     """Whether gloo has all algorithms of a library: its ranks are on CPUs."""
-    everything = {name for item in names for name in ((item,) if isinstance(item, str) else item[1])}
-    return everything <= {name for _, algorithms in GLOO for name in algorithms}
+    names = algorithms.values() if isinstance(algorithms, Mapping) else (algorithms,)
+    return set().union(*names) <= set().union(*GLOO.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +133,11 @@ class Stage:
         )
 
 
-def names_of(algorithms: Names, kind: str) -> tuple[str, ...]:
+Entries = tuple[str, ...] | tuple[tuple[str, tuple[str, ...]], ...]
+"""`Algorithms` that can be hashed."""
+
+
+def names_of(algorithms: Entries, kind: str) -> tuple[str, ...]:
     """The algorithms that a library has for one kind."""
     for entry in algorithms:
         if isinstance(entry, tuple) and entry[0] == kind:
@@ -122,7 +153,7 @@ class Link:
     ranks: int
     stages: tuple[Stage, ...]
     launch_seconds: float = 0.0
-    algorithms: Names = ALGORITHMS
+    algorithms: Entries = ALGORITHMS
     factors: Factors = field(default=(), hash=False)
 
     def factor(self, kind: str, size: float) -> float:

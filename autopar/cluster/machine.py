@@ -11,18 +11,82 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from statistics import NormalDist
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+
+from msgspec import Meta
+
+from autopar.files.typed import NEEDED_IN_FILES, NOT_IN_FILES, Amount, Name, Part, Rate, Seconds, Share, Size
 
 from .collectives import price
-from .links import ALGORITHMS, Factors, Link, Measured, Names, Stage, interpolated
+from .links import ALGORITHMS, KINDS, Algorithms, Factors, Kind, Link, Measured, Stage, interpolated
 
 if TYPE_CHECKING:  # a list of clusters does not wait for PyTorch
     import torch
 
     from autopar.ir.graph import TensorMeta
 
-TOPOLOGIES = ("switch", "full", "ring")
+X = TypeVar("X")
+
+ByKind = Annotated[
+    Mapping[Kind, X], Meta(min_length=len(KINDS), description=f"a table of them by kind ({', '.join(KINDS)})")
+]
+
+
+def _lengthens(points: Sequence[tuple[float, float]]) -> bool:
+    """Whether (size, part of a rate) ascend, and more nowhere takes less time."""
+    return all(a[0] < b[0] and b[1] / a[1] <= b[0] / a[0] for a, b in pairwise(points))
+
+
+def _links_all(rows: Sequence[Sequence[float]]) -> bool:
+    """Whether a matrix is square and symmetric, links nobody to itself, and every child to another."""
+    size = range(len(rows))
+    square = all(len(row) == len(rows) and any(row) for row in rows)
+    return square and all(rows[a][b] == rows[b][a] and (a != b or not rows[a][a]) for a in size for b in size)
+
+
+BySize = Annotated[
+    tuple[tuple[Rate, Part], ...],
+    Meta(
+        min_length=1,
+        description="a list of [bytes, part], rising bytes with no less time for more, such as [[1e6, 1], [1e7, 0.3]]",
+        extra={"rule": _lengthens},
+    ),
+]
+
+Efficiency = Annotated[
+    tuple[tuple[Rate, Part], ...],
+    Meta(
+        min_length=1,
+        description="a list of [flops, part of the peak], rising, with no less time for more flops, such as "
+        "[[1e9, 0.5], [1e12, 0.8]]",
+        extra={"rule": lambda points: _lengthens(points) and all(a[1] <= b[1] for a, b in pairwise(points))},
+    ),
+]
+
+Matrix = Annotated[
+    tuple[tuple[Amount, ...], ...],
+    Meta(
+        description="a symmetric matrix of numbers above 0, with 0 where there is no link", extra={"rule": _links_all}
+    ),
+]
+
+Times = Annotated[
+    tuple[tuple[Size | Rate, Rate], ...],
+    Meta(
+        min_length=1,
+        description="a list of [bytes, seconds], above 0, with rising bytes",
+        extra={"rule": lambda points: all(a[0] < b[0] for a, b in pairwise(points))},
+    ),
+]
+
+Range = Annotated[
+    tuple[Rate, Rate],
+    Meta(
+        description="a list of two numbers above 0, the smaller first", extra={"rule": lambda ends: ends[0] <= ends[1]}
+    ),
+]
 
 RESERVED_PART = 0.1
 """Of a device's memory, reserved where nothing says how much."""
@@ -54,34 +118,50 @@ class Device:
     `RESERVED_PART`).
 
     `flops_per_second` is the peak by dtype name ("float32", "bfloat16"); a dtype that is not listed counts as the
-    slowest listed. `has_peak` is False where that was measured or made up, and is no peak that the maker publishes: an
-    MFU says nothing then. `efficiency` are points (flops of one operator, part of the peak that it reaches),
+    slowest listed. `has_peak` is False where that was measured or made up, and is no peak that the maker publishes:
+    an MFU says nothing then. `efficiency` are points (flops of one operator, part of the peak that it reaches),
     interpolated on logarithmic scales and constant beyond the ends; `memory_efficiency` likewise (bytes that one
     operator reads and writes, part of `memory_bytes_per_second`): small tensors fit into caches. `seconds_per_op` is
-    the fixed cost of one operator. `ratios` multiplies the seconds of an op. `fused_part` is the part of the seconds of
-    operators without arithmetic to speak of (element-wise ones, norms, copies) that a compiler saves by fusing them; 0
-    in eager. Devices of one kind differ: `spread` is the standard deviation of their seconds, as a part of the mean,
-    and `slowdown` what the slowest of a mesh takes longer (`Cluster.among`). `memory_bytes_per_link_byte` is what a
-    collective reads and writes in memory for each byte that a rank sends, and takes from operators that run meanwhile;
-    with 0 they do not disturb each other. `operators` holds measurements of single operators, which take precedence
-    over all of this.
+    the fixed cost of one operator. `operator_ratios` multiplies the seconds of an op. `fused_part` is the part of the
+    seconds of operators without arithmetic to speak of (element-wise ones, norms, copies) that a compiler saves by
+    fusing them; 0 in eager. Devices of one kind differ: `spread` is the standard deviation of their seconds, as a
+    part of the mean, and `slowdown` what the slowest of a mesh takes longer (`Cluster.among`).
+    `memory_bytes_per_link_byte` is what a collective reads and writes in memory for each byte that a rank sends, and
+    takes from operators that run meanwhile; with 0 they do not disturb each other. `operators` holds measurements of
+    single operators, which take precedence over all of this.
     """
 
-    name: str
-    flops_per_second: Mapping[str, float]
-    memory_bytes_per_second: float
-    seconds_per_op: float
-    memory_bytes: float | None = None
-    reserved_bytes: float | None = None
+    name: Name
+    flops_per_second: Annotated[
+        Mapping[str, Rate], Meta(min_length=1, description="a table of numbers above 0 by dtype")
+    ]
+    efficiency: Efficiency = ((1.0, 1.0),)
+    memory_bytes_per_second: Rate
+    seconds_per_op: Seconds
     has_peak: bool = True
-    efficiency: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
-    memory_efficiency: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
-    ratios: Mapping[str, float] = field(default_factory=dict)
-    memory_bytes_per_link_byte: float = 0.0
-    fused_part: float = 0.0
-    spread: float = 0.0
-    slowdown: float = 1.0
-    operators: Operators | None = None
+    memory_bytes: Rate | None = None
+    reserved_bytes: Amount | None = None
+    memory_efficiency: Part | BySize = ((1.0, 1.0),)
+    operator_ratios: Mapping[str, Rate] = field(default_factory=dict)
+    memory_bytes_per_link_byte: Amount = 0.0
+    fused_part: Share = 0.0
+    spread: Share = 0.0
+    source: Mapping[str, Name] = field(default_factory=dict, compare=False, repr=False)
+    slowdown: float = field(default=1.0, metadata=NOT_IN_FILES)
+    operators: Operators | None = field(default=None, metadata=NOT_IN_FILES)
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a reserve that is not of the memory."""
+        reserved, memory = self.reserved_bytes, self.memory_bytes
+        if reserved is not None and reserved >= (memory or 0.0):
+            less = "remove it, or write memory_bytes" if memory is None else f"a number below memory_bytes = {memory}"
+            raise ValueError(f"reserved_bytes is {reserved}: {less}")
+
+    @property
+    def memory_curve(self) -> Sequence[tuple[float, float]]:
+        """Points of `memory_efficiency`: one where it is a number."""
+        part = self.memory_efficiency
+        return part if isinstance(part, tuple) else ((1.0, part),)
 
     @property
     def usable_bytes(self) -> float | None:
@@ -121,7 +201,7 @@ class Device:
 
     def moving_seconds(self, moved_bytes: float) -> float:
         """Seconds in which an operator reads and writes so many bytes."""
-        part = interpolated(self.memory_efficiency, moved_bytes)
+        part = interpolated(self.memory_curve, moved_bytes)
         return moved_bytes / self.memory_bytes_per_second / part * self.slowdown
 
     def copying_seconds(self, moved_bytes: float, operators: float) -> float:
@@ -130,7 +210,7 @@ class Device:
 
     def ratio(self, op: str) -> float:
         """The factor between an op's measured seconds and its roofline."""
-        return self.ratios.get(op, 1.0) if self.operators is None else self.operators.ratio(op)
+        return self.operator_ratios.get(op, 1.0) if self.operators is None else self.operators.ratio(op)
 
     def view_seconds(self, op: str, inputs: Sequence[TensorMeta], outputs: Sequence[TensorMeta]) -> float:
         """Seconds of an operator that moves nothing."""
@@ -170,42 +250,68 @@ class Level:
     others together (ATP's group bandwidth). The links out of a child are shared by `devices_per_link` of its devices
     each: a device alone cannot use those of others. With the `topology` "ring" (a dim of a torus) only neighbours are
     linked, and a child sends both ways; with "switch" all are. A collective costs `launch_seconds` once and
-    `latency_seconds` a step; `measured`, where it is given, says for each kind of collective what it reaches of the
-    rates, and its latency. The part `overlap` of these seconds passes while bytes travel: slow links spend most of them
+    `latency_seconds` a step, and reaches the part `efficiency` of the rates: a number, or one for each kind of
+    collective. The part `overlap` of these seconds passes while bytes travel: slow links spend most of them
     waiting for bytes. A collective under way takes the part `compute_share` of its ranks' processors: CPU cores that
     copy what arrives, or a GPU's multiprocessors.
     """
 
-    name: str
-    size: int
-    bytes_per_second: float | tuple[tuple[float, ...], ...]
-    group_bytes_per_second: float
-    latency_seconds: float
-    launch_seconds: float = 0.0
-    topology: str = "switch"
-    devices_per_link: int = 1
-    measured: tuple[Measured, ...] = ()
-    overlap: float = 0.0
-    compute_share: float = 0.0
+    name: Name
+    size: Size
+    topology: Annotated[
+        Literal["switch", "full", "ring"],
+        Meta(description="one of switch, full, ring (a torus is one ring level for each of its dims)"),
+    ] = field(default="switch", metadata=NEEDED_IN_FILES)
+    bytes_per_second: Rate | Matrix
+    group_bytes_per_second: Rate
+    devices_per_link: Size = 1
+    latency_seconds: Seconds | ByKind[Seconds]
+    launch_seconds: Seconds = 0.0
+    overlap: Share = 0.0
+    compute_share: Share = 0.0
+    efficiency: Part | ByKind[Part] = 1.0
+    source: Mapping[str, Name] = field(default_factory=dict, compare=False, repr=False)
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for a matrix that is not of this level."""
+        if isinstance(self.bytes_per_second, tuple):
+            if self.topology != "full":
+                raise ValueError('bytes_per_second is a matrix: write topology = "full", or one number for all links')
+            if (rows := len(self.bytes_per_second)) != self.size:
+                raise ValueError(f"bytes_per_second has {rows} rows: {self.size}, one for each child")
 
-Curves = tuple[tuple[str, tuple[tuple[int, float], ...]], ...]
-"""Of kinds of collectives: (bytes of the larger of a rank's input and output, seconds), by size."""
+    @property
+    def most_latency_seconds(self) -> float:
+        """The latency of the slowest kind of collective."""
+        latency = self.latency_seconds
+        return max(latency.values()) if isinstance(latency, Mapping) else latency
+
+    @property
+    def measured(self) -> tuple[Measured, ...]:
+        """What each kind of collective reaches; nothing where all reach all of the rates."""
+        if self.efficiency == 1.0 and not isinstance(self.latency_seconds, Mapping):
+            return ()
+        figures = (self.efficiency, self.latency_seconds)
+        by_kind = ({kind: f[kind] if isinstance(f, Mapping) else f for kind in KINDS} for f in figures)
+        parts, latencies = by_kind
+        return tuple(Measured(kind=k, efficiency=parts[k], latency_seconds=latencies[k]) for k in KINDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Groups:
-    """Measured seconds of collectives in groups of `ranks` devices, `stride` apart, all groups at once."""
+    """Measured seconds of collectives in groups of `ranks` devices, `stride` apart, all groups at once: by kind, (bytes
+    of the larger of a rank's input and output, seconds), by size."""
 
-    ranks: int
-    stride: int
-    seconds: Curves
+    ranks: Size
+    stride: Size
+    seconds: Annotated[Mapping[Kind, Times], Meta(min_length=1)]
+    source: Mapping[str, Name] = field(default_factory=dict, compare=False, repr=False)
 
     def factors(self, link: Link) -> Factors:
         """Measured seconds over those of the formulas."""
         return tuple(
             (kind, tuple((size, seconds / price(kind, size, link).seconds()) for size, seconds in points))
-            for kind, points in self.seconds
+            for kind, points in self.seconds.items()
         )
 
 
@@ -219,14 +325,23 @@ class Cluster:
     links of each axis. `step_range` says how well steps are known: of those that were compared, 8 of 10 took from so
     many to so many times what was predicted."""
 
-    name: str
+    name: Name
     device: Device
     levels: tuple[Level, ...]
-    source: str = ""
-    algorithms: Names = ALGORITHMS
+    source: Name = ""
+    algorithms: Algorithms = ALGORITHMS
     groups: tuple[Groups, ...] = ()
     factors: Mapping[tuple[int, ...], tuple[Factors, ...]] = field(default_factory=dict)
-    step_range: tuple[float, float] | None = None
+    step_range: Range | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for groups that the devices cannot form."""
+        for number, groups in enumerate(self.groups):
+            if self.devices % (groups.ranks * groups.stride):
+                raise ValueError(
+                    f"groups[{number}] are of {groups.ranks} ranks, {groups.stride} apart, which do not divide "
+                    f"{self.devices} devices"
+                )
 
     def within(self, seconds: float) -> tuple[float, float] | None:
         """The range of a step that is predicted to take so many seconds, if it is known."""
@@ -284,7 +399,8 @@ class Cluster:
             if width > 1:
                 stages.append(_stage(number, level, width, members, sending, stride, below))
                 launch = max(launch, level.launch_seconds)
-        return Link(ranks, tuple(stages), launch, self.algorithms)
+        has = self.algorithms
+        return Link(ranks, tuple(stages), launch, tuple(has.items()) if isinstance(has, Mapping) else has)
 
 
 def _members(ranks: int, stride: int, devices: int) -> int:
@@ -325,7 +441,7 @@ def _stage(number: int, level: Level, width: int, members: int, sending: int, st
         bytes_per_second=rate,
         pair_bytes_per_second=pair,
         rank_bytes_per_second=min(pair, of_one),
-        latency_seconds=level.latency_seconds,
+        latency_seconds=level.most_latency_seconds,
         measured=level.measured,
         overlap=level.overlap,
         compute_share=level.compute_share,

@@ -5,21 +5,35 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 import torch
+from msgspec import Meta
 
-from autopar.files import json_of, record, text_of
+from autopar.files import json_of, reading, text_of
+from autopar.files.typed import Count, Size, read
 
-from .links import KINDS
+from .links import KINDS, Kind
 
 RANKS_MOST = 2**20
 
 MOST = 1e30
+
+Figure = Annotated[float, Meta(ge=1 / MOST, le=MOST, description=f"a number above 0, between {1 / MOST} and {MOST}")]
 """No figure is larger, nor smaller than its inverse, so that their products are numbers."""
+
+FigureOr0 = Annotated[float, Meta(ge=0, le=MOST, description="a number, 0 or more")]
+
+Dtype = Annotated[
+    str,
+    Meta(
+        description="a dtype of torch, such as float32",
+        extra={"rule": lambda name: isinstance(getattr(torch, name, None), torch.dtype)},
+    ),
+]
 
 Axis = TypeVar("Axis", bound=Hashable)
 
@@ -36,11 +50,13 @@ class Case(Generic[Axis]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sample(Case[tuple[int, int]]):
+class Sample(Case[tuple[Size, Size]]):
     """Median and quartiles of the seconds of a case. `axis` is (ranks of a group, stride)."""
 
-    axis: tuple[int, int]
-    seconds: float
+    kind: Kind
+    axis: tuple[Size, Size]
+    bytes: Size
+    seconds: Figure
     quartiles: tuple[float, float]
 
 
@@ -49,10 +65,10 @@ class Together:
     """Seconds of matrix products alone, of one collective alone on the axis (ranks, stride), and of both started at
     once."""
 
-    axis: tuple[int, int]
-    compute_seconds: float
-    collective_seconds: float
-    seconds: float
+    axis: tuple[Count, Count]
+    compute_seconds: Figure
+    collective_seconds: Figure
+    seconds: Figure
 
     @property
     def share(self) -> float:
@@ -66,20 +82,22 @@ class Compute:
     """A rank's arithmetic while all ranks are busy. `operators` are (op, flops, bytes read and written, seconds),
     `matmuls` (dtype, rows, features in, features out, seconds)."""
 
-    seconds_per_op: float
-    memory_bytes: float
-    operators: tuple[tuple[str, float, int, float], ...]
-    matmuls: tuple[tuple[str, int, int, int, float], ...]
+    seconds_per_op: FigureOr0
+    memory_bytes: Figure
+    operators: tuple[tuple[str, FigureOr0, Size, Figure], ...]
+    matmuls: tuple[tuple[Dtype, Size, Size, Size, Figure], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurements:
     """`levels` are sizes from the outermost in."""
 
-    levels: tuple[int, ...]
+    levels: Annotated[
+        tuple[Annotated[int, Meta(ge=2)], ...], Meta(min_length=1, description="a list of sizes of 2 or more")
+    ]
     device: str
     backend: str
-    rounds: int
+    rounds: Size
     compute: Compute
     samples: tuple[Sample, ...]
     together: tuple[Together, ...] = ()
@@ -90,73 +108,43 @@ class Measurements:
     @classmethod
     def load(cls, path: str | Path) -> Measurements:
         """Raises ValueError if the file is not what `calibrate --save` wrote."""
-        what, give = f"{path} is not what calibrate --save wrote", "give the path of such a file"
-        try:
-            return cls.from_json(json_of(text_of(path, what, give), what, give))
-        except ValueError as error:
-            raise error if str(error).startswith(what) else ValueError(f"{what}: {error}") from error
+        with reading(f"{path} is not what calibrate --save wrote", "give the path of such a file"):
+            return read(cls, json_of(text_of(path)))
 
     @classmethod
     def from_json(cls, data: Any) -> Measurements:
         """Raises ValueError for what measuring cannot have given, or what `calibration.fit` has no use for."""
-        measured = record(cls, data)
-        for complaint in measured._complaints():
-            raise ValueError(f"{complaint}; measure again with calibrate --save")
-        return measured
+        with reading("the measurements", "measure again with calibrate --save"):
+            return read(cls, data)
 
-    def _complaints(self) -> Iterator[str]:
-        if not self.levels or min(self.levels) < 2 or math.prod(self.levels) > RANKS_MOST:
-            yield f"levels are {list(self.levels)}: sizes of at least 2, of at most {RANKS_MOST} ranks together"
-        if not self.rounds:
-            yield "rounds are 0: at least 1"
+    def __post_init__(self) -> None:
+        """Raises ValueError for what types do not say."""
         ranks = math.prod(self.levels)
+        if ranks > RANKS_MOST:
+            raise ValueError(f"levels are {list(self.levels)}: sizes of at most {RANKS_MOST} ranks together")
         for n, sample in enumerate(self.samples):
             size, stride = sample.axis
-            if sample.kind not in KINDS:
-                yield f"samples[{n}].kind is {sample.kind!r}: one of {', '.join(KINDS)}"
-            if size < 2 or stride < 1 or ranks % (size * stride):
-                yield f"samples[{n}].axis is {list(sample.axis)}: ranks and stride that divide {ranks} ranks"
-            yield from _not_above_0(f"samples[{n}]", bytes=sample.bytes, seconds=sample.seconds)
+            if size < 2 or ranks % (size * stride):
+                raise ValueError(
+                    f"samples[{n}].axis is {list(sample.axis)}: ranks and stride that divide {ranks} ranks"
+                )
         there = {(sample.kind, sample.axis) for sample in self.samples if not sample.alone}
         for kind, axis in itertools.product(KINDS, level_axes(self.levels)):
             if (kind, axis) not in there:
-                yield f"samples lack {kind} on the axis {list(axis)} of a level"
-        for n, both in enumerate(self.together):
-            alone = both.compute_seconds, both.collective_seconds
-            yield from _not_above_0(
-                f"together[{n}]", seconds=both.seconds, compute_seconds=alone[0], collective=alone[1]
-            )
-        compute = self.compute
-        yield from _not_above_0("compute", memory_bytes=compute.memory_bytes)
-        if not 0 <= compute.seconds_per_op <= MOST:
-            yield f"compute.seconds_per_op is {compute.seconds_per_op}: a number of seconds, 0 or more"
-        for n, (_, flops, moved, seconds) in enumerate(compute.operators):
-            yield from _not_above_0(f"compute.operators[{n}]", bytes=moved, seconds=seconds)
-            if not 0 <= flops <= MOST:
-                yield f"compute.operators[{n}] has {flops} flops: a number, 0 or more"
+                raise ValueError(f"samples lack {kind} on the axis {list(axis)} of a level")
         sizes: dict[str, int] = {}
-        for op, flops, _, _ in compute.operators:
+        for op, flops, _, _ in self.compute.operators:
             sizes[op] = sizes.get(op, 0) + (not flops)
         if len({count for count in sizes.values() if count}) != 1:
-            yield "compute.operators: those without flops must be some, at equally many sizes each"
-        for n, (dtype, *shape, seconds) in enumerate(compute.matmuls):
-            yield from _not_above_0(f"compute.matmuls[{n}]", least_size=min(shape), seconds=seconds)
-            if not isinstance(getattr(torch, dtype, None), torch.dtype):
-                yield f"compute.matmuls[{n}] is of dtype {dtype!r}: one of torch's, such as float32"
+            raise ValueError("compute.operators: those without flops must be some, at equally many sizes each")
         usual = usual_dtype(self.backend)
-        if usual not in {dtype for dtype, *_ in compute.matmuls}:
-            yield f"compute.matmuls lack {usual}"
+        if usual not in {dtype for dtype, *_ in self.compute.matmuls}:
+            raise ValueError(f"compute.matmuls lack {usual}")
 
 
 def usual_dtype(backend: str) -> str:
     """That in which devices that communicate by it compute, whose efficiency is the device's."""
     return "float32" if backend == "gloo" else "bfloat16"
-
-
-def _not_above_0(where: str, **values: float) -> Iterator[str]:
-    for name, value in values.items():
-        if not 1 / MOST <= value <= MOST:
-            yield f"{where} has {name.replace('_', ' ')} {value}: a number above 0, between {1 / MOST} and {MOST}"
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from autopar.files.typed import Count
 from autopar.ir import randomness, variates
 from autopar.ir.graph import Node, TensorMeta
 from autopar.ir.layout import local_meta
@@ -34,13 +35,13 @@ class Peak:
     forward keeps for backward; temporaries: all else, such as results in use, gathers and buckets. `at` says when
     that is."""
 
-    parameters: int
-    gradients: int
-    optimizer: int
-    inputs: int
-    outputs: int
-    activations: int
-    temporaries: int
+    parameters: Count
+    gradients: Count
+    optimizer: Count
+    inputs: Count
+    outputs: Count
+    activations: Count
+    temporaries: Count
     at: str
 
     @property

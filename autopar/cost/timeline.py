@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from autopar.files.typed import Count
+
 COMPUTE = "compute"
 """The stream of a rank's own operators; the others have the names of mesh axes."""
 
@@ -57,8 +59,8 @@ class Communication:
 
     kind: str
     axis: str
-    count: int
-    bytes: int
+    count: Count
+    bytes: Count
     seconds: float
     exposed_seconds: float
 

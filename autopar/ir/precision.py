@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import torch
 import torch.utils._pytree as pytree
@@ -15,6 +15,12 @@ import torch.utils._pytree as pytree
 from .tree import flatten
 
 FloatDtype = Literal["float64", "float32", "bfloat16", "float16"]
+
+if TYPE_CHECKING:
+    Dtype = FloatDtype | torch.dtype
+else:
+    Dtype = FloatDtype
+    """In files, dtypes have names."""
 
 DTYPES: Mapping[FloatDtype, torch.dtype] = {name: getattr(torch, name) for name in get_args(FloatDtype)}
 
@@ -50,9 +56,9 @@ class Precision:
     floating dtype.
     """
 
-    param_dtype: FloatDtype | torch.dtype | None = None
-    reduce_dtype: FloatDtype | torch.dtype | None = None
-    output_dtype: FloatDtype | torch.dtype | None = None
+    param_dtype: Dtype | None = None
+    reduce_dtype: Dtype | None = None
+    output_dtype: Dtype | None = None
     cast_forward_inputs: bool = True
 
     def __post_init__(self) -> None:

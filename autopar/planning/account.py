@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from autopar.cluster.collectives import collective_seconds
+from autopar.files.typed import Count
 from autopar.ir.layout import Layout, local_meta
 from autopar.ir.program import COLLECTIVES
 from autopar.ops.emit import Emission, expands, local_program
@@ -28,8 +29,8 @@ class Collective:
 
     kind: str
     axis: str
-    count: int
-    bytes: int
+    count: Count
+    bytes: Count
     seconds: float
 
 
@@ -47,10 +48,10 @@ class Account:
     communication_seconds: float
     copy_seconds: float
     optimizer_seconds: float
-    parameter_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int
-    activation_bytes: int
+    parameter_bytes: Count
+    gradient_bytes: Count
+    optimizer_bytes: Count
+    activation_bytes: Count
     collectives: tuple[Collective, ...]
 
     @property

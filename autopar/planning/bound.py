@@ -320,8 +320,8 @@ def without_falling_efficiency(device: Device) -> Device:
     return replace(
         device,
         efficiency=_rising(device.efficiency),
-        memory_efficiency=_rising(device.memory_efficiency),
-        ratios={**device.ratios, **joined},
+        memory_efficiency=_rising(device.memory_curve),
+        operator_ratios={**device.operator_ratios, **joined},
     )
 
 

@@ -15,11 +15,10 @@ from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
 
-from autopar.files import record
-from autopar.files.schema import schema
+from autopar.files import reading
+from autopar.files.typed import read, schema
 from autopar.ir.graph import JointGraph
 from autopar.ir.program import Program
-from autopar.passes.lower.bucket import LIMIT_BYTES
 
 from .explain.answer import Answers, Explanation
 from .page import full_text, page, page_text, page_width
@@ -28,9 +27,6 @@ from .record import ParameterPlan, Record, Run, Segment
 from .request import LimitFrom
 from .saved import FORMAT, may_be_plan, of_format, saved
 from .texts import bytes_text, seconds_text, table
-
-LEAST_BUCKET_BYTES = LIMIT_BYTES // 512
-"""Smaller buckets save no memory that counts, and each travels alone."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -123,33 +119,23 @@ class Plan(Record):
         """Read what `to_json` returned; `source` names it in errors. Raises ValueError if a field is missing, unknown
         or invalid."""
         data = of_format(data, source)
-        try:
+        with reading(f"{source} is no plan", "correct it there, or save the plan again"):
             given = {name: value for name, value in data.items() if name not in ("format", "headroom_bytes")}
             # files from before it was written have given limits, or none
             given.setdefault("memory_limit_from", "lifted" if data.get("memory_limit_bytes") is None else "given")
             if "objective_bound_seconds" not in given and "lower_bound_seconds" in given:
                 # files from before bounds were those of the step have one of the objective
                 given |= {"objective_bound_seconds": given["lower_bound_seconds"], "lower_bound_seconds": 0.0}
-            plan = record(Plan, given)
-            plan._check()
-        except ValueError as error:
-            raise ValueError(f"{source} is no plan: {error}; correct it there, or save the plan again") from error
-        return plan
+            return read(Plan, given)
 
     @staticmethod
     def schema() -> dict[str, Any]:
         """JSON Schema of the file that `save` writes."""
-        whole = schema(Plan)
-        more = {"format": {"const": FORMAT}, "headroom_bytes": {"anyOf": [{"type": "number"}, {"type": "null"}]}}
-        return {**whole, "properties": {**more, **whole["properties"]}, "required": ["format", *whole["required"]]}
+        whole = schema(Plan, format={"const": FORMAT}, headroom_bytes={"type": ["number", "null"]})
+        return {**whole, "required": ["format", *whole["required"]]}
 
-    def _check(self) -> None:
+    def __post_init__(self) -> None:
         """Raises ValueError for what types do not say."""
-        for axis, size in self.mesh.items():
-            if size < 1:
-                raise ValueError(f"size of mesh axis {axis} is {size}: an integer, at least 1")
-        if self.bucket_bytes < LEAST_BUCKET_BYTES:
-            raise ValueError(f"bucket_bytes is {self.bucket_bytes}: an integer, at least {LEAST_BUCKET_BYTES}")
         placed = {f"inputs[{name!r}]": [placements] for name, placements in self.inputs.items()}
         placed |= {f"parameters[{name!r}]": [p.at_rest, *p.in_use] for name, p in self.parameters.items()}
         for where, layouts in placed.items():

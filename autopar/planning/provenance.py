@@ -17,6 +17,7 @@ from torch import nn
 
 from autopar.cluster.library.write import cluster_toml
 from autopar.cluster.machine import Cluster
+from autopar.files.typed import Count
 from autopar.ir.graph import JointGraph, TensorMeta
 from autopar.ops.rule import call_of
 from autopar.ops.rules import rule_of
@@ -45,7 +46,7 @@ class Candidate:
     name: str
     seconds: float
     precision: str
-    bytes: float | None = None
+    bytes: int | float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,14 +61,14 @@ class Provenance:
     dtype: str
     inputs: Mapping[str, str]
     unit: str
-    items: int
-    parameter_count: int
+    items: Count
+    parameter_count: Count
     flops: float
     ideal_seconds: float | None
     cluster: tuple[str, ...]
     versions: Mapping[str, str]
     winner: str = "search"
-    effort_seconds: float | None = None
+    effort_seconds: int | float | None = None
     is_cut: bool = False
     candidates: tuple[Candidate, ...] = ()
     source: Source | None = None

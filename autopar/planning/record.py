@@ -7,14 +7,22 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Annotated
+
+from msgspec import Meta
 
 from autopar.cost.memory import Peak
+from autopar.files.typed import Count, Size
+from autopar.passes.lower.bucket import LIMIT_BYTES
 
 from .account import Account
 from .provenance import Provenance
 from .request import LimitFrom
 from .timing import Timing
 from .training import Training
+
+BucketBytes = Annotated[int, Meta(ge=LIMIT_BYTES // 512, description=f"an integer, at least {LIMIT_BYTES // 512}")]
+"""Smaller buckets save no memory that counts, and each travels alone."""
 
 LIMIT_WORDS: Mapping[LimitFrom, str] = {
     "given": "as given",
@@ -33,7 +41,7 @@ class ParameterPlan:
     at_rest: tuple[str, ...]
     in_use: tuple[tuple[str, ...], ...]
     gather: str
-    shape: tuple[int, ...] = field(default=(), compare=False)
+    shape: tuple[Count, ...] = field(default=(), compare=False)
     kind: str = field(default="", compare=False)
     """What its dims mean (`provenance.kind_of`)."""
 
@@ -43,13 +51,9 @@ class Run:
     """`count` consecutive copies of a repeated segment that decide alike. Copies that `recompute` keep only their
     borders, and run forward again in backward."""
 
-    count: int
+    count: Size
     decisions: Mapping[str, str]
     recompute: bool = False
-
-    def __post_init__(self) -> None:
-        if self.count < 1:
-            raise ValueError(f"count of a run is {self.count}: an integer, at least 1")
 
 
 def _gap(bound_seconds: float, seconds: float) -> float | None:
@@ -66,7 +70,7 @@ class Segment:
 class Advice:
     """A step of so many micro-batches computes `speedup` times as much a second, with the decisions of the plan."""
 
-    micro_batches: int
+    micro_batches: Count
     speedup: float
 
 
@@ -84,7 +88,7 @@ class Record:
     model: str
     """The name of the model's class."""
     graph: str
-    mesh: Mapping[str, int]
+    mesh: Mapping[str, Size]
     """Axis name -> ranks, the outermost first."""
     cluster: str
     solver: str
@@ -104,7 +108,7 @@ class Record:
     """The step as if nothing overlapped, by operators and collectives."""
     peak: Peak
     """What a rank holds when it holds the most, in bytes."""
-    bucket_bytes: int
+    bucket_bytes: BucketBytes
     seconds: float
     """Predicted, of one training step: the timeline of its program, with what overlaps, and the optimizer."""
     exposed_seconds: float
@@ -117,11 +121,11 @@ class Record:
     """How long the search took, on the machine that planned."""
     objective_bound_seconds: float = 0.0
     """No plan that was searched has an objective below it, as the solver proved; 0 if it proved nothing."""
-    without_rule: Mapping[str, int] = field(default_factory=dict)
+    without_rule: Mapping[str, Count] = field(default_factory=dict)
     """Operators that are replicated for want of a rule, and how often each is run."""
     constraints: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """What a person pinned."""
-    memory_limit_bytes: float | None = None
+    memory_limit_bytes: int | float | None = None
     """The limit on `bytes`, if there is one, and where it is from."""
     memory_limit_from: LimitFrom = "none"
     headroom: float = 0.0
@@ -130,7 +134,7 @@ class Record:
     """Within which 8 of 10 steps were, of those that were compared with predictions for such a cluster."""
     training: Training = field(default_factory=Training)
     """How the step trains; a plan's file says what is not as by default."""
-    checkpoints: int = 0
+    checkpoints: Count = 0
     """The calls of `torch.utils.checkpoint` in a step of the model."""
     advice: Advice | None = None
     """What would shorten the waits of ranks, if that was found."""

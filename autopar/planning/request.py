@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, get_args
 
 from autopar.extensions import TABLES, nearest, unknown
+from autopar.files.typed import Size
 
 from .progress import WHOLE, Stage
 
@@ -409,8 +410,10 @@ class Source:
             read=settings_of,
         ),
     )
-    batch: int = field(default=8, metadata=_says(help="Global batch size.", range="[1, inf)", typed=int))
-    sequence: int = field(default=128, metadata=_says(help="Sequence length.", range="[1, inf)", typed=int, flag="seq"))
+    batch: Size = field(default=8, metadata=_says(help="Global batch size.", range="[1, inf)", typed=int))
+    sequence: Size = field(
+        default=128, metadata=_says(help="Sequence length.", range="[1, inf)", typed=int, flag="seq")
+    )
     dtype: str = field(default="float32", metadata=_says(help="The model's, such as float32, bfloat16 or float16."))
 
 

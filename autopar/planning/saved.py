@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from autopar.files import json_of, text_of
+from autopar.files import json_of, reading, text_of
 
 FORMAT = 2
 
@@ -13,8 +13,9 @@ def saved(path: str | Path) -> dict[str, Any]:
     """The JSON that `Plan.save` wrote. Raises ValueError if the file is none of its kind."""
     if not isinstance(path, (str, Path)):
         raise ValueError(f"{path!r} is no path of a plan: give that of a file that Plan.save wrote")
-    what, give = f"{path} is no plan", "give the path of a file that Plan.save wrote"
-    return of_format(json_of(text_of(path, what, give), what, give), str(path))
+    with reading(f"{path} is no plan", "give the path of a file that Plan.save wrote"):
+        data = json_of(text_of(path))
+    return of_format(data, str(path))
 
 
 def may_be_plan(path: Path) -> bool:

@@ -9,18 +9,18 @@ placements and lowerings). Several processes may read and write at once; what wa
 import contextlib
 import hashlib
 import json
-import math
 import os
 import sqlite3
 import struct
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 from autopar.cluster.links import Link
-from autopar.files import json_of, record
+from autopar.files import json_of, reading
+from autopar.files.typed import Amount, Count, Text, read
 
 APPLICATION = "autopar profiles"
 APPLICATION_ID = 0x6175_7470
@@ -38,27 +38,27 @@ class OperatorRow:
     """Mean seconds of an operator over runs and ranks, and the mean deviation from it between runs. `flops` and `bytes`
     give its roofline on any device."""
 
-    machine: str
-    program: str
-    key: str
-    seconds: float
-    spread: float
-    runs: int
-    flops: float
-    bytes: int
-    dtype: str
+    machine: Text
+    program: Text
+    key: Text
+    seconds: Amount
+    spread: Amount
+    runs: Count
+    flops: Amount
+    bytes: Count
+    dtype: Text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveRow:
     """Median seconds of one collective, of all groups of an axis at once."""
 
-    machine: str
-    links: str
-    kind: str
-    bytes: int
-    seconds: float
-    runs: int
+    machine: Text
+    links: Text
+    kind: Text
+    bytes: Count
+    seconds: Amount
+    runs: Count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,25 +68,25 @@ class ProgramRow:
     operators and collectives. Ranks compute and wait for `compute_seconds` and `waiting_seconds` on average.
     `peak_bytes` are the most bytes alive. `abandoned` programs were stopped early, since they could not win."""
 
-    machine: str
-    links: str
-    structure: str
-    fingerprint: str
-    model: str
-    mesh: str
-    label: str
-    seconds: float
-    composed_seconds: float
-    spread: float
-    runs: int
+    machine: Text
+    links: Text
+    structure: Text
+    fingerprint: Text
+    model: Text
+    mesh: Text
+    label: Text
+    seconds: Amount
+    composed_seconds: Amount
+    spread: Amount
+    runs: Count
     abandoned: bool
-    compute_seconds: float
-    waiting_seconds: float
-    optimizer: str
-    optimizer_seconds: float
-    optimizer_bytes: int
-    peak_bytes: int
-    measured_at: float
+    compute_seconds: Amount
+    waiting_seconds: Amount
+    optimizer: Text
+    optimizer_seconds: Amount
+    optimizer_bytes: Count
+    peak_bytes: Count
+    measured_at: Amount
 
 
 Row = OperatorRow | CollectiveRow | ProgramRow
@@ -98,7 +98,7 @@ TABLES: Mapping[str, tuple[type[Row], tuple[str, ...]]] = {
 }
 """Table -> the type of its rows, and the columns of its key."""
 
-TYPES = {str: "TEXT", float: "REAL", int: "INTEGER", bool: "INTEGER"}
+COLUMNS = {str: "TEXT", float: "REAL", int: "INTEGER", bool: "INTEGER"}
 
 
 def default_path() -> Path:
@@ -179,7 +179,7 @@ class Profiles:
             return
         connection.execute("BEGIN IMMEDIATE")
         for name, (row, key) in TABLES.items():
-            columns = ", ".join(f"{n} {TYPES[kind]} NOT NULL" for n, kind in get_type_hints(row).items())
+            columns = ", ".join(f"{n} {COLUMNS[kind]} NOT NULL" for n, kind in get_type_hints(row).items())
             connection.execute(f"CREATE TABLE IF NOT EXISTS {name} ({columns}, PRIMARY KEY ({', '.join(key)}))")
         connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
         connection.execute(f"PRAGMA user_version = {VERSION}")
@@ -238,12 +238,12 @@ class Profiles:
             selected = connection.execute(query, tuple(where.values())).fetchall()
         truth = {name for name, type_ in types.items() if type_ is bool}  # which SQLite has as 0 and 1
 
-        def read(row: Sequence[Any]) -> Row:
+        def of(row: Sequence[Any]) -> Row:
             values = dict(zip(types, row, strict=True))
-            return checked(kind, {n: v == 1 if n in truth and v in (0, 1) else v for n, v in values.items()}, table)
+            return read(kind, {n: v == 1 if n in truth and v in (0, 1) else v for n, v in values.items()}, table)
 
         try:
-            return [read(row) for row in selected]
+            return [of(row) for row in selected]
         except ValueError as error:
             raise DatabaseError(f"{self.path}: {error}; {REMEDY}") from error
 
@@ -288,41 +288,17 @@ class Profiles:
 
     def read(self, text: str) -> int:
         """Adds what `export` wrote; returns how many rows. Raises ValueError for anything else."""
-        what, give = "not what autopar profiles export wrote", f"give such a file of version {VERSION}"
-        data = json_of(text, what, give)
-        try:
-            exported = record(_Exported, data)
-            if exported.application != APPLICATION or exported.version != VERSION:
-                raise ValueError(f"application {exported.application!r}, version {exported.version}")
-            rows = [
-                checked(kind, row, f"{table}[{n}]")
-                for table, (kind, _) in TABLES.items()
-                for n, row in enumerate(data[table])
-            ]
-        except ValueError as error:
-            raise ValueError(f"{what}: {error}; {give}") from error
+        with reading("not what autopar profiles export wrote", f"give such a file of version {VERSION}"):
+            exported = read(_Exported, json_of(text))
+        rows: list[Row] = [*exported.operators, *exported.collectives, *exported.programs]
         self.add(rows)
         return len(rows)
 
 
-def checked(kind: type[Row], values: Any, where: str) -> Row:
-    """A row of these values. Raises ValueError for one of another type, and for a number that nothing can measure."""
-    row = record(kind, values, where)
-    types = get_type_hints(kind)
-    numbers = {name: types[name](value) for name, value in asdict(row).items() if not isinstance(value, str)}
-    for name, value in numbers.items():
-        if not 0 <= value < math.inf:
-            raise ValueError(f"{where}.{name} is {value}: a number, 0 or more")
-    for name, value in asdict(row).items():
-        if isinstance(value, str) and value.encode(errors="ignore").decode() != value:
-            raise ValueError(f"{where}.{name} is no text in Unicode")
-    return replace(row, **numbers)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Exported:
-    application: str
-    version: int
+    application: Literal["autopar profiles"]
+    version: Literal[1]
     operators: tuple[OperatorRow, ...]
     collectives: tuple[CollectiveRow, ...]
     programs: tuple[ProgramRow, ...]

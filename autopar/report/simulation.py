@@ -10,7 +10,7 @@ from rich.text import Text
 from torch import nn
 
 from autopar.cost.timeline import COMPUTE, Timeline
-from autopar.files import MOST, is_number, json_of, text_of
+from autopar.files import MOST, is_number, json_of, reading, text_of
 from autopar.ir.program import COLLECTIVES
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
@@ -157,18 +157,18 @@ def _named(real: str | Path | Mapping[str, Any]) -> str:
 
 
 def _read(real: str | Path | Mapping[str, Any]) -> list[dict[str, Any]]:
-    what, give = f"{_named(real)} is no trace", "give what export_chrome_trace wrote"
-    held = real if isinstance(real, Mapping) else json_of(text_of(real, what, give), what, give)
-    events = held.get("traceEvents") if isinstance(held, Mapping) else None
-    if not isinstance(events, list):
-        raise ValueError(f"{what}: it has no traceEvents; {give}")
-    for number, event in enumerate(events):
-        if not isinstance(event, Mapping) or not isinstance(event.get("name", ""), str):
-            raise ValueError(f"{what}: traceEvents[{number}] is no event; {give}")
-        for key in ("ts", "dur") if event.get("ph") == "X" else ():
-            if not is_number(event.get(key)) or not abs(event[key]) <= MOST:
-                raise ValueError(f"{what}: {key} of traceEvents[{number}] is no number of microseconds; {give}")
-    return events
+    with reading(f"{_named(real)} is no trace", "give what export_chrome_trace wrote"):
+        held = real if isinstance(real, Mapping) else json_of(text_of(real))
+        events = held.get("traceEvents") if isinstance(held, Mapping) else None
+        if not isinstance(events, list):
+            raise ValueError("it has no traceEvents")
+        for number, event in enumerate(events):
+            if not isinstance(event, Mapping) or not isinstance(event.get("name", ""), str):
+                raise ValueError(f"traceEvents[{number}] is no event")
+            for key in ("ts", "dur") if event.get("ph") == "X" else ():
+                if not is_number(event.get(key)) or not abs(event[key]) <= MOST:
+                    raise ValueError(f"{key} of traceEvents[{number}] is no number of microseconds")
+        return events
 
 
 def _marks(events: list[dict[str, Any]], labels: set[str]) -> list[dict[str, Any]]:

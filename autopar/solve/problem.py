@@ -13,12 +13,10 @@ The objective is seconds + bytes_price * bytes, where the price is so small that
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 TIE_BREAK_SECONDS_PER_BYTE = 1e-16
 
@@ -108,46 +106,6 @@ class Problem:
             lines.append(f"  {repeat.name}: {repeat.count} x ({repeat.left} -> {repeat.right})")
             lines += ["    " + line for line in str(repeat.body).splitlines()]
         return "\n".join(lines)
-
-    def to_json(self) -> dict[str, Any]:
-        """What JSON can hold."""
-        return {
-            "variables": [_fields(Variable, variable) for variable in self.variables],
-            "tensors": [
-                {**_fields(Tensor, t), "costs": [[*state, *cost] for state, cost in t.costs.items()]}
-                for t in self.tensors
-            ],
-            "repeats": [{**_fields(Repeat, repeat), "body": repeat.body.to_json()} for repeat in self.repeats],
-            "branch": self.branch,
-        }
-
-    @staticmethod
-    def from_json(data: dict[str, Any]) -> Problem:
-        def costs(rows: list[Any]) -> dict[tuple[int, int], tuple[float, float]]:
-            return {(produced, wanted): (seconds, size) for produced, wanted, seconds, size in rows}
-
-        return Problem(
-            variables=tuple(Variable(**_tuples(v)) for v in data["variables"]),
-            tensors=tuple(Tensor(**{**_tuples(t), "costs": costs(t["costs"])}) for t in data["tensors"]),
-            repeats=tuple(Repeat(**{**_tuples(r), "body": Problem.from_json(r["body"])}) for r in data["repeats"]),
-            branch=data.get("branch"),
-        )
-
-    def dumps(self) -> str:
-        return json.dumps(self.to_json())
-
-
-def _fields(kind: type, value: Any) -> dict[str, Any]:
-    return {field.name: getattr(value, field.name) for field in fields(kind)}
-
-
-def _tuples(data: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a dataclass, from lists that JSON gives for tuples."""
-
-    def of(value: Any) -> Any:
-        return tuple(map(of, value)) if isinstance(value, list) else value
-
-    return {name: of(value) for name, value in data.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

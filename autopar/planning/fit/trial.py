@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from autopar.files.typed import Count, Size
 from autopar.solve.problem import Infeasible
 
 from ..plan import Plan
@@ -19,14 +20,14 @@ class Trial:
     and reaches the part `utilization` (MFU) of the devices' peak. Without a plan, `error` says why, and `needed_bytes`
     is the smallest peak that was reached, where memory is the reason."""
 
-    devices: int
-    mesh: Mapping[str, int] = field(default_factory=dict)
+    devices: Count
+    mesh: Mapping[str, Size] = field(default_factory=dict)
     strategy: str = ""
     winner: str = ""
     seconds: float = math.inf
     bytes: float = 0.0
     limit_bytes: float | None = None
-    items: int = 0
+    items: Count = 0
     unit: str = "samples"
     utilization: float | None = None
     error: str = ""

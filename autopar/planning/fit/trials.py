@@ -16,7 +16,7 @@ from autopar.cluster.library import CLUSTERS
 from autopar.cluster.library.write import cluster_toml
 from autopar.cluster.machine import Cluster
 from autopar.extensions import TABLES
-from autopar.files import record
+from autopar.files.typed import read
 from autopar.ir.garbage import uncollected
 
 from ..costs import COSTS
@@ -191,7 +191,7 @@ class Trials:
         answer = dict(self._answer(key, compute, weight, what))
         answer.pop("fits")
         seconds = answer.pop("seconds")
-        return record(Trial, {**answer, **({} if seconds is None else {"seconds": seconds})})
+        return read(Trial, {**answer, **({} if seconds is None else {"seconds": seconds})})
 
     def _answer(self, key: str, compute: Callable[[Stage], Any], weight: float, what: str) -> Any:
         progress = self.progress
