@@ -15,7 +15,8 @@ import pytest
 from msgspec import Meta
 from test_explain import planned
 
-from autopar.files.typed import NEEDED_IN_FILES, NOT_IN_FILES, Name, Rate, Size, read
+from autopar.files.kinds import NEEDED_IN_FILES, NOT_IN_FILES, Name, Rate, Size
+from autopar.files.typed import read
 from autopar.planning.plan import Plan
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 from msgspec import Meta
 
-from autopar.files.typed import NEEDED_IN_FILES, NOT_IN_FILES, Amount, Name, Part, Rate, Seconds, Share, Size
+from autopar.files.kinds import NEEDED_IN_FILES, NOT_IN_FILES, Amount, Name, Part, Rate, Seconds, Share, Size
 
 from .collectives import price
 from .links import ALGORITHMS, KINDS, Algorithms, Factors, Kind, Link, Measured, Stage, interpolated

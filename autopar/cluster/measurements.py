@@ -14,7 +14,8 @@ import torch
 from msgspec import Meta
 
 from autopar.files import json_of, reading, text_of
-from autopar.files.typed import Count, Size, read
+from autopar.files.kinds import Count, Size
+from autopar.files.typed import read
 
 from .links import KINDS, Kind
 

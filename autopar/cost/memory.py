@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from autopar.files.typed import Count
+from autopar.files.kinds import Count
 from autopar.ir import randomness, variates
 from autopar.ir.graph import Node, TensorMeta
 from autopar.ir.layout import local_meta

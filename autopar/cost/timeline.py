@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from autopar.files.typed import Count
+from autopar.files.kinds import Count
 
 COMPUTE = "compute"
 """The stream of a rank's own operators; the others have the names of mesh axes."""

@@ -8,10 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-T = TypeVar("T")
+from .kinds import MOST as MOST
 
-MOST = 2**63 - 1
-"""The largest integer that files may hold."""
+T = TypeVar("T")
 
 
 @contextmanager

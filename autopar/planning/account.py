@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from autopar.cluster.collectives import collective_seconds
-from autopar.files.typed import Count
+from autopar.files.kinds import Count
 from autopar.ir.layout import Layout, local_meta
 from autopar.ir.program import COLLECTIVES
 from autopar.ops.emit import Emission, expands, local_program

@@ -17,7 +17,7 @@ from torch import nn
 
 from autopar.cluster.library.write import cluster_toml
 from autopar.cluster.machine import Cluster
-from autopar.files.typed import Count
+from autopar.files.kinds import Count
 from autopar.ir.graph import JointGraph, TensorMeta
 from autopar.ops.rule import call_of
 from autopar.ops.rules import rule_of

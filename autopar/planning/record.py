@@ -12,7 +12,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from autopar.cost.memory import Peak
-from autopar.files.typed import Count, Size
+from autopar.files.kinds import Count, Size
 from autopar.passes.lower.bucket import LIMIT_BYTES
 
 from .account import Account

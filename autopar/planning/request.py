@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, get_args
 
 from autopar.extensions import TABLES, nearest, unknown
-from autopar.files.typed import Size
+from autopar.files.kinds import Size
 
 from .progress import WHOLE, Stage
 

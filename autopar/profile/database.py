@@ -20,7 +20,8 @@ from typing import Any, Literal, get_type_hints
 
 from autopar.cluster.links import Link
 from autopar.files import json_of, reading
-from autopar.files.typed import Amount, Count, Text, read
+from autopar.files.kinds import Amount, Count, Text
+from autopar.files.typed import read
 
 APPLICATION = "autopar profiles"
 APPLICATION_ID = 0x6175_7470

@@ -13,7 +13,8 @@ from msgspec import Meta
 from autopar.cluster.links import ALGORITHMS, Algorithms
 from autopar.cluster.machine import Cluster, Device, Groups, Level, Range
 from autopar.files import reading, text_of, toml_of
-from autopar.files.typed import Name, Size, read
+from autopar.files.kinds import Name, Size
+from autopar.files.typed import read
 
 UNCITED = ("name", "source", "has_peak", "size", "topology", "ranks", "stride")
 """Keys that are no figures: nothing says where they are from."""

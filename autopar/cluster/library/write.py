@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 
 from autopar.cluster.machine import Cluster, Device, Groups, Level
-from autopar.files.typed import NOT_IN_FILES
+from autopar.files.kinds import NOT_IN_FILES
 
 from .read import UNCITED
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from autopar.files.typed import Count, Size
+from autopar.files.kinds import Count, Size
 from autopar.solve.problem import Infeasible
 
 from ..plan import Plan
