@@ -18,22 +18,19 @@ FILE = Path("autopar.toml")
 
 Typed = Annotated[str | int | float, Meta(description="a text or a number, as the option takes it")]
 
-Options = cast(Any, TypedDict)(
-    "Options",
-    {
-        **{
-            option.flag_of(name)[2:]: Typed
-            for record in (Request, Source)
-            for field, option in options_of(record).items()
-            for name in option.parts or (field,)
-            if field != "model"
-        },
-        **dict.fromkeys(("devices", "mesh"), Typed | tuple[Typed, ...] | Mapping[str, Typed]),
-        "pin": Typed | tuple[Typed, ...],
-        "set": Annotated[Mapping[str, Any], Meta(description="a table, such as [set] and below num_hidden_layers = 4")],
+_OPTIONS: Mapping[str, Any] = {
+    **{
+        option.flag_of(name)[2:]: Typed
+        for record in (Request, Source)
+        for field, option in options_of(record).items()
+        for name in option.parts or (field,)
+        if field != "model"
     },
-    total=False,
-)
+    **dict.fromkeys(("devices", "mesh"), Typed | tuple[Typed, ...] | Mapping[str, Typed]),
+    "pin": Typed | tuple[Typed, ...],
+    "set": Annotated[Mapping[str, Any], Meta(description="a table, such as [set] and below num_hidden_layers = 4")],
+}
+Options = cast(Any, TypedDict)("Options", dict(sorted(_OPTIONS.items())), total=False)
 """Options that the file may hold."""
 
 READERS = ("plan", "fit", "compare", "simulate", "profile")

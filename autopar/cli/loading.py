@@ -98,7 +98,6 @@ def source_of(plan: Plan, typed: Mapping[str, Any], *, changes: bool = False, ne
         )
     source = None if plan.provenance is None else plan.provenance.source
     if source is not None:
-        _check_own(source.model)
         return replace(source, **{**typed, "settings": {**source.settings, **typed.get("settings", {})}})
     if needed:
         raise ValueError(
@@ -134,6 +133,8 @@ def _check_own(spec: str) -> None:
 
 def built(source: Source, typed: Collection[str] = (), device: str = "meta") -> Loaded:
     """The model of a source, of which some is `typed`."""
+    if "model" not in typed:
+        _check_own(source.model)
     about = {f.name: getattr(source, f.name) for f in fields(source)}
     name, settings = about.pop("model"), parsed(about.pop("settings"))
     return load(name, settings, **about, device=device, typed=typed)
