@@ -7,8 +7,6 @@ python benchmarks/clusters.py --write    # and put them into docs/clusters.md
 from __future__ import annotations
 
 import argparse
-import tomllib
-from importlib.resources import files
 
 import marked
 
@@ -72,9 +70,8 @@ def collectives() -> list[str]:
 def assumptions() -> list[str]:
     """How many figures of each file are assumptions, and how many have a source outside."""
     lines = ["| cluster | figures | of them assumptions |", "|---|---|---|"]
-    for name in sorted(CLUSTERS):
-        data = tomllib.loads((files("autopar.cluster.library") / f"{name}.toml").read_text())
-        sources = [s for table in (data["device"], *data["level"]) for s in table["source"].values()]
+    for name, cluster in sorted(CLUSTERS.items()):
+        sources = [s for table in (cluster.device, *cluster.levels) for s in table.source.values()]
         guessed = sum("assumption" in s or "order of magnitude" in s for s in sources)
         lines.append(f"| `{name}` | {len(sources)} | {guessed} |")
     return lines

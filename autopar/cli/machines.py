@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 import statistics
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -40,11 +40,6 @@ else:
 
 SMALL_BYTES = 1 << 18
 SHOWN_BYTES = 1 << 20
-LEVEL_FACTS = (
-    *("name", "size", "topology", "bytes_per_second", "group_bytes_per_second"),
-    *("launch_seconds",),
-)
-
 LEVEL_HEADS = ("level", "size", "topology", "out of a child", "between two", "latency a step", "launch")
 
 
@@ -310,27 +305,7 @@ def _cluster(name: str) -> Cluster:
 
 
 def _facts(cluster: Cluster) -> dict[str, object]:
-    device = cluster.device
-    return {
-        "devices": cluster.devices,
-        "source": cluster.source,
-        "device": {
-            "name": device.name,
-            "flops_per_second": dict(device.flops_per_second),
-            "has_peak": device.has_peak,
-            "memory_bytes": device.memory_bytes,
-            "usable_bytes": device.usable_bytes,
-            "memory_bytes_per_second": device.memory_bytes_per_second,
-            "memory_efficiency": device.memory_curve,
-            "operator_ratios": dict(device.operator_ratios),
-            "seconds_per_op": device.seconds_per_op,
-        },
-        "levels": [
-            {**{fact: getattr(level, fact) for fact in LEVEL_FACTS}, "latency_seconds": level.most_latency_seconds}
-            for level in cluster.levels
-        ],
-        "groups": [
-            {"ranks": groups.ranks, "stride": groups.stride, "seconds": dict(groups.seconds)}
-            for groups in cluster.groups
-        ],
-    }
+    """All that is known of a cluster, and what follows from it."""
+    facts = asdict(cluster)
+    facts["device"]["usable_bytes"] = cluster.device.usable_bytes
+    return {"devices": cluster.devices, **facts}

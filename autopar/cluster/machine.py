@@ -129,6 +129,8 @@ class Device:
     `memory_bytes_per_link_byte` is what a collective reads and writes in memory for each byte that a rank sends, and
     takes from operators that run meanwhile; with 0 they do not disturb each other. `operators` holds measurements of
     single operators, which take precedence over all of this.
+
+    `source` cites where each figure is from, by field.
     """
 
     name: Name
@@ -253,7 +255,7 @@ class Level:
     `latency_seconds` a step, and reaches the part `efficiency` of the rates: a number, or one for each kind of
     collective. The part `overlap` of these seconds passes while bytes travel: slow links spend most of them
     waiting for bytes. A collective under way takes the part `compute_share` of its ranks' processors: CPU cores that
-    copy what arrives, or a GPU's multiprocessors.
+    copy what arrives, or a GPU's multiprocessors. `source` cites where each figure is from, by field.
     """
 
     name: Name

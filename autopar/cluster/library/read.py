@@ -21,7 +21,7 @@ UNCITED = ("name", "source", "has_peak", "size", "topology", "ranks", "stride")
 
 
 @dataclass(frozen=True, kw_only=True)
-class File:
+class ClusterFile:
     """A cluster as its file has it."""
 
     name: Name
@@ -52,7 +52,7 @@ def parse_cluster(text: str, where: str) -> Cluster:
     """The cluster that TOML text describes; `where` names it in errors."""
     with reading(f"cluster file {where}", "correct it there"):
         data = toml_of(text)
-        file = read(File, data)
+        file = read(ClusterFile, data)
         _check_sources("device", data["device"])
         for name in ("level", "groups"):
             for number, table in enumerate(data.get(name, ())):
