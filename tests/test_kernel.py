@@ -6,7 +6,12 @@ import os
 import subprocess
 import sys
 
+import pytest
+import torch
 from test_floors import MODULES, ROOT, imports
+from torch import nn
+
+from autopar import kernel
 
 NAMED = (ROOT / "kernel.txt").read_text().split()
 
@@ -28,3 +33,15 @@ def test_a_llama_trains_on_four_ranks_with_all_else_absent() -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].split()[1:] == sorted(NAMED)
+
+
+def test_random_numbers_are_refused() -> None:
+    """Each rank would draw its own."""
+    with pytest.raises(ValueError, match="draws random numbers"):
+        kernel.trace(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1)), torch.zeros(4, 4))
+
+
+def test_what_is_written_in_place_is_an_output() -> None:
+    graph, _ = kernel.trace(nn.Sequential(nn.BatchNorm1d(4), nn.Flatten(0)), torch.zeros(8, 4))
+    written = {output.target for output in graph.outputs if output.role == "mutation"}
+    assert written == {"0.running_mean", "0.running_var", "0.num_batches_tracked"}
