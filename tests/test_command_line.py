@@ -189,7 +189,7 @@ def test_files_to_write_are_checked_before_anything_is_planned(tmp_path: Path) -
     "arguments",
     [["report", "--out", "page.html"], ["show", "--graph"], ["explain", "0.weight"], ["what-if", "--batch", "4"]],
 )
-def test_a_plan_runs_nothing_that_lies_elsewhere(
+def test_a_plan_runs_nothing_but_what_is_its_readers_own(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A plan is handed on as a file: what builds its model must be its reader's own, or be typed."""

@@ -108,8 +108,8 @@ def source_of(plan: Plan, typed: Mapping[str, Any], *, changes: bool = False, ne
 
 
 def _check_own(spec: str) -> None:
-    """Raises ValueError for a callable that lies outside of the working directory: a plan is a file that others hand
-    on, and of itself runs nothing that its reader has not written."""
+    """Raises ValueError for a callable of Python's library, or of an installed package: a plan is a file that others
+    hand on, and of itself runs nothing but modules of its reader's own."""
     module, colon, _ = spec.partition(":")
     root = module.partition(".")[0]
     if not colon or module == "hf" or _config_file(spec) is not None:
@@ -122,12 +122,11 @@ def _check_own(spec: str) -> None:
     finally:
         sys.path.remove("")
     lies = [] if found is None else [*(found.submodule_search_locations or ()), *filter(None, [found.origin])]
-    here = Path.cwd()
-    is_own = any(here in Path(place).resolve().parents for place in lies) and "site-packages" not in str(lies)
-    if not is_own:
+    is_installed = any(folder in ("site-packages", "dist-packages") for place in lies for folder in Path(place).parts)
+    if not lies or is_installed or root in (*sys.stdlib_module_names, "autopar"):
         raise ValueError(
-            f"the plan is of {spec}, which does not lie in this folder, and a plan's file runs nothing from elsewhere "
-            f"by itself: give --model {spec} if you trust it, or go to the folder of {root}"
+            f"the plan is of {spec}, which is no module of your own, and a plan's file runs nothing else by itself: "
+            f"give --model {spec} if you trust it"
         )
 
 
