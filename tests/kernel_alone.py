@@ -3,7 +3,7 @@
     python tests/kernel_alone.py
 
 `test_kernel.py` runs it in a process of its own, since those of tests have imported the rest. The ranks are forked from
-that one, which has planned for them.
+that one.
 """
 
 from __future__ import annotations
@@ -99,30 +99,34 @@ def train(mesh: dict[str, int], program: Program, constants: kernel.Tensors) -> 
             parameter.grad = None
 
 
-def run(rank: int, store: str, plans: Sequence[tuple[dict[str, int], Program, kernel.Tensors]]) -> None:
+def run(rank: int, store: str) -> None:
+    """The first rank plans for all."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=4)
-    for plan in plans:
-        train(*plan)
+    for mesh in MESHES:
+        plan: list[Any] = [planned(mesh) if rank == 0 else None]
+        dist.broadcast_object_list(plan)
+        program, constants = plan[0]
+        train(mesh, program, constants)
+        if rank == 0:
+            kinds = [kind for kind, _, _ in program.collectives()]
+            print(f"{mesh}: {len(program.forward) + len(program.backward)} instructions, {len(kinds)} collectives")
+            assert any(set(i.layout) != {REPLICATE} for i in program.inputs if i.role == "parameter")
     dist.destroy_process_group()
+    if rank == 0:
+        imported = sorted(name for name in sys.modules if name.startswith("autopar") and name not in FACES)
+        print("imported:", *imported, flush=True)
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    plans = [(mesh, *planned(mesh)) for mesh in MESHES]
-    for mesh, program, _ in plans:
-        kinds = [kind for kind, _, _ in program.collectives()]
-        print(f"{mesh}: {len(program.forward) + len(program.backward)} instructions, {len(kinds)} collectives")
-        assert any(set(i.layout) != {REPLICATE} for i in program.inputs if i.role == "parameter")
     with tempfile.TemporaryDirectory() as folder:
-        context = multiprocessing.get_context("fork")
-        processes = [context.Process(target=run, args=(rank, f"{folder}/store", plans)) for rank in range(4)]
+        context = multiprocessing.get_context("fork")  # before autograd has threads, which do not fork
+        processes = [context.Process(target=run, args=(rank, f"{folder}/store")) for rank in range(4)]
         for process in processes:
             process.start()
         for process in processes:
-            process.join(120)
-        failed = [rank for rank, process in enumerate(processes) if process.exitcode]
+            process.join(250)
+        failed = [rank for rank, process in enumerate(processes) if process.exitcode != 0]
         for process in processes:
             process.kill()
-    print("imported:", *sorted(name for name in sys.modules if name.startswith("autopar") and name not in FACES))
     sys.exit(f"ranks {failed} failed" if failed else 0)
