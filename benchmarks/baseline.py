@@ -2,7 +2,7 @@
 
     python benchmarks/baseline.py --out before.json                       # of this checkout
     python benchmarks/baseline.py --out after.json --against before.json  # and beside an earlier one
-    python benchmarks/baseline.py --out after.json --against benchmarks/baseline.json  # of commit a9d65ef, two busy cores
+    python benchmarks/baseline.py --out after.json --against benchmarks/baseline.json  # of a9d65ef, on two busy cores
 
 The sets: the golden plans (`tests/golden.py`); Llama-3-8B with 32 layers on 8 x 8 and 4 x 4 x 4 by default, within 60
 and within 30 GB (`planning.py`); the models of `today.py`; and 60 architectures of `transformers` at tiny sizes
