@@ -21,9 +21,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from autopar.cluster import library
-from autopar.extensions import GROUP, nearest, unknown
+from autopar.extensions import GROUP, nearest
 from autopar.planning.rendering import comma_separated, markdown, page_width, rendered, tables
-from autopar.planning.request import ASKED, AUTO, NAMES, NUMBER, Option, byte_count, check, check_dtype, options_of
+from autopar.planning.request import ASKED, AUTO, NUMBER, Option, check, check_dtype, check_optimizer, options_of
 from autopar.planning.saved import saved
 from autopar.report.telling import Ticker, complain, following, notes
 
@@ -244,11 +244,6 @@ def mesh_shape(text: str) -> dict[str, int]:
     return shape
 
 
-def _check_optimizer(text: str) -> None:
-    if not re.fullmatch(NUMBER, text) and text not in NAMES["optimizer"]:
-        raise ValueError(f"{unknown('optimizer', text, NAMES['optimizer'])}; or give bytes per element of a parameter")
-
-
 def _check_mesh(text: str) -> None:
     if text != AUTO and not text.isdecimal():
         mesh_shape(text)
@@ -259,8 +254,7 @@ CHECKS: Mapping[str, Callable[[str], object]] = {
     "dtype": check_dtype,
     "param_dtype": lambda name: check_dtype(name, "--param-dtype"),
     "reduce_dtype": lambda name: check_dtype(name, "--reduce-dtype"),
-    "optimizer": _check_optimizer,
-    "memory_limit_bytes": byte_count,
+    "optimizer": lambda text: None if re.fullmatch(NUMBER, text) else check_optimizer(text),
 }
 """Parameters of commands, and what raises ValueError for a value that is wrong whatever the model is."""
 

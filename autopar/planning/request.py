@@ -176,6 +176,11 @@ def byte_count(text: str) -> float:
     return count
 
 
+def check_optimizer(name: str) -> None:
+    if name not in NAMES["optimizer"]:
+        raise ValueError(f"{unknown('optimizer', name, NAMES['optimizer'])}; or give bytes per element of a parameter")
+
+
 def check_dtype(name: str, option: str = "--dtype") -> None:
     words = NAMES["dtype"]
     if name not in words:

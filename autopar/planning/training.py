@@ -7,10 +7,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, get_args
 
 from autopar.cost.optimizers import OPTIMIZERS, Optimizer
-from autopar.extensions import unknown
 from autopar.ir.precision import AS_IS, Precision
 
-from .request import Gathers, Recompute, Request, check
+from .request import Gathers, Recompute, Request, check, check_optimizer
 
 GATHERS: tuple[Gathers, ...] = get_args(Gathers)
 
@@ -105,10 +104,8 @@ def named_optimizer(optimizer: str | float | Optimizer) -> Optimizer:
     if isinstance(optimizer, Optimizer):
         return optimizer
     if isinstance(optimizer, str):
-        if optimizer in OPTIMIZERS:
-            return OPTIMIZERS[optimizer]
-        known = unknown("optimizer", optimizer, OPTIMIZERS.keys())
-        raise ValueError(f"{known}; or give bytes per element of a parameter")
+        check_optimizer(optimizer)
+        return OPTIMIZERS[optimizer]
     given: Any = optimizer
     if not isinstance(given, (int, float)) or isinstance(given, bool) or not 0 <= given < float("inf"):
         raise ValueError(f"optimizer is {optimizer!r}: give a name ({', '.join(OPTIMIZERS)}) or bytes per element")
