@@ -33,7 +33,7 @@ from autopar.passes.segments.segment import Segments
 from autopar.passes.space.build import strategies
 from autopar.passes.space.problem import Assignment, ProblemBuilder
 from autopar.passes.space.space import Space
-from autopar.runtime.execute import compile
+from autopar.runtime.execute import compile, process_groups
 from autopar.solve.narrow import least
 from autopar.solve.problem import Choice
 
@@ -105,8 +105,7 @@ class Ranks:
 
     def __init__(self, program: Program, model: nn.Module, constants: Tensors, mesh: DeviceMesh) -> None:
         self.program, self.coordinate = program, tuple(mesh.get_coordinate() or ())
-        groups = [mesh.get_group(axis) if size > 1 else None for axis, size in enumerate(program.mesh)]
-        self.executable = compile(program, groups)
+        self.executable = compile(program, process_groups(mesh))
         whole = {**dict(named_tensors(model)), **constants}
         given = [i for i in program.inputs if i.role in ("parameter", "buffer")]
         self.held = {i.target: self.part(whole[i.target].detach(), i.layout) for i in given}

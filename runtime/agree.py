@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, TypeVar
@@ -23,12 +23,9 @@ from autopar.ir.graph import WAIT, Node
 from autopar.ir.program import Program, source_line
 from autopar.report.telling import Ticker
 
+from .execute import Groups, process_groups
+
 T = TypeVar("T")
-
-
-def process_groups(mesh: DeviceMesh) -> tuple[dist.ProcessGroup | None, ...]:
-    """The group of each mesh axis that this rank belongs to, None for an axis of size 1."""
-    return tuple(mesh.get_group(axis) if size > 1 else None for axis, size in enumerate(mesh.shape))
 
 
 def follow_world_timeout(mesh: DeviceMesh) -> None:
@@ -227,9 +224,6 @@ def digest_of(tensor: torch.Tensor) -> torch.Tensor:
 
 _WEIGHT = 0x1E3779B97F4A7C15
 """Odd: products with odd numbers, modulo 2^64, tell all words apart."""
-
-
-Groups = Sequence[dist.ProcessGroup | None]
 
 
 class CollectiveError(RuntimeError):

@@ -14,7 +14,8 @@ from autopar.compat.collectives import all_gather_single
 from autopar.compat.distributed import local_tensor
 from autopar.compat.redistributing import redistributed
 
-from .agree import axis_name, device_of, process_groups, watched
+from .agree import axis_name, device_of, watched
+from .execute import process_groups
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
 
 from autopar.compat.tensors import is_profiling
@@ -97,6 +98,11 @@ Half = Callable[[list[torch.Tensor]], Any]
 Groups = Sequence[dist.ProcessGroup | None]
 Around = Callable[[Half, Program, Groups, Mapping[int, Node]], Half]
 """What stands around each function of the source, given the instruction on each of its lines."""
+
+
+def process_groups(mesh: DeviceMesh) -> tuple[dist.ProcessGroup | None, ...]:
+    """The group of each mesh axis that this rank belongs to, None for an axis of size 1."""
+    return tuple(mesh.get_group(axis) if size > 1 else None for axis, size in enumerate(mesh.shape))
 
 
 def _bare(half: Half, program: Program, groups: Groups, lines: Mapping[int, Node]) -> Half:

@@ -25,19 +25,8 @@ from autopar.ir.randomness import keys
 from autopar.passes.capture.captured import Captured
 from autopar.passes.lower.accumulate import Accumulation, accumulation
 
-from .agree import (
-    all_alike,
-    all_equal,
-    coordinate_of,
-    device_of,
-    digest,
-    located,
-    process_groups,
-    raise_together,
-    together,
-    watched,
-)
-from .execute import Executable, compile
+from .agree import all_alike, all_equal, coordinate_of, device_of, digest, located, raise_together, together, watched
+from .execute import Executable, compile, process_groups
 from .handshake import Handshake
 from .observed import Observed
 from .pending import Form, Pending

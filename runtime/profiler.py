@@ -29,18 +29,8 @@ from autopar.ir.layout import Shape, local_shape
 from autopar.ir.program import Program, ProgramInput
 from autopar.profile.programs import LEAST_RUNS, Measurement, Order
 
-from .agree import (
-    Groups,
-    axis_name,
-    coordinate_of,
-    device_of,
-    exchange,
-    located,
-    on_first_rank,
-    process_groups,
-    watched,
-)
-from .execute import Executable, SourceWriter
+from .agree import axis_name, coordinate_of, device_of, exchange, located, on_first_rank, watched
+from .execute import Executable, Groups, SourceWriter, process_groups
 from .measure.collectives import collectives_seconds
 from .memory import peak_bytes
 from .placements import contiguous_stride, local_slice, placements_of, unpadded

@@ -25,9 +25,9 @@ from autopar.ir.graph import Node, Ref, TensorMeta
 from autopar.ir.layout import Layout, Replicate, Split, is_legal, local_shape, shard
 from autopar.ir.program import Program, ProgramInput, ProgramOutput, RankIndex
 from autopar.passes.capture.trace import capture
-from autopar.runtime.agree import exchange, on_first_rank, process_groups, raise_together
+from autopar.runtime.agree import exchange, on_first_rank, raise_together
 from autopar.runtime.collectives import all_reduce, reduce_scatter
-from autopar.runtime.execute import compile
+from autopar.runtime.execute import compile, process_groups
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.placements import is_gatherable, local_slice, placements_of
 from autopar.runtime.simulate import coordinates, simulate_step
