@@ -13,11 +13,10 @@ from ortools.math_opt import model_pb2
 from ortools.math_opt.python import mathopt
 from ortools.math_opt.solvers import highs_pb2
 
-from .dp import lagrangian, pool_weights, priced, window
+from .dp import priced, within_limit
 from .effort import EFFORT, Effort, Meter
 from .expand import expand, expanded_options
-from .fronts import BodyFronts, Window
-from .pricing import Library, Pricing, grid
+from .pricing import Library, Pricing, border_pairs, grid
 from .problem import (
     TIE_BREAK_SECONDS_PER_BYTE,
     Choice,
@@ -34,8 +33,8 @@ from .rows import Floats, Row, tensor_rows, undominated, united
 
 GAP_WITHOUT_LIMIT = 1e-9
 GAP_WITH_LIMIT = 1e-4
-POOL_POINTS = 16
-"""Points per pair of border states that a body offers to the paths, under a memory limit."""
+PRICES = (0.0, 0.25, 0.5, 0.9, 1.1, 2.0, 4.0, math.inf)
+"""Times that of the limit: at them a body offers its cheapest copies to the paths, under a memory limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +84,8 @@ def solve_ilp(
     be eliminated. Otherwise each repeat is a
     path through layers of border states: a binary per copy and pair of border states, which costs
     what the elimination of the body gives it; flow is conserved at each border state. Under a memory limit
-    there are several for each pair, the undominated (seconds, bytes) of a sweep over prices of memory: the
-    optimum is then that over this pool, and the lower bound is the Lagrangian one. Tie-break: less memory.
+    there are several for each pair, the cheapest at several prices of memory (`PRICES`): the
+    optimum is then that over these, and the lower bound is the Lagrangian one. Tie-break: less memory.
     Gap: 1e-9 relative without a limit, `limited_gap` with one; `lower_bound` is the bound that HiGHS proved, with
     whatever gap is left when the effort of the `meter` is spent; its work is not counted.
 
@@ -94,7 +93,7 @@ def solve_ilp(
     """
     effort = (meter or Meter()).effort
     check(problem)
-    bodies: list[BodyFronts] | None = None
+    bodies: list[Bodies] | None = None
     lagrangian_bound: float | None = None
     if expanded_options(problem) > effort.program_expanded_options:
         try:
@@ -116,24 +115,55 @@ def solve_ilp(
     return Solution(choice=choice, score=score, lower_bound=min(lower, score.objective))
 
 
-def _bodies(problem: Problem, bytes_limit: float | None, effort: Effort) -> tuple[list[BodyFronts], float | None]:
-    """The pool of choices of every repeat's body, and the Lagrangian bound where the pool may not be all."""
+def _bodies(problem: Problem, bytes_limit: float | None, effort: Effort) -> tuple[list[Bodies], float | None]:
+    """What each repeat's body offers, and the Lagrangian bound where that may not be all."""
     library = Library(Meter(effort=effort))
     cheapest = None if bytes_limit is None else priced(problem, library, 0.0)
-    if bytes_limit is None or cheapest is None or cheapest.score.bytes <= bytes_limit:
-        only = Window(price=TIE_BREAK_SECONDS_PER_BYTE, slack=0.0, points=1, bytes_limit=math.inf)
-        pricing = Pricing(library, np.array([[1.0, TIE_BREAK_SECONDS_PER_BYTE]]))
-        return [BodyFronts(repeat, pricing, only) for repeat in problem.repeats], None
-    prices, fits, bound = lagrangian(problem, library, cheapest, bytes_limit)
-    pricing = Pricing(library, pool_weights(prices))
-    pool = window(fits, bound, bytes_limit, POOL_POINTS)
-    return [BodyFronts(repeat, pricing, pool) for repeat in problem.repeats], bound.objective
+    bound, weights = None, [(1.0, TIE_BREAK_SECONDS_PER_BYTE)]
+    if bytes_limit is not None and cheapest is not None and cheapest.score.bytes > bytes_limit:
+        _, at = within_limit(problem, library, bytes_limit)
+        prices = [TIE_BREAK_SECONDS_PER_BYTE + times * at.price for times in PRICES]
+        weights = [(0.0, 1.0) if math.isinf(price) else (1.0, price) for price in prices]
+        bound = at.lower_bound
+    pricing = Pricing(library, np.array(weights))
+    return [Bodies(repeat, pricing) for repeat in problem.repeats], bound
+
+
+class Bodies:
+    """The copies that a repeat's body offers: for each pair of border states, the cheapest at each price."""
+
+    def __init__(self, repeat: Repeat, pricing: Pricing) -> None:
+        self.repeat, self.pricing = repeat, pricing
+        keep = tuple(sorted({*repeat.body_left, *repeat.body_right}))
+        assigned, _ = border_pairs(repeat, keep)
+        prices, lefts, rights = np.nonzero(np.isfinite(pricing.powers(repeat).matrix(1)))
+        if repeat.body.repeats:
+            at_all = zip(lefts.tolist(), rights.tolist(), prices.tolist(), strict=True)
+            scores = [evaluate(repeat.body, self.choice(*at)) for at in at_all]
+            seconds, size = np.array([s.seconds for s in scores]), np.array([s.bytes for s in scores])
+        else:
+            kept = np.array([assigned[v][lefts, rights] for v in keep], dtype=np.int64).reshape(len(keep), len(prices))
+            seconds, size = pricing.costs(repeat.body, keep, prices, kept)
+        offered: dict[tuple[int, int], list[tuple[float, float, int]]] = {}
+        for at in np.lexsort((size, seconds, rights, lefts)).tolist():
+            here = offered.setdefault((int(lefts[at]), int(rights[at])), [])
+            if not here or size[at] < here[-1][1]:
+                here.append((float(seconds[at]), float(size[at]), int(prices[at])))
+        self.edges = [
+            ((left, right, number), of_seconds, of_bytes)
+            for (left, right), of in offered.items()
+            for of_seconds, of_bytes, number in of
+        ]
+        self.states = math.prod(len(repeat.body.variables[v].options) for v in repeat.body_left)
+
+    def choice(self, left: int, right: int, price: int) -> Choice:
+        return self.pricing.copy(self.repeat, left, right, price)
 
 
 class Encoding:
     """The integer program of a problem, and how to read a choice out of its solution."""
 
-    def __init__(self, problem: Problem, bodies: Sequence[BodyFronts], effort: Effort = EFFORT) -> None:
+    def __init__(self, problem: Problem, bodies: Sequence[Bodies], effort: Effort = EFFORT) -> None:
         self.problem, self.effort = problem, effort
         self.program = Program()
         borders = {v for repeat in problem.repeats for v in (*repeat.left, *repeat.right)}
@@ -222,20 +252,14 @@ class Encoding:
         for layout, columns in wanting.items():
             self.program.row(-math.inf, 0, (c for (_, had), c in states.items() if had >> layout & 1), columns)
 
-    def _add_repeat(self, repeat: Repeat, body: BodyFronts) -> Path:
+    def _add_repeat(self, repeat: Repeat, body: Bodies) -> Path:
         """A path of `count` edges through border states, joined to the options of the parent's borders."""
-        edges = [
-            ((left, right, point), front.seconds[point], front.bytes[point])
-            for left, row in enumerate(body.matrix)
-            for right, front in enumerate(row)
-            for point in range(len(front))
-        ]
         layers = [
-            {edge: self.program.column(seconds=seconds, bytes=size, integer=True) for edge, seconds, size in edges}
+            {edge: self.program.column(seconds=seconds, bytes=size, integer=True) for edge, seconds, size in body.edges}
             for _ in range(repeat.count)
         ]
         for before, after in pairwise(layers):
-            for state in range(len(body.matrix)):
+            for state in range(body.states):
                 self.program.row(
                     0,
                     0,
@@ -254,7 +278,7 @@ class Encoding:
 
 
 Edge = tuple[int, int, int]
-"""left border state, right border state, point of the body's front"""
+"""left border state, right border state, number of the price"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,7 +286,7 @@ class Path:
     """One column for every edge of every copy."""
 
     layers: tuple[dict[Edge, int], ...]
-    body: BodyFronts
+    body: Bodies
 
 
 def optimise(

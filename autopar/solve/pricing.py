@@ -350,6 +350,14 @@ class Pricing:
         assigned, _ = border_pairs(repeat, keep)
         return self.choice(repeat.body, keep, [int(assigned[v][left, right]) for v in keep], price)
 
+    def copy_between(self, repeat: Repeat, borders: Sequence[tuple[int, ...]], price: int) -> Choice | None:
+        """The cheapest copy between two borders, given by the options of their variables; None if there is none."""
+        sizes = [len(repeat.body.variables[v].options) for v in repeat.body_left]
+        left, right = (int(ravel([np.array([option]) for option in border], sizes)[0]) for border in borders)
+        if np.isinf(self.powers(repeat).matrix(1)[price, left, right]):
+            return None
+        return self.copy(repeat, left, right, price)
+
 
 def priced_at(problem: Problem, price: float) -> Problem:
     """The problem with memory paid for: `price` seconds a byte."""
