@@ -1,37 +1,63 @@
 """The choice among candidates: the plan with the shortest step on its timeline.
 
-Prices add up the seconds of operators and collectives, and overlap makes a step shorter than that. So the cheapest plan
-competes with its rivals: on programs of few copies, and whole programs are written of the most promising.
+A candidate is an assignment, and the seconds of its step as well as they are known. Prices lead to candidates, and
+candidates to prices:
+
+- *Starts.* One descent from all replicated, as if nothing overlapped, and what each preset leaves at its cheapest.
+- *Prices.* The timeline of the quickest says which part of what travels in buckets hides. At that price descents lead
+  on from it, and from the cheapest preset, as long as the step gets shorter.
+- *Within a limit* (`limit`) bytes have a price, too. The cheapest choices are brought within it at the prices that the
+  timeline of the cheapest gives.
+- *Programs* of few copies estimate steps. Of the quickest whole programs are written, until no other may be quicker.
 """
 
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from autopar.passes.flow import Flow
-from autopar.passes.space.problem import Assignment
+from autopar.passes.space.problem import Allowed, Assignment
 from autopar.solve.problem import Infeasible
+from autopar.solve.solvers import SOLVERS
 
-from .account import least_seconds
+from .account import account, least_seconds
 from .beside import beside
-from .known import Known
-from .own import Own
+from .options import resting_bytes
 from .plan import Plan
+from .presets import PRESETS
+from .provenance import Candidate
 from .request import Request
-from .rivals import OWN, Estimated, Rival, Rivals
 from .search import Search, SearchResult
 from .searches import Searches
 from .shortfall import DoesNotFit
 from .solving import Solved
-from .steps import Steps
+from .steps import BUCKETS, Steps
 
 logger = logging.getLogger("autopar")
 
-
 Describe = Callable[[SearchResult, Request], Plan]
 """Describes a search's result as a plan."""
+
+Rival = tuple[str, Solved]
+
+OWN = "search"
+"""The name of the search's own result."""
+
+AGAIN = "search again"
+"""The name of what a descent found at the prices that a timeline gave."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimated:
+    """A candidate with the seconds of its step, estimated from a program of few copies."""
+
+    name: str
+    solved: Solved
+    seconds: float
+    search: Search | None = None
+    """Of the search's own: that which confirms its peak."""
 
 
 class Choice:
@@ -42,64 +68,198 @@ class Choice:
         self.searches, self.steps, self.describe, self.flow = searches, steps, describe, flow
         self.space, self.effort = searches.space, searches.effort
         self.started = time.perf_counter()
-        self.ends: list[Solved] = []
-        self.rivals, self.known, self.own = Rivals(searches, steps, flow), Known(steps), Own(steps)
+        self.cheapest: Solved | None = None
+        self.presets: list[Rival] | None = None
+        """Of each preset the cheapest without a limit."""
+        self.known: dict[str, Candidate] = {}
 
-    def shortest(self, search: Search, request: Request, *, below: float = math.inf) -> Plan | None:
-        """The plan with the shortest step on its timeline, of the search's own and its rivals. A forked process solves
-        presets while this one applies the limit. None if the cheapest clearly needs more than `below` bytes."""
-        cheapest = self.flow.timed("search", search.explore, bounded=False, known=self.ends)
-        self.ends = search.descent.ends
-        if below < math.inf:
-            peak_bytes = self.steps.peaks_of(None).estimate(cheapest.assignment)
-            if peak_bytes > below * (1 + self.effort.limit_unsure):
-                return None
-        with beside(lambda: self.rivals.of_presets(request), worthwhile=search.is_large) as find:
-            own, error = self.flow.timed("search", self.own.within, search)
-            self.known = Known(self.steps)
-            found = [] if own is None else self.rivals.searched(own, self.ends, request, self._in_few)
-            presets = self.rivals.presets = self.flow.timed("others", find)
-        rivals = self._estimated(found, presets, replace(request, stage=request.stage.comparing))
-        if rivals and rivals[0] not in found:
-            rivals = self.rivals.with_near(rivals[0], request, self._in_few) + rivals[1:]
-        if error is not None and not rivals and (limit := request.bytes_limit) is not None:
-            raise self.own.least(error, limit, (other.assignment for _, other in presets))
-        plan = self._best_of(rivals, search, request, error)
-        free = {name: other.assignment for name, other in presets} if request.bytes_limit is None else {}
-        plan = self.known.added(plan, free)
-        return replace(plan, solve_seconds=time.perf_counter() - self.started)
+    def shortest(self, request: Request, *, below: float = math.inf) -> Plan | None:
+        """The plan with the shortest step. None if the cheapest clearly needs more than `below` bytes. A forked process
+        solves presets while this one searches."""
+        search = self.searches.search(request)
+        self.cheapest = cheapest = self.flow.timed("search", search.explore, bounded=False, known=self.cheapest)
+        if self.steps.peaks_of(None).rough(cheapest.assignment) > below * (1 + self.effort.limit_unsure):
+            return None
+        self.known, limit = {}, request.bytes_limit
+        with beside(lambda: self._of_presets(request), worthwhile=search.is_large) as find:
+            found, error = self._own(search, cheapest, request)
+            self.presets = self.flow.timed("others", find)
+        found += self._rivals(found, replace(request, stage=request.stage.comparing))
+        if error is not None and not found:
+            assert limit is not None
+            raise self._least(error, limit)
+        plan = self._best_of(self._again(found, request), request, error)
+        if limit is None:
+            self._estimate_best()
+        others = [one for name, one in self.known.items() if plan.provenance and name != plan.provenance.winner]
+        assert plan.provenance is not None
+        origin = replace(plan.provenance, candidates=tuple(sorted(others, key=lambda one: one.seconds)))
+        return replace(plan, provenance=origin, solve_seconds=time.perf_counter() - self.started)
 
-    def _estimated(self, own: list[Estimated], presets: Sequence[Rival], request: Request) -> list[Estimated]:
-        """The search's own results and those of the presets that may have a shorter step, under the limit, the shortest
-        estimated step first."""
+    # ---- the search's own
+
+    def _own(self, search: Search, cheapest: Solved, request: Request) -> tuple[list[Estimated], DoesNotFit | None]:
+        """The best within the limit by estimated peaks, or why there is none. If the cheapest needs too much, bytes have
+        a price, and of the traffic a part hides of that which the cheapest's timeline does: what hides it needs bytes.
+        """
+        limit = request.bytes_limit
+        if limit is not None and self.steps.peaks_of(limit, BUCKETS[:1]).rough(cheapest.assignment) > limit:
+            hidden = self.flow.timed("steps", self.steps.hidden_part, cheapest.assignment)
+            search = self.searches.search(request, self.searches.hiding(self.effort.hidden_within * hidden))
+            self.flow.timed("search", search.explore, start=cheapest.assignment, bounded=False)
+        try:
+            solved = self.flow.timed("search", self._within, search)
+        except DoesNotFit as error:
+            logger.info("the search: %s", error)
+            return [], error
+        return [self._estimated(OWN, solved, limit, math.inf, search)], None
+
+    def _within(self, search: Search) -> Solved:
+        """With the largest buckets, which hide most, and with smaller ones where none of these fits."""
+        limit = search.bytes_limit
+        if limit is None:
+            return search.within(None)
+        try:
+            return search.within(self.steps.peaks_of(limit, BUCKETS[:1]))
+        except Infeasible as error:
+            return self._with_smaller_buckets(search, error)
+
+    def _confirmed(self, search: Search) -> Solved:
+        """The best within the limit by exact peaks. Raises `DoesNotFit` if there is none."""
+        limit = search.bytes_limit
+        try:
+            best = search.confirmed()
+        except Infeasible as error:
+            self._with_smaller_buckets(search, error)
+            return search.confirmed()
+        if limit is not None:
+            self.steps.peaks = {key: peak for key, peak in self.steps.peaks.items() if peak[-1].bytes <= limit}
+        return best
+
+    def _with_smaller_buckets(self, search: Search, error: Infeasible) -> Solved:
+        logger.info("with buckets of %d MiB %s", BUCKETS[0] >> 20, error)
+        self.steps.forget()
+        return search.within(self.steps.peaks_of(search.bytes_limit))
+
+    def _least(self, error: DoesNotFit, limit: float) -> DoesNotFit:
+        """The error where nothing fits, of the preset's plan that needs the least, if it needs less."""
+        peaks = self.steps.peaks_of(limit)
+        smallest = min((one.assignment for _, one in self.presets or ()), key=peaks.estimate, default=None)
+        if smallest is not None and (needed := peaks.exact(smallest)) < error.smallest_bytes:
+            error.smallest_bytes, error.smallest = needed, smallest
+        return error
+
+    # ---- presets
+
+    def _of_presets(self, request: Request) -> list[Rival]:
+        return list(self._cheapest_of_presets(request)) if self.presets is None else self.presets
+
+    def _cheapest_of_presets(self, request: Request) -> Iterator[Rival]:
+        free = replace(request, solver="dp", memory_limit_bytes=math.inf)
+        search = self.searches.search(free, share=self.effort.preset_share)
+        tried: list[Allowed] = []
+        for name in PRESETS if SOLVERS[request.solver].exact else ():
+            try:
+                allowed = self.searches.preset(name)
+                options = sum(map(len, allowed.values())) / len(allowed)
+                if options > self.effort.preset_options:
+                    logger.info("no plan by %s: it leaves %.0f options a site", name, options)
+                elif allowed not in tried:
+                    tried.append(allowed)
+                    yield name, search.explore(allowed, bounded=False)
+            except ValueError as error:
+                logger.info("no plan by %s: %s", name, error)
+
+    def _rivals(self, own: Sequence[Estimated], request: Request) -> Iterator[Estimated]:
+        """Of the presets those whose step may be shorter, within the limit, the cheapest first."""
+        assert self.presets is not None
         limit, found = request.bytes_limit, [*own]
-        tried: list[Assignment] = []
-        objective = self.searches.found(own[-1].solved).score.objective if own else math.inf
-        cheapest_first = sorted(presets, key=lambda item: item[1].score.objective)
-        for (name, other), stage in zip(cheapest_first, request.stage.parts(len(presets)), strict=True):
-            if self.effort.is_over and own and other.score.objective >= objective:
-                continue  # what remains is to see that no preset is better by the prices
+        at_prices = self._priced_at(min(found, key=_estimate, default=None))
+        cheapest_first = sorted(self.presets, key=lambda item: at_prices(item[1].assignment))
+        for (name, other), stage in zip(cheapest_first, request.stage.parts(len(self.presets)), strict=True):
             least = min((one.seconds for one in found), default=math.inf)
-            if (bound := least_seconds(self.space, other.assignment)) >= least or other.assignment in tried:
-                self.known.tell(name, bound, "at least")
+            bound = least_seconds(self.space, other.assignment)
+            if any(other.assignment == one.solved.assignment for one in found):
+                continue
+            if bound >= least or at_prices(other.assignment) > self.effort.rival * least:
+                self._tell(name, bound, "at least")
                 continue
             if limit is not None:
                 if not own and self._is_far(other, limit):
                     continue
-                tried.append(other.assignment)
-                asked = replace(request, stage=stage)
-                if (within := self.rivals.preset_within(name, other, asked, least, self.known)) is None:
+                within = self._preset_within(name, other, replace(request, stage=stage), least)
+                if within is None:
                     continue
                 other = within
-            if all(other.assignment != one.solved.assignment for one in found):
-                found.append(self._in_few(name, other, limit, least))
-        return sorted(found, key=lambda one: one.seconds)
+            found.append(self._estimated(name, other, limit, least))
+            yield found[-1]
+
+    def _priced_at(self, shortest: Estimated | None) -> Callable[[Assignment], float]:
+        """The seconds of assignments at the prices of a candidate's timeline, times what its step is longer or shorter;
+        without one, as if nothing overlapped."""
+        if shortest is None:
+            return lambda assignment: account(self.space, assignment).seconds
+        assignment = shortest.solved.assignment
+        space = self.searches.hiding(self.flow.timed("steps", self.steps.hidden_part, assignment))
+        ratio = shortest.seconds / account(space, assignment).seconds
+        return lambda assignment: ratio * account(space, assignment).seconds
 
     def _is_far(self, other: Solved, limit: float) -> bool:
         """Whether a rival needs so much more than the limit that it keeps none where the search does not."""
         return self.steps.peaks_of(limit).estimate(other.assignment) > limit * (1 + self.effort.limit_near)
 
-    def _in_few(self, name: str, solved: Solved, limit: float | None, least: float) -> Estimated:
+    def _preset_within(self, name: str, free: Solved, request: Request, least: float) -> Solved | None:
+        """The best of a preset under the limit, if there is one and its step may be shorter than `least` seconds, which
+        its best without a limit says."""
+        limit, allowed = request.bytes_limit, self.searches.preset(name)
+        if limit is not None and (needed := resting_bytes(self.space, allowed)) > limit:
+            logger.info("%s: no less than %.0f bytes", name, needed)
+            return None
+        seconds, _ = self.flow.timed("steps", self.steps.estimated_seconds, free.assignment, None)
+        if seconds * (1 - self.effort.unsure) > least:  # and a limit makes no step shorter
+            logger.info("%s: a step of about %.3f ms without a limit", name, seconds * 1e3)
+            self._tell(name, seconds, "at least")
+            return None
+        search = self.searches.search(replace(request, solver="dp"), share=self.effort.limited_preset)
+        try:
+            return self.flow.timed("others", search.mixed, free, allowed)
+        except Infeasible as error:
+            logger.info("no plan by %s: %s", name, error)
+            return None
+
+    # ---- prices that come back
+
+    def _again(self, found: list[Estimated], request: Request) -> list[Estimated]:
+        """The candidates, and what descents find at the prices that the timeline of the shortest gives, the shortest
+        first. Where memory has a price, the search was at such prices already."""
+        found.sort(key=_estimate)
+        others = [one for _, one in sorted(self.presets or (), key=lambda item: item[1].score.objective)[:1]]
+        for _ in range(self.effort.rounds):
+            shortest = found[0]
+            priced = account(self.space, shortest.solved.assignment)
+            if shortest.solved.price or priced.communication_seconds < self.effort.hidden_worth * priced.seconds:
+                break
+            part = self.flow.timed("steps", self.steps.hidden_part, shortest.solved.assignment)
+            for start in (shortest.solved, *others):
+                near = None if self.effort.is_over else self._near(part, start, request)
+                if near is not None and all(near.assignment != one.solved.assignment for one in found):
+                    found.append(self._estimated(AGAIN, near, request.bytes_limit, shortest.seconds))
+            found.sort(key=_estimate)
+            others = []
+            if found[0].seconds >= shortest.seconds * (1 - self.effort.gain):
+                break
+        return found
+
+    def _near(self, part: float, start: Solved, request: Request) -> Solved | None:
+        """The best near another plan if so much of the traffic in buckets is hidden; None if it needs more memory."""
+        search = self.searches.search(request, self.searches.hiding(part), self.effort.hidden_share)
+        return self.flow.timed("others", search.near, start)
+
+    # ---- how long steps take
+
+    def _estimated(
+        self, name: str, solved: Solved, limit: float | None, least: float, search: Search | None = None
+    ) -> Estimated:
         """With the seconds of a program of few copies; in parts, if that may make the step shorter than `least`."""
         sure, assignment = 1 - self.effort.unsure, solved.assignment
         seconds, exposed = self.flow.timed("steps", self.steps.estimated_seconds, assignment, limit)
@@ -107,32 +267,59 @@ class Choice:
         if (seconds - exposed) * sure <= least and seconds * (1 - self.effort.unsplit) <= least:
             seconds, _ = self.flow.timed("steps", self.steps.estimated_seconds, assignment, limit, split=True)
         logger.info("%s: a step of about %.3f ms", name, seconds * 1e3)
-        self.known.tell(name, seconds, "estimated")
-        return Estimated(name=name, solved=solved, seconds=seconds)
+        self._tell(name, seconds, "estimated")
+        return Estimated(name=name, solved=solved, seconds=seconds, search=search)
 
-    def _best_of(self, rivals: Sequence[Estimated], search: Search, request: Request, error: Infeasible | None) -> Plan:
+    def _best_of(self, candidates: list[Estimated], request: Request, error: Infeasible | None) -> Plan:
         """The plan with the shortest step. How far the estimate of the first was off says how far others may be. Raises
         the `error`, or what else the search's own plan raises, if none fits."""
         limit, best, doubt = request.bytes_limit, None, self.effort.unsure
-        for rival, _ in zip(rivals, request.stage.writing.parts(len(rivals)), strict=True):
-            if best is not None and (self.effort.is_over or rival.seconds * (1 - doubt) > best.seconds):
+        for one, _ in zip(candidates, request.stage.writing.parts(len(candidates)), strict=True):
+            if best is not None and (self.effort.is_over or one.seconds * (1 - doubt) > best.seconds):
                 break
             try:
-                solved = self.flow.timed("search", self.own.confirmed, search) if rival.name == OWN else rival.solved
+                solved = self.flow.timed("search", self._confirmed, one.search) if one.search else one.solved
             except DoesNotFit as raised:
                 error = raised
                 continue
-            result = self.searches.found(solved)
-            plan = self.known.described(self.flow.timed("describe", self.describe, result, request), rival.name)
-            if solved.assignment == rival.solved.assignment and plan.seconds:
-                wrong = abs(rival.seconds / plan.seconds - 1)
+            plan = self.flow.timed("describe", self.describe, self.searches.found(solved), request)
+            self._tell(one.name, plan.seconds, "simulated", plan.bytes)
+            if solved.assignment == one.solved.assignment and plan.seconds:
+                wrong = abs(one.seconds / plan.seconds - 1)
                 doubt = min(doubt, max(self.effort.least_doubt, self.effort.doubt_rise * wrong))
-            logger.info("%s: a step of %.3f ms, %d bytes", rival.name, plan.seconds * 1e3, plan.bytes)
-            if rival.name != OWN and limit is not None and plan.bytes > limit:
+            logger.info("%s: a step of %.3f ms, %d bytes", one.name, plan.seconds * 1e3, plan.bytes)
+            if one.search is None and limit is not None and plan.bytes > limit:
                 continue
             if best is None or plan.seconds < best.seconds * (1 - self.effort.gain):
-                best = plan
+                assert plan.provenance is not None
+                best = replace(plan, provenance=replace(plan.provenance, winner=one.name))
         if best is None:
             assert error is not None  # the search's own fits, or raises
             raise error
         return best
+
+    def _tell(self, name: str, seconds: float, precision: str, size: float | None = None) -> None:
+        """Of candidates of one name that are estimated, the shortest counts."""
+        known = self.known.get(name)
+        is_longer = known is not None and known.precision == precision == "estimated" and known.seconds <= seconds
+        if math.isfinite(seconds) and not is_longer:
+            self.known[name] = Candidate(name=name, seconds=seconds, precision=precision, bytes=size)
+
+    def _estimate_best(self) -> None:
+        """Estimates the preset with the shortest step, if only a bound of it is known. It may turn out longer than the
+        bound of another, which then is what a plan says of presets: each estimate writes programs."""
+        presets: Mapping[str, Solved] = dict(self.presets or ())
+        best = min((self.known[name] for name in presets if name in self.known), key=_seconds, default=None)
+        if best is not None and best.precision == "at least":
+            assignment = presets[best.name].assignment
+            seconds, _ = self.steps.estimated_seconds(assignment, None)
+            peak = self.steps.peaks_of(None).estimate(assignment)
+            self._tell(best.name, max(seconds, best.seconds), "estimated", peak)
+
+
+def _seconds(one: Candidate) -> float:
+    return one.seconds
+
+
+def _estimate(one: Estimated) -> float:
+    return one.seconds

@@ -1,32 +1,27 @@
-"""Coordinate descent over the axes of a mesh, from several starts, and the pool of what they end with.
+"""Coordinate descent over the axes of a mesh.
 
 A descent fixes all axes but one and solves that one exactly (bytes, shapes and legality depend on the others), axis
-after axis until nothing improves. The joint options that the descents end with form a pool, which is solved exactly as
-one problem.
+after axis until nothing improves.
 """
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from itertools import cycle
 
-from autopar.passes.blocks.block import Blocks
 from autopar.passes.space.choices import SiteChoice
 from autopar.solve.effort import Effort, Purse
 from autopar.solve.solvers import SOLVERS, TooWide
 
-from .beside import together
-from .options import Axes, Options, coarser_axes, one_by_one, taken
-from .progress import Stage
+from .options import Axes, Options, one_by_one, taken
 from .solving import Solved, Solves
-from .starts import by_blocks
 
 DESCENT_SOLVER = "dp"
-"""Steps of a descent are many and small; the solver that was asked for solves the pool."""
+"""Steps of a descent are many and small; the solver that was asked for solves what they end with."""
 
 
 class Descent:
-    """Descents over one space. `steps` solves their steps, `solver` the pool; each part has a share of `effort`."""
+    """Descents over one space. `steps` solves their steps, `solver` what is one problem, each with a share of `effort`.
+    """
 
     def __init__(
         self,
@@ -34,16 +29,12 @@ class Descent:
         solves: Solves,
         solver: str,
         *,
-        blocks: Callable[[], Blocks],
         effort: Effort,
         log: Callable[[str], None],
     ) -> None:
         self.options, self.solve, self.space, self.log = options, solves, options.space, log
-        self.blocks = blocks
         self.solver, self.steps = solver, DESCENT_SOLVER if SOLVERS[solver].exact else solver
         self.effort = effort
-        self.ends: list[Solved] = []
-        """What the descents from all starts ended with, one of those that cost the same."""
 
     def purse(self, share: float) -> Purse:
         return Purse(left=share * self.effort.work)
@@ -52,72 +43,19 @@ class Descent:
         """The axes of more than one rank, one by one, the slowest first."""
         return one_by_one(self.space)
 
-    def starts(self) -> dict[str, Callable[[], Solved]]:
-        """Name of a start -> the descent from there. Slow axes are freed first, or fast ones: so they are where blocks
-        have split an axis, so that the first ones to be freed see how the others split."""
-        axes, coarser = self.axes(), coarser_axes(self.space)
-        share = self.effort.descents / (4 + len(coarser))
-
-        def descent(order: list[Axes], split: int | None = None) -> Solved:
-            by = self.options.replicated() if split is None else by_blocks(self.options, self.blocks(), split)
-            return self.descend(by, order, purse=self.purse(share))
-
-        descents: dict[str, Callable[[], Solved]] = {
-            "replicated": partial(descent, axes),
-            "blocks": partial(descent, axes[::-1], axes[-1][0]),
-            "replicated, fast axes first": partial(descent, axes[::-1]),
-            "blocks on the slowest axis": partial(descent, axes[::-1], axes[0][0]),
-        }
-        for groups in coarser:
-            name = " ".join("*".join(self.space.axes[axis] for axis in group) for group in groups)
-            descents[f"mesh {name}"] = partial(self._descend_from_coarser, groups, self.purse(share))
-        return descents
-
-    def from_all_starts(self, *, side_by_side: bool, stage: Stage) -> Solved:
-        space, axes = self.space, self.axes()
-        solutions: list[Solved] = []
-        pool: dict[str, dict[SiteChoice, None]] = {name: {} for name in self.options.sites}
-
-        def note(solved: Solved) -> None:
-            solutions.append(solved)
-            for name, choices in taken(space, solved.assignment).items():
-                pool[name].update(dict.fromkeys(choices))
-
-        descents = self.starts()
-        first, *others = descents.values()
-        tasks: list[Callable[[], Solved | None]] = [first, *(partial(self._in_time, descent) for descent in others)]
-        for name, solved in zip(descents, together(stage.told(tasks), worthwhile=side_by_side), strict=True):
-            if solved is None:
-                self.log(f"no time is left for a descent from {name}")
-                continue
-            note(solved)
-            self.log(f"descent from {name}: {solved.score.seconds * 1e3:.3f} ms, {solved.score.bytes / 2**20:.0f} MiB")
-        purse = self.purse(self.effort.pool)
-        for _ in range(self.effort.pool_rounds):
-            if self.effort.is_over:
-                break
-            previous = min(solved.score.objective for solved in solutions)
-            size = sum(map(len, pool.values()))
-            options = {name: list(choices) for name, choices in pool.items()}
-            try:
-                note(self.solve(options, self.solver, bounded=False, last_resort=False, purse=purse))
-            except TooWide as error:  # a descent's end is better than what a cheaper way of solving would find
-                self.log(f"{error}: the pool of {size} options is not solved")
-                break
-            self.log(f"pool of {size} options: {solutions[-1].score.seconds * 1e3:.3f} ms")
-            if solutions[-1].score.objective >= previous * (1 - self.effort.gain) or purse.is_empty:
-                break
-            note(self.descend(taken(space, solutions[-1].assignment), axes, purse=purse))
-        self.ends = list({solved.score: solved for solved in solutions}.values())
-        return min(solutions, key=lambda solved: solved.score.objective)
-
-    def _in_time(self, descent: Callable[[], Solved]) -> Solved | None:
-        return None if self.effort.is_over else descent()
-
-    def _descend_from_coarser(self, groups: list[Axes], purse: Purse) -> Solved:
-        """From where the descent on a coarser mesh ends."""
-        start = self.descend(self.options.replicated(), groups, purse=purse)
-        return self.descend(taken(self.space, start.assignment), self.axes(), purse=purse)
+    def checked(self, best: Solved, purse: Purse) -> Solved:
+        """What a solver that was asked for by name finds beside a solution with the first axis free, if that is better,
+        and not too wide for it."""
+        if self.solver == self.steps:
+            return best
+        axes, beside = self.axes()[0], taken(self.space, best.assignment)
+        allowed = {name: self.options.free(self.options.sites[name], choices, axes) for name, choices in beside.items()}
+        try:
+            solved = self.solve(allowed, self.solver, bounded=False, last_resort=False, purse=purse)
+        except TooWide as error:
+            self.log(f"{error}: {self.solver} checks nothing")
+            return best
+        return min(best, solved, key=lambda one: one.score.objective)
 
     def at_price(self, price: float, start: Solved, purse: Purse) -> Solved:
         return self.descend(taken(self.space, start.assignment, in_middle=True), self.axes(), price, purse=purse)

@@ -40,8 +40,8 @@ SolveAt = Callable[[float, Solved, Purse], Solved]
 
 class Limit:
     """A limit on the peak of an assignment; without `peaks`, on its sum of bytes. Without one the plan is `cheapest`;
-    `several` says that it is that of descents from several starts, `allowed` that the options of sites are restricted.
-    `quick` mixes the options of the cheapest plan, and looks at no others if that keeps the limit."""
+    `allowed` says that the options of sites are restricted. `quick` mixes the options of the cheapest plan, and looks
+    at no others if that keeps the limit."""
 
     def __init__(
         self,
@@ -51,14 +51,13 @@ class Limit:
         cheapest: Solved,
         solve_at: SolveAt,
         *,
-        several: bool,
         quick: bool,
         allowed: Allowed | None,
         log: Callable[[str], None],
         stage: Stage = WHOLE,
     ) -> None:
         self.cheapest, self.solve_at, self.allowed = cheapest, solve_at, allowed
-        self.descent, self.several, self.quick, self.log, self.stage = descent, several, quick, log, stage
+        self.descent, self.quick, self.log, self.stage = descent, quick, log, stage
         self.effort, self.peaks = descent.effort, peaks
         self.bytes_limit = self.aim = limit_bytes
         """`aim` is the limit on estimates, so that the exact peak keeps `bytes_limit`."""
@@ -96,9 +95,6 @@ class Limit:
         """
         purse = self.descent.purse(self.effort.limit)
         pool = _Pool(self.descent, self.cheapest, self.allowed)
-        alone = self._alone(purse)
-        if alone is not None:
-            pool.add(alone[0])
         excess, bound = self._generate(pool, purse, sure=sure)
         kept = self._mixed(pool, excess, purse)
         if not kept and self.peaks is not None:  # another excess may lead to sums that can be had
@@ -109,24 +105,9 @@ class Limit:
             pool.price = self._most
             if pool.add(smallest):
                 kept = self._mixed(pool, self._excess(smallest), self.descent.purse(self.effort.limit))
-        least = min((solved.score.objective for solved in kept), default=math.inf)
-        if alone is not None and alone[1].score.objective < least and not self._is_over(alone[1]):
-            kept = [alone[1]]
         best = min(kept, key=lambda solved: solved.score.objective) if kept else self._smallest(pool, sure=sure)
         self.log(f"within {self.aim:.0f} bytes: {best.score.seconds * 1e3:.3f} ms, {self._peak(best):.0f} bytes")
         return replace(best, lower_bound=min(bound, best.score.objective))
-
-    def _alone(self, purse: Purse) -> tuple[Solved, Solved] | None:
-        """Of what the descents without a limit ended with, that whose own options have the cheapest solution under the
-        limit, and this one: the cheapest plan without a limit may lie far from the cheapest within it."""
-        row, found = self.aim - self._excess(self.cheapest), []
-        ends = self.descent.ends if self.several and not self.effort.is_over else []
-        for end in ends if len(ends) > 1 else ():
-            if (solved := _Pool(self.descent, end, self.allowed).solved(row, purse)) is not None:
-                found.append((end, solved))
-                free, within = end.score.seconds * 1e3, solved.score.seconds * 1e3
-                self.log(f"{free:.3f} ms without a limit, {within:.3f} ms within")
-        return min(found, key=lambda pair: pair[1].score.objective, default=None)
 
     def _generate(self, pool: "_Pool", purse: Purse, *, sure: bool) -> tuple[float, float]:
         """Fills the pool with what is worth having at the price that the limit puts on memory in it (column
@@ -169,10 +150,6 @@ class Limit:
                 break
             if not corrected and self.peaks is not None:
                 excess, corrected = self._corrected(solved, sure=sure), True
-        # the cheapest plan without a limit may lie far from the cheapest within it
-        if self.several and price and not self._is_spent(purse):
-            start = self.descent.options.replicated()
-            pool.add(self.descent.descend(start, self.descent.axes(), price, purse=purse))
         return excess, bound
 
     def _is_spent(self, purse: Purse) -> bool:

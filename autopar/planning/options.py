@@ -23,16 +23,6 @@ def one_by_one(space: Space) -> list[Axes]:
     return _slowest_first(space, ((axis,) for axis, ranks in enumerate(space.mesh) if ranks > 1))
 
 
-def coarser_axes(space: Space) -> list[list[Axes]]:
-    """The axes of coarser meshes, in which two neighbours are one axis, the slowest first."""
-    wide = [axis for axis, ranks in enumerate(space.mesh) if ranks > 1]
-    if len(wide) < 3:
-        return []
-    pairs = range(len(wide) - 1)
-    groups = ([*((a,) for a in wide[:at]), (wide[at], wide[at + 1]), *((a,) for a in wide[at + 2 :])] for at in pairs)
-    return [_slowest_first(space, of_mesh) for of_mesh in groups]
-
-
 def _slowest_first(space: Space, groups: Iterable[Axes]) -> list[Axes]:
     links = space.redistributor.links
     return sorted(groups, key=lambda axes: min(links[axis].bytes_per_second for axis in axes))

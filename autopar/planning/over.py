@@ -87,7 +87,7 @@ def quick_seconds(on: OnMeshes, request: Request, meshes: int, below: float) -> 
 
     def descent(limit: float | None, start: Assignment | None = None) -> SearchResult:
         asked = replace(request, solver="dp", memory_limit_bytes=math.inf if limit is None else limit)
-        return on.search(asked, share=share).run(bounded=False, thorough=False, below=below, start=start)
+        return on.search(asked, share=share).run(bounded=False, sure=False, below=below, start=start)
 
     start = None
     if request.memory_limit_bytes is None:

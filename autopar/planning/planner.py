@@ -238,13 +238,11 @@ class Planner:
         space = self.space if mode.space is None else self.seconds.timed("prices", mode.space, self.space)
         bounded = space.cluster.device.operators is None  # bounds hold only for rooflines
         choice = Choice(self.searches, self.steps, self.describe, self.seconds)
-        by_timeline = preset is None and mode.by_timeline
-        searched = self.searches.hiding(self.effort.hidden_part) if by_timeline else space
 
         def attempt(request: Request, below: float) -> Plan | None:
-            search = self.search(request, searched, pinned=mode.pinned if preset is None else None)
-            if by_timeline:
-                return choice.shortest(search, request, below=below)
+            if preset is None and mode.by_timeline:
+                return choice.shortest(request, below=below)
+            search = self.search(request, space, pinned=mode.pinned if preset is None else None)
             best: SearchResult = self.seconds.timed("search", search.run, allowed, bounded=bounded)
             if space is not self.space:
                 logger.info("%s: %.6g, at least %.6g", request.cost, best.score.seconds, best.lower_bound)

@@ -25,15 +25,15 @@ logger = logging.getLogger("autopar")
 
 def nearby(planner: Planner, plan: Plan, request: Request) -> list[Plan]:
     """The results of two descents from a plan at a planner's prices: one as if nothing overlapped, the other as
-    if half of the traffic in buckets did."""
+    if as much of the traffic in buckets did as does in the plan's timeline."""
     start = planner.assignment(plan)
     plans: list[Plan] = []
 
     def near(space: Space, request: Request, _: float) -> Plan:
-        result = planner.search(request, space).run(start=start, bounded=False, thorough=False)
+        result = planner.search(request, space).run(start=start, bounded=False, sure=False)
         return planner.describe(planner.searches.priced(result), request)
 
-    for hidden in (0.0, planner.effort.hidden_part):
+    for hidden in dict.fromkeys((0.0, planner.steps.hidden_part(start))):
         try:
             attempt = partial(near, planner.searches.hiding(hidden))
             plans.append(fitting(planner.steps, request, planner.limit(request), attempt))

@@ -7,12 +7,9 @@ optimum, wider ones to within a percent (`solve.relax`). The search proves no op
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
-from autopar.passes.blocks import partition
-from autopar.passes.blocks.block import Blocks
 from autopar.passes.space.problem import Allowed, Assignment
 from autopar.passes.space.space import Space
 from autopar.solve.effort import EFFORT, Effort
@@ -49,32 +46,22 @@ class Search:
         pins: Pins | None = None,
         peaks: Peaks | None = None,
         effort: Effort = EFFORT,
-        blocks: Callable[[], Blocks] | None = None,
         recompute: bool = True,
         stage: Stage = WHOLE,
     ) -> None:
-        """`blocks` returns the graph's blocks, if the caller caches them. `recompute`: copies of segments may be."""
+        """`recompute`: copies of segments may be."""
         self.space, self.bytes_limit, self.peaks, self.log, self.effort = space, bytes_limit, peaks, log, effort
         self.options, self.stage = Options(space, pins or {}, bytes_limit), stage
         self.sites = self.options.sites
         recompute = recompute and bytes_limit is not None and peaks is not None
         self.solve = Solves(space, log, effort, recompute=recompute)
-        self.descent = Descent(
-            self.options,
-            self.solve,
-            solver,
-            blocks=blocks or partial(partition.blocks, space.graph, max(space.mesh)),
-            effort=effort,
-            log=log,
-        )
+        self.descent = Descent(self.options, self.solve, solver, effort=effort, log=log)
         self.cheapest: tuple[Solved, SolveAt] | None = None
         """The cheapest solution without a limit, and a function that solves at a price of memory."""
         self.limited: tuple[Limit | None, Solved] | None = None
         """The best within the limit by estimated peaks."""
         self.proved = False
         """Whether the space is one problem, so that its bound holds for the space."""
-        self.several = False
-        """Whether the cheapest is that of descents from several starts."""
         self.allowed: Allowed | None = None
         """The options that the solution is restricted to, if it is."""
 
@@ -89,21 +76,19 @@ class Search:
         *,
         start: Assignment | None = None,
         bounded: bool = True,
-        thorough: bool = True,
-        sure: bool | None = None,
+        sure: bool = True,
         below: float = math.inf,
     ) -> SearchResult:
-        """The best assignment of the space, or of `allowed`; `bounded` asks a solver for its bound. A search that is
-        not `thorough` is one descent from `start`, which ends early if it costs `below` seconds or more. If it is not
-        `sure` (not given: not thorough), the result may exceed the limit, as it does if its peak exceeds the estimate.
+        """The best assignment of the space, or of `allowed`; `bounded` asks a solver for its bound. A descent
+        from `start` ends early if it costs `below` seconds or more. If it is not `sure`, the result may exceed the
+        limit, as it does if its peak exceeds the estimate.
 
         Raises `Infeasible` if nothing keeps the memory limit.
         """
         started = time.perf_counter()
-        best = self.explore(allowed, start=start, bounded=bounded, thorough=thorough, below=below)
+        best = self.explore(allowed, start=start, bounded=bounded, below=below)
         if not best.score.objective < below:
             return self._result(best, started)
-        sure = thorough if sure is None else sure
         result = self._result(self._limited(self.peaks, sure=sure), started)
         if sure:
             result = self._result(self.confirmed(), started)
@@ -115,12 +100,12 @@ class Search:
         *,
         start: Assignment | None = None,
         bounded: bool = True,
-        thorough: bool = True,
         below: float = math.inf,
-        known: Sequence[Solved] = (),
+        known: Solved | None = None,
     ) -> Solved:
-        """The cheapest solution without the memory limit, with its bound if the space is one problem; of `known`, if a
-        search of the same space without a limit ended with these."""
+        """The cheapest solution without the memory limit, with its bound if the space is one problem, or else that of
+        one descent from `start` (not given: all replicated); `known`, if a search of the same space without a limit
+        gave that."""
         if allowed is not None:
             allowed = {name: self.options.keeping(self.sites[name], choices) for name, choices in allowed.items()}
         elif (
@@ -129,31 +114,23 @@ class Search:
         ):
             everything = self.options.everything()
             allowed = {n: joint(self.sites[n], p, self.bytes_limit) for n, p in everything.items()}
-        self.proved, self.several = allowed is not None, allowed is None and thorough
-        self.allowed = allowed
+        self.allowed, self.proved = allowed, allowed is not None
         descent = self.descent
-        found = min(known, key=lambda solved: solved.score.objective, default=None)
+        purse = descent.purse(self.effort.descents)
         if allowed is not None:
             options = allowed
-            purse = descent.purse(self.effort.descents + self.effort.pool)
-            best = found or self.solve(options, descent.solver, bounded=bounded, purse=purse)
+            best = known or self.solve(options, descent.solver, bounded=bounded, purse=purse)
             self.cheapest = best, lambda price, _, purse: self.solve(options, descent.steps, price=price, purse=purse)
         else:
             first = self.options.replicated() if start is None else taken(self.space, start)
-            one = descent.purse(self.effort.descents)
-            best = found or (
-                descent.from_all_starts(side_by_side=self.is_large, stage=self.stage.exploring)
-                if thorough
-                else descent.descend(first, descent.axes(), below=below, purse=one)
-            )
+            best = known or descent.checked(descent.descend(first, descent.axes(), below=below, purse=purse), purse)
             self.cheapest = best, descent.at_price
-        descent.ends = descent.ends or [*known] or [best]
         return best
 
     def mixed(self, cheapest: Solved, allowed: Allowed) -> Solved:
         """What keeps the limit of the options of the `cheapest` of those `allowed`; of others where these do not. Its
         peak is estimated, roughly. Raises `Infeasible` as `run`."""
-        self.explore(allowed, bounded=False, known=[cheapest])
+        self.explore(allowed, bounded=False, known=cheapest)
         return self._limited(self.peaks, sure=False, quick=True)
 
     def near(self, start: Solved) -> Solved | None:
@@ -192,7 +169,6 @@ class Search:
         assert self.bytes_limit is not None
         return Limit(
             *(self.descent, self.bytes_limit, peaks, cheapest, solve_at),
-            several=self.several,
             quick=quick,
             allowed=self.allowed,
             log=self.log,

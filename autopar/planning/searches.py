@@ -54,7 +54,6 @@ class Searches:
             pins=given if pinned is None else pinned(space, given),
             peaks=self.steps.peaks_of(request.bytes_limit),
             effort=self.effort.share(share),
-            blocks=self.blocks,
             recompute=self.training.recompute == "auto",
             stage=request.stage,
         )

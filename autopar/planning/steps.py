@@ -31,6 +31,9 @@ BUCKETS = (LIMIT_BYTES, LIMIT_BYTES // 8, LIMIT_BYTES // 64, LIMIT_BYTES // 512)
 
 _SECONDS = ("seconds", "exposed_seconds")
 
+HIDDEN_DIGITS = 2
+"""Of the part that is hidden: a finer one would be another space with tables of its own."""
+
 KEPT_ROUGHLY = 3
 """Copies of each run in a rough estimate: one in the middle, between two like it."""
 
@@ -141,6 +144,17 @@ class Steps:
         of_parts, exposed_of_parts = (sum(n * getattr(t, what) for t, _, n in parts) for what in _SECONDS)
         exposed = step * exposed_of_parts / of_parts
         return step + optimizer_seconds(self.space, assignment), exposed
+
+    def hidden_part(self, assignment: Assignment) -> float:
+        """The part of what travels in buckets that passes while a rank computes, by the timeline of few copies of an
+        assignment: of the seconds of all collectives that are not exchanges."""
+        copies = KEPT if shortened(self.writer.space, assignment) is not None else 0
+        total = hidden = 0.0
+        for of_few, _, times in self.run.timelines(self.writer.unsplit(assignment, BUCKETS[0], copies)):
+            for row in of_few.communication:
+                if row.kind != "all_to_all":
+                    total, hidden = total + times * row.seconds, hidden + times * row.hidden_seconds
+        return round(hidden / total, HIDDEN_DIGITS) if total else 0.0
 
     def seconds(self, assignment: Assignment, bucket_bytes: int) -> tuple[float, float]:
         """The seconds of an assignment's step by its timeline, and for how many of them a rank stalls."""

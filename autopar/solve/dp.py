@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -68,9 +68,9 @@ def solve_dp(
         solution, exact = Candidate(choice=choice, score=evaluate(problem, choice), price=0.0), False
         price = 0.0
     if bytes_limit is not None and solution.score.bytes > bytes_limit:
-        if _joint_options(problem) <= TRIED_OPTIONS:
-            return solve_exhaustive(problem, bytes_limit=bytes_limit)
         choice, at = within_limit(problem, library, bytes_limit)
+        if _joint_options(problem) <= TRIED_OPTIONS:
+            return replace(solve_exhaustive(problem, bytes_limit=bytes_limit), price=at.price)
         solution = Candidate(choice=choice, score=evaluate(problem, choice), price=at.price)
         bound, price, exact = at.lower_bound, at.price, False
     objective = solution.score.objective
@@ -146,6 +146,6 @@ def within_limit(problem: Problem, library: Library, bytes_limit: float) -> tupl
 
 
 def _joint_options(problem: Problem) -> int:
-    """Of the part that has most: of the problem, or of a body in it."""
+    """Of the part that has most: of the problem, or of the copies of a body in it, each for itself."""
     own = math.prod(len(variable.options) for variable in problem.variables)
-    return max(own, *(_joint_options(repeat.body) for repeat in problem.repeats), 1)
+    return max(own, *(repeat.count * _joint_options(repeat.body) for repeat in problem.repeats), 1)

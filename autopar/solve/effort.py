@@ -65,14 +65,12 @@ class Effort:
     # ---- one search: its work, in table entries that are read, and the shares of its parts
     work: float = 1.5e10
     """Of all parts: some 8 seconds of one core, of which usual models need a third."""
-    descents: float = 0.4
-    """From several starts, in equal parts: what they end with is the plan, mostly."""
-    pool: float = 0.2
-    """The options that descents ended with, as one problem, and the descents that follow."""
-    limit: float = 0.1
+    descents: float = 0.5
+    """The descent, or the whole as one problem, where it is no more."""
+    limit: float = 0.2
     """Solves at prices of memory, and under its limit."""
     hidden: float = 0.1
-    """Searches from the best plan, with other parts of what travels in buckets hidden: a descent each."""
+    """Descents from the best candidates at the prices that timelines give."""
     presets: float = 0.2
     """What each preset leaves, in equal parts, beside a search."""
 
@@ -82,8 +80,6 @@ class Effort:
     # ---- several axes
     joint_options: int = 8
     """A space whose sites have no more joint options is solved as one problem."""
-    pool_rounds: int = 3
-    """Times that the pool is solved, and a descent follows from its answer."""
     gain: float = 1e-6
     """The relative improvement below which a descent, a pool or another plan counts as none."""
     hopeless: float = 1.3
@@ -94,15 +90,15 @@ class Effort:
     """Joint options of a space from which on parts of its search are worth a process of their own."""
 
     # ---- the choice among candidates
-    hidden_part: float = 0.5
-    """Of what travels in buckets: what the search takes to pass while the rank computes."""
-    hidden_parts: tuple[tuple[float, ...], ...] = ((0.25, 0.0), (0.75, 0.9))
-    """Other such parts, at which the best plan is searched on: less and less, and else more and more, as long as that
-    makes the step shorter."""
-    ends_within: float = 0.1
-    """What other descents ended with is looked at if it costs no more than this part above the cheapest."""
+    rounds: int = 3
+    """Times that timelines give prices, at which descents lead on from the shortest candidate."""
+    hidden_within: float = 0.5
+    """Of what the cheapest plan's timeline hides, where a memory limit binds: of 0, a half and all, a half was the best
+    for Llama-3-8B, Mixtral, BERT and GPT-2 together."""
+    rival: float = 1.5
+    """A preset is estimated if it is no longer than so many times the shortest, at the prices of its timeline."""
     hidden_worth: float = 0.02
-    """It is searched on where communication has at least this part of a step."""
+    """Descents lead on where communication has at least this part of a step."""
     unsplit: float = 0.15
     """Of a step that a program of few copies predicts, with nothing in parts: parts may save so much."""
     unsure: float = 0.05
@@ -164,7 +160,7 @@ class Effort:
     """A program is stopped when it is slower by so much than the best could be."""
 
     def __post_init__(self) -> None:
-        total = self.descents + self.pool + self.limit + self.hidden + self.presets
+        total = self.descents + self.limit + self.hidden + self.presets
         assert math.isclose(total, 1.0), total
 
     @property
@@ -179,12 +175,12 @@ class Effort:
     @property
     def hidden_share(self) -> float:
         """Of the work: such a search is one descent."""
-        return self.hidden / self.descents / max(1, len(self.hidden_parts))
+        return self.hidden / self.descents / self.rounds
 
     @property
     def preset_share(self) -> float:
         """Of the work: what a preset leaves is solved as one problem."""
-        return self.presets / self.own_presets / (self.descents + self.pool)
+        return self.presets / self.own_presets / self.descents
 
 
 EFFORT = Effort()
