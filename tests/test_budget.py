@@ -196,7 +196,7 @@ def test_a_meter_takes_what_is_left_and_remembers_what_it_refused() -> None:
 
 def test_shares_of_a_search_are_all_of_its_work() -> None:
     with pytest.raises(AssertionError):
-        replace(EFFORT, pool=0.5)
+        replace(EFFORT, limit=0.5)
 
 
 WIDE = {"a": 2, "b": 2, "c": 2}

@@ -99,9 +99,8 @@ class Choice:
     # ---- the search's own
 
     def _own(self, search: Search, cheapest: Solved, request: Request) -> tuple[list[Estimated], DoesNotFit | None]:
-        """The best within the limit by estimated peaks, or why there is none. If the cheapest needs too much, bytes have
-        a price, and of the traffic a part hides of that which the cheapest's timeline does: what hides it needs bytes.
-        """
+        """The best within the limit by estimated peaks, or why there is none. If the cheapest needs too much, bytes
+        have a price, and less traffic hides than by the cheapest's timeline: what hides it needs bytes."""
         limit = request.bytes_limit
         if limit is not None and self.steps.peaks_of(limit, BUCKETS[:1]).rough(cheapest.assignment) > limit:
             hidden = self.flow.timed("steps", self.steps.hidden_part, cheapest.assignment)

@@ -150,6 +150,10 @@ class Limit:
                 break
             if not corrected and self.peaks is not None:
                 excess, corrected = self._corrected(solved, sure=sure), True
+        # the cheapest plan without a limit may lie far from the cheapest within it
+        if self.allowed is None and price and not self._is_spent(purse):
+            start = self.descent.options.replicated()
+            pool.add(self.descent.descend(start, self.descent.axes(), price, purse=purse))
         return excess, bound
 
     def _is_spent(self, purse: Purse) -> bool:

@@ -5,10 +5,8 @@ from collections.abc import Iterable
 from functools import cached_property
 from itertools import chain, product
 
-from autopar.ir.layout import Split
 from autopar.passes.space.choices import KEEP, NO_POLICY, REGATHER, AxisChoice, Policy, SiteChoice
 from autopar.passes.space.problem import Allowed, Assignment
-from autopar.passes.space.propagation import reached
 from autopar.passes.space.sites import Site, joined_borders
 from autopar.passes.space.space import Space
 
@@ -135,27 +133,6 @@ class Options:
     def replicated(self) -> dict[str, list[SiteChoice]]:
         """Every site replicated, as far as constraints let it."""
         return {name: [self._pinned(site, self.space.replicated(site))] for name, site in self.sites.items()}
-
-    def batch(self, *, without: int) -> dict[str, list[SiteChoice]]:
-        """Every site splits by the batch on as many axes as it can, the first axes first, except for one axis."""
-        space = self.space
-        inputs = [site for site in self.sites.values() if site.kind == "input" and site.meta and site.meta.shape]
-        starts = [(site.name, Split(0, site.meta.shape[0])) for site in inputs if site.meta]
-        by_batch = {ranks: reached(space, ranks, starts) for ranks in set(space.mesh) if ranks > 1}
-        chosen = {}
-        for name, site in self.sites.items():
-            choice = space.replicated(site)
-            for axis, ranks in enumerate(space.mesh):
-                if ranks > 1 and axis != without and site.kind in ("op", "border"):
-                    splits = by_batch[ranks].splits.get(name, {})
-                    along = by_batch[ranks].choices(site) or tuple(AxisChoice("S", s.dim, s.period) for s in splits)
-                    for option in along:
-                        wider = choice.on(axis, option)
-                        if option in site.choices[ranks] and space.option(site, wider) is not None:
-                            choice = wider
-                            break
-            chosen[name] = [self._pinned(site, choice)]
-        return chosen
 
     def free(self, site: Site, choices: Iterable[SiteChoice], axes: Axes) -> list[SiteChoice]:
         """The choices with one axis free, or with several that choose alike, as one axis of a coarser mesh."""
