@@ -5,9 +5,9 @@ in many ways, beside contiguous ones.
     python benchmarks/strides.py --without-contract   # kernels as they are: what the contract has to say
     python benchmarks/strides.py --only layer_norm group_norm --draws 60
 
-Arguments are those that the oracle's tests draw (`tests/test_ops.py`), in float64, float32 and bfloat16, with many dims
-of size 1. Each operand is laid out alone, and all of them at random. Operators run in processes of their own: a kernel
-that reads beyond an operand may end one.
+Arguments are those that the oracle's tests draw (`tests/ops/test_ops.py`), in float64, float32 and bfloat16, with many
+dims of size 1. Each operand is laid out alone, and all of them at random. Operators run in processes of their own: a
+kernel that reads beyond an operand may end one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path += [str(Path(__file__).resolve().parents[1] / "tests" / folder) for folder in ("support", "ops", "")]
 
 import test_ops
 

@@ -7,8 +7,8 @@
 A file holds a plan (its decisions, layouts, collectives, predicted seconds and bytes) and its program: on 4 ranks every
 instruction of the solver's own plan (of `LONG` models, as of other plans, every collective); on 64 ranks counts and
 digests. A preset or a limit that no plan keeps is recorded by its message. All take some minutes;
-`tests/test_golden.py` checks those that are quick to plan. Write them anew only where a plan is meant to change, and
-say in the commit why it does.
+`tests/planning/test_golden.py` checks those that are quick to plan. Write them anew only where a plan is meant to
+change, and say in the commit why it does.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "tests" / "golden"
-sys.path[:0] = [path for path in (str(ROOT / "tests"), str(ROOT / "examples")) if path not in sys.path]
+sys.path[:0] = [path for path in (str(ROOT / "tests/support"), str(ROOT / "examples")) if path not in sys.path]
 
 from golden_text import differences, group_lines, plan_lines, program_lines  # noqa: E402
 
