@@ -26,8 +26,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from autopar import lab
 from autopar.cluster.library import named_cluster
+from autopar.extras import lab
 
 FILES = Path(__file__).parent / "lab"
 TIMEOUT_SECONDS = 1500.0

@@ -32,6 +32,7 @@ import test_ops
 from autopar.ir.graph import overload, parameters
 from autopar.ops.contract import prepared_arguments
 from autopar.ops.oracle import LAYOUTS, laid_out
+from autopar.ops.registry import REGISTERED
 from autopar.ops.rules import RULES
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -183,7 +184,7 @@ def main() -> None:
     parser.add_argument("--without-contract", action="store_true", help="give kernels operands as they lie")
     options = parser.parse_args()
     tried, wrong, context = 0, 0, multiprocessing.get_context("fork")
-    for op in RULES.rows:
+    for op in (*RULES.rows, *REGISTERED.own):
         if any(name in op for name in MEANINGLESS) or not any(name in op for name in options.only or ("",)):
             continue
         receive, send = context.Pipe(duplex=False)

@@ -25,14 +25,14 @@ from .later import Later
 if TYPE_CHECKING:
     import torch
 
-    from autopar import lab
     from autopar.cluster import calibration, measurements
     from autopar.cluster.machine import Cluster, Device, Groups, Level
+    from autopar.extras import lab
     from autopar.runtime import measure
     from autopar.runtime.measure import operators
 else:
     torch = Later("torch")
-    lab = Later("autopar.lab")
+    lab = Later("autopar.extras.lab")
     calibration = Later("autopar.cluster.calibration")
     measurements = Later("autopar.cluster.measurements")
     measure = Later("autopar.runtime.measure")

@@ -13,6 +13,7 @@ from .halo import Window, at_end, halo_added, slice_of, with_halo
 from .local import Arguments, Local, replaced
 from .pooling import leading
 from .rule import Call, Emitter, OpRule
+from .rules import Entry, aten
 from .template import Name, Named, assemble
 
 
@@ -171,6 +172,23 @@ def _returned(emitter: Emitter, gradient: Ref, dim: int, window: Window, axes: t
             parts.append(slice_of(emitter, result, dim, place + 1, rows))
         result = emitter.op("aten.cat.default", tuple(parts), dim)
     return result
+
+
+def upsampled(spatial: int) -> dict[str, Entry]:
+    """Nearest and linear upsampling of this many dims, and their backward ops."""
+    sizes, linear = local_sizes(spatial), ("linear", "bilinear", "trilinear")[spatial - 1]
+    return {
+        **aten(f"upsample_nearest{spatial}d upsample_nearest{spatial}d_backward", Entry(nearest(spatial), sizes)),
+        **aten(
+            f"_upsample_nearest_exact{spatial}d _upsample_nearest_exact{spatial}d_backward",
+            Entry(nearest(spatial, centred=True), sizes),
+        ),
+        **aten(f"upsample_{linear}{spatial}d upsample_{linear}{spatial}d_backward", interpolating(spatial, 1)),
+    }
+
+
+def interpolating(spatial: int, taps: int) -> Entry:
+    return Entry(interpolated(spatial, taps), local_sizes(spatial), interpolation(spatial, taps))
 
 
 def shuffled(*, up: bool) -> Rule:

@@ -16,7 +16,6 @@ from measured import CLUSTER, SIZES, measurements
 from ranks import run
 from typer.testing import CliRunner
 
-from autopar import lab
 from autopar.cli import app
 from autopar.cluster.calibration import check, compute_check, fit, step_range
 from autopar.cluster.collectives import collective_seconds, price, prices
@@ -25,6 +24,7 @@ from autopar.cluster.library.write import cluster_toml
 from autopar.cluster.links import GLOO, KINDS
 from autopar.cluster.machine import Cluster, Level
 from autopar.cluster.measurements import Measurements, Sample
+from autopar.extras import lab
 from autopar.ir.graph import Node, Ref, TensorMeta
 from autopar.ops.rule import Call
 from autopar.ops.rules import RULES, rule_of

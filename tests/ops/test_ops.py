@@ -25,6 +25,7 @@ from autopar.ir.graph import JointGraph, map_references, overload, parameters
 from autopar.ir.randomness import keys
 from autopar.ops import emit, oracle, sdpa
 from autopar.ops.oracle import Report, RuleError, check_rule, make_call
+from autopar.ops.registry import REGISTERED
 from autopar.ops.rule import Call, Factor, OpRule
 from autopar.ops.rules import RULES, needs_no_rule, rule_of
 
@@ -988,7 +989,7 @@ def _pointwise(op: str) -> Example:
     return draw_arguments
 
 
-@pytest.mark.parametrize("op", sorted(RULES.rows))
+@pytest.mark.parametrize("op", sorted({*RULES.rows, *REGISTERED.own}))
 def test_rule_of_every_op(op: str) -> None:
     """Whatever the rule allows is right, and it was tried: each factor and each linear set, in some
     example of the op."""

@@ -19,11 +19,11 @@ import ranks
 import torch
 import torch.distributed as dist
 
-from autopar import lab
 from autopar.cli import main
 from autopar.cluster.library import named_cluster
-from autopar.lab import supervisor
-from autopar.lab.launch import network
+from autopar.extras import lab
+from autopar.extras.lab import supervisor
+from autopar.extras.lab.launch import network
 
 pytestmark = pytest.mark.timeout(120)
 needs_lab = pytest.mark.skipif(bool(lab.missing()), reason=f"a lab needs {', '.join(lab.missing())}")
@@ -223,7 +223,7 @@ def test_a_rank_that_fails_ends_before_its_interpreter_can_abort(tmp_path: Path)
     call.write_text(json.dumps({"arguments": [], **where}))
     alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     done = subprocess.run(
-        [sys.executable, "-m", "autopar.lab.rank", str(call), str(tmp_path / "result.json")],
+        [sys.executable, "-m", "autopar.extras.lab.rank", str(call), str(tmp_path / "result.json")],
         env={**os.environ, **alone, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,

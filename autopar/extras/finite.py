@@ -14,13 +14,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autopar.extensions import Plug
 from autopar.ir.graph import Node
 from autopar.ir.program import Program, ProgramInput, ProgramOutput
-
-from .agree import exchange, place_of
-from .execute import watched_by
-from .held import State
-from .placements import unpadded
+from autopar.runtime.agree import exchange, place_of
+from autopar.runtime.call import WATCHES
+from autopar.runtime.execute import watched_by
+from autopar.runtime.held import State
+from autopar.runtime.placements import unpadded
 
 
 class Watch:
@@ -57,13 +58,10 @@ def kinds_of(value: Any) -> set[str]:
 
 
 @contextmanager
-def finite(state: State, is_on: bool, what: str, inputs: Sequence[torch.Tensor]) -> Iterator[list[Any]]:
+def finite(state: State, what: str, inputs: Sequence[torch.Tensor]) -> Iterator[list[Any]]:
     """Within it a pass runs, and puts its results, in the order of the program's, into the list. Raises
     FloatingPointError on all ranks, at its end, if any is not finite."""
     results: list[Any] = []
-    if not is_on:
-        yield results
-        return
     watch = Watch(state.program)
     watch.given(state.inputs if what == "forward" else (), inputs)
     with watched_by(watch):
@@ -97,3 +95,6 @@ def _kinds(state: State, output: ProgramOutput, local: torch.Tensor) -> set[str]
     if output.meta is None:
         return kinds_of(local)
     return kinds_of(unpadded(local, output.meta.shape, output.layout, state.program.mesh, state.coordinate))
+
+
+WATCHES.know(Plug("finite", finite))

@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor
 
 from autopar.compat.distributed import local_tensor
 from autopar.compat.optimizing import muon_rate, orthogonalized
+from autopar.extensions import Plug
 from autopar.ir.layout import Layout, Shape, Split, valid_shape
-
-from .agree import coordinate_of, watched
-from .boxes import boxes
-from .sharded import like, local_gradient, loss_of
+from autopar.runtime.agree import coordinate_of, watched
+from autopar.runtime.boxes import boxes
+from autopar.runtime.sharded import OPTIMIZERS, like, local_gradient, loss_of
 
 
 @dataclass(frozen=True)
@@ -194,3 +194,6 @@ def _taking(got: Sequence[torch.Tensor]) -> Callable[[int, int], torch.Tensor]:
         return got[rank][at[rank] - elements : at[rank]]
 
     return take
+
+
+OPTIMIZERS.know(Plug("Muon", Muon))

@@ -1,4 +1,4 @@
-"""One rank of `autopar.lab.run`: python -m autopar.lab.rank CALL RESULT, both files of JSON."""
+"""One rank of `autopar.extras.lab.run`: python -m autopar.extras.lab.rank CALL RESULT, both files of JSON."""
 
 import gc
 import importlib

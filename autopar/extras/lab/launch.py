@@ -210,7 +210,7 @@ def run(
         call = Path(folder, "call.json")
         call.write_text(json.dumps({"arguments": arguments, **_where(function)}))
         commands = [
-            [sys.executable, "-m", "autopar.lab.rank", str(call), str(Path(folder, f"{rank}.json"))]
+            [sys.executable, "-m", "autopar.extras.lab.rank", str(call), str(Path(folder, f"{rank}.json"))]
             for rank in range(shape.ranks)
         ]
         path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)

@@ -7,8 +7,11 @@ from typing import Any
 
 import torch
 
-from .families import FIRST, either, from_template
-from .rule import Call
+from autopar.ops.families import FIRST, either, from_template
+from autopar.ops.registry import know
+from autopar.ops.rule import Call
+from autopar.ops.rules import Entry, own
+from autopar.ops.strides import needs
 
 Lengths = torch.Tensor | Sequence[int]
 
@@ -93,13 +96,21 @@ def _apart(call: Call) -> bool:
     return len(call.inputs[1 if call.node.op == "autopar.ctc_loss.default" else 2].shape) == 2
 
 
-rule = either(
-    _apart,
-    from_template("t! n c!, n s!, n, n -> n", even=("n",)),
-    from_template("t! n! c!, s!, n!, n! -> n!"),
-)
-rule_backward = either(
-    _apart,
-    from_template("n, t! n c!, n s!, n, n -> t! n c!", linear=FIRST, even=("n",)),
-    from_template("n!, t! n! c!, s!, n!, n! -> t! n! c!", linear=FIRST),
-)
+know({
+    **own("ctc_loss", Entry(
+        either(
+            _apart,
+            from_template("t! n c!, n s!, n, n -> n", even=("n",)),
+            from_template("t! n! c!, s!, n!, n! -> n!"),
+        ),
+        strides=needs("targets"),
+    )),
+    **own("ctc_loss_backward", Entry(
+        either(
+            _apart,
+            from_template("n, t! n c!, n s!, n, n -> t! n c!", linear=FIRST, even=("n",)),
+            from_template("n!, t! n! c!, s!, n!, n! -> t! n! c!", linear=FIRST),
+        ),
+        strides=needs("targets"),
+    )),
+})  # fmt: skip

@@ -8,16 +8,20 @@ them what is selected is a `Selected`; whoever is not CTC loss gets what PyTorch
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import torch.utils._pytree as pytree
 
 from autopar.compat.tensors import stand_in
+from autopar.extensions import Plug
 from autopar.ops.aten import COPIES, NO_OPS
-from autopar.ops.ctc import ctc_loss
+from autopar.passes.capture.recorder import Recorder
+from autopar.passes.capture.ways import WAYS
 
-from .recorder import Recorder
+from .ctc import ctc_loss
 
 _KEEP = (torch.Tensor.to, torch.Tensor.long, torch.Tensor.int, torch.Tensor.contiguous, torch.Tensor.detach)
 """What is done to selected values and leaves each where it is."""
@@ -31,6 +35,7 @@ class Selected(torch.Tensor):
 
     picked: torch.Tensor
     mask: torch.Tensor
+    readers = (F.ctc_loss,)
 
     @staticmethod
     def of(values: torch.Tensor, mask: torch.Tensor) -> Selected:
@@ -122,3 +127,16 @@ def _packed(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     count = values.shape[1]
     places = torch.where(mask, mask.long().cumsum(1) - 1, count)
     return values.new_zeros((values.shape[0], count + 1)).scatter(1, places, values)
+
+
+WAYS.know(
+    Plug(
+        "CTC loss",
+        lambda recorder: {
+            torch.masked_select: masked_select,
+            torch.Tensor.masked_select: masked_select,
+            torch.Tensor.__getitem__: indexed,
+            F.ctc_loss: partial(selected_loss, recorder),
+        },
+    )
+)
