@@ -4,34 +4,15 @@ from __future__ import annotations
 
 import ast
 import functools
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-
-
 FOLDERS = {"autopar": ROOT / "autopar", "autopar.passes": ROOT / "passes", "autopar.runtime": ROOT / "runtime"}
-
-
-FLOORS = (
-    ("compat", "extensions"),
-    ("files",),
-    ("ir",),
-    ("ops", "cluster", "solve"),
-    ("cost",),
-    ("passes",),
-    ("profile",),
-    ("planning",),
-    ("report",),
-    ("runtime",),
-    ("extras",),
-    ("api", "kernel"),
-    ("testing",),
-    ("integrations",),
-    ("cli",),
-    ("", "__main__"),
-)
-"""Lowest first. The package itself stands above all: it names what people import."""
+CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+FLOORS = tuple(tuple(layer.split(" | ")) for layer in reversed(CONTRACTS[0]["layers"]))
+"""Lowest first."""
 
 
 def modules() -> dict[str, Path]:
