@@ -165,7 +165,7 @@ def keeps_dims(call: Call) -> bool:
 def axes(call: Call, name: str, rank: int) -> tuple[int, ...]:
     """The dims in an argument, non-negative; all of them where it is absent, None or empty."""
     value = call.argument(name) if call.has(name) else None
-    if value is None or value == () or value == []:
+    if value in (None, (), []):
         return tuple(range(rank))
     values = value if isinstance(value, (tuple, list)) else (value,)
     return tuple(sorted(v % rank for v in values)) if rank else ()

@@ -70,7 +70,7 @@ def batch_norm_backward(call: Call) -> OpRule:
     return assemble(
         call, inputs, outputs, linear=FIRST, expands=others, uneven=others,
         padding={(i, name): 0 for i in (0, 1) for name in others},
-        reductions={name: ("", "", "") for name in others},
+        reductions=dict.fromkeys(others, ("", "", "")),
     )  # fmt: skip
 
 
@@ -195,7 +195,7 @@ def group_norm(call: Call) -> OpRule:
     return assemble(
         call, [names, *weights], [named if meta else () for named, meta in zip(outputs, call.outputs, strict=True)],
         expands=spatial, uneven=spatial, padding={(0, name): 0 for name in spatial},
-        reductions={name: ("", "", "") for name in spatial},
+        reductions=dict.fromkeys(spatial, ("", "", "")),
     )  # fmt: skip
 
 

@@ -51,7 +51,7 @@ def test_values_are_dropped_after_their_last_use() -> None:
         c = aten.mul.Tensor a a
         d = aten.mul.Tensor c c
         """,
-        {name: (10,) for name in "xacd"},
+        dict.fromkeys("xacd", (10,)),
         outputs=("d",),
     )
     found = peak(made, SGD, "cuda")
@@ -108,7 +108,7 @@ def test_an_all_reduce_in_place_takes_no_more() -> None:
         b = collective.all_reduce a sum 0
         c = collective.wait b
         """,
-        {name: (10,) for name in "xabc"},
+        dict.fromkeys("xabc", (10,)),
         outputs=("c",),
     )
     assert peak(made, SGD, "cuda").bytes == 20 * BYTES

@@ -233,7 +233,7 @@ def test_meshslice_dataflows(m: int, k: int, n: int, stays: str) -> None:
         "w": [("forward", "all_gather", x), ("forward", "reduce_scatter", y),  # Y = RS(X^T, W)
               ("backward", "all_gather", y), ("backward", "reduce_scatter", x)],  # X'^T = LS(W, Y'), W' = OS(X^T, Y')
     }[stays]  # fmt: skip
-    assert Counter({(p, kind, size): 0 for p, kind, _, size in found}) == Counter({flow: 0 for flow in flows})
+    assert Counter({(p, kind, size): 0 for p, kind, _, size in found}) == Counter(dict.fromkeys(flows, 0))
     assert Counter((p, kind, size) for (p, kind, _, size), n in found.items() for _ in range(n)) == Counter(flows)
     # a matrix and its gradient flow along one axis, the other one along the other
     moved = {size: {axis for _, _, axis, s in found if s == size} for size in {flow[2] for flow in flows}}
