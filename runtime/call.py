@@ -26,8 +26,8 @@ from .held import State
 from .inputs import Inputs
 from .pending import Receivers, can_wait, quietly
 from .placements import local_slice
-from .shared import Shared, overlapping
-from .verify import Check
+from .shared import SharedMemory, overlapping
+from .verify import StepCheck
 
 Watch = Callable[[State, str, Sequence[torch.Tensor]], AbstractContextManager[list[Any]]]
 """Of "forward" or "backward" and what the pass is given: within it the pass runs, and puts its results, in the order of
@@ -151,7 +151,7 @@ class _Call:
     """The outputs, once the caller has them."""
     keys: tuple[torch.Tensor, ...] = ()
     """Of the random operators, once they are drawn."""
-    check: Check | None = None
+    check: StepCheck | None = None
     watch: Watch = unwatched
 
     def forward(self) -> tuple[tuple[torch.Tensor | None, ...], tuple[torch.Tensor, ...]]:
@@ -164,7 +164,7 @@ class _Call:
             results, saved = self._run()
             made += results
         if state.shared is None:
-            state.shared = Shared.of(seen, state.mutated, results, saved)
+            state.shared = SharedMemory.of(seen, state.mutated, results, saved)
         with torch.no_grad():
             results, saved = state.shared.apart(results, saved)
             state.write_back(results, state.mutations)

@@ -26,7 +26,7 @@ from autopar.runtime.sharded import OPTIMIZERS, like, local_gradient, loss_of
 
 
 @dataclass(frozen=True)
-class Ranks:
+class MeshRanks:
     """All ranks of a mesh, in row-major order of their coordinates, and a group of them."""
 
     mesh: DeviceMesh
@@ -80,17 +80,17 @@ class Job:
     layout: Layout
     owner: int
 
-    def held(self, ranks: Ranks, rank: int) -> Shape:
+    def held(self, ranks: MeshRanks, rank: int) -> Shape:
         return valid_shape(self.shape, self.layout, tuple(ranks.mesh.shape), ranks.coordinates[rank])
 
-    def gives(self, ranks: Ranks, rank: int) -> bool:
+    def gives(self, ranks: MeshRanks, rank: int) -> bool:
         """Whether the owner gets its part from this rank: those that hold what it holds along axes that do not split
         the matrix."""
         own, other = ranks.coordinates[self.owner], ranks.coordinates[rank]
         pairs = zip(self.layout, own, other, strict=True)
         return all(isinstance(placement, Split) or a == b for placement, a, b in pairs)
 
-    def joined(self, ranks: Ranks, part: Callable[[int, int], torch.Tensor]) -> torch.Tensor:
+    def joined(self, ranks: MeshRanks, part: Callable[[int, int], torch.Tensor]) -> torch.Tensor:
         """The matrix, from `part(rank, elements)` of each rank that gives one."""
         whole = torch.empty(self.shape, dtype=torch.bfloat16, device=ranks.mesh.device_type)
         for rank, coordinate in enumerate(ranks.coordinates):
@@ -101,7 +101,7 @@ class Job:
                     box_of(whole, box.offsets, box.sizes).copy_(box.of(local))
         return whole
 
-    def part(self, whole: torch.Tensor, ranks: Ranks, rank: int) -> torch.Tensor:
+    def part(self, whole: torch.Tensor, ranks: MeshRanks, rank: int) -> torch.Tensor:
         """What a rank holds of the matrix."""
         local = torch.empty(self.held(ranks, rank), dtype=whole.dtype, device=whole.device)
         for box in boxes(self.shape, self.layout, tuple(ranks.mesh.shape), ranks.coordinates[rank]):
@@ -129,7 +129,7 @@ class Muon(torch.optim.Muon):
 
     def __init__(self, params: Any, *, layouts: Mapping[DTensor, Layout], mesh: DeviceMesh, **options: Any) -> None:
         super().__init__(params, **options)
-        self._layouts, self._ranks = layouts, Ranks(mesh)
+        self._layouts, self._ranks = layouts, MeshRanks(mesh)
         self._jobs: dict[tuple[int, ...], tuple[Job, ...]] = {}
 
     @torch.no_grad()

@@ -9,7 +9,7 @@ from autopar.ir.layout import Shape
 
 from .expansions import Expansion, LocalCall, Results
 from .families import FIRST, Rule
-from .halo import Window, at_end, halo_added, slice_of, with_halo
+from .halo import HaloWindow, at_end, halo_added, slice_of, with_halo
 from .local import Arguments, Local, replaced
 from .pooling import leading
 from .rule import Call, Emitter, OpRule
@@ -121,7 +121,7 @@ def local_sizes(spatial: int) -> Local:
 def interpolation(spatial: int, taps: int) -> Expansion:
     """Interpolation with spatial dims split: the halo is resampled too, and its part of the result cut off. At the ends
     the halo repeats the outermost row."""
-    window = Window(1, taps, 2 * taps)
+    window = HaloWindow(1, taps, 2 * taps)
 
     def expand(emitter: Emitter, local: LocalCall) -> Results:
         (value, *_), call = local.args, local.call
@@ -154,7 +154,7 @@ def interpolation(spatial: int, taps: int) -> Expansion:
     return expand
 
 
-def _returned(emitter: Emitter, gradient: Ref, dim: int, window: Window, axes: tuple[int, ...]) -> Ref:
+def _returned(emitter: Emitter, gradient: Ref, dim: int, window: HaloWindow, axes: tuple[int, ...]) -> Ref:
     """The transpose of `with_halo` where it repeats the outermost rows."""
     size = emitter.meta(gradient).shape[dim]
     rows = size - window.before - window.after

@@ -25,10 +25,10 @@ from autopar.planning.rendering import rendered, tables
 from autopar.planning.request import AUTO, Recompute
 from autopar.planning.request import check as check_option
 
-from .locate import Difference
+from .locate import Departure
 from .plans import random_assignment
 from .steps import KINDS, relative_error
-from .trial import Row, Trial
+from .trial import EagerTrial, PlanRow
 
 RANDOM_DRAWS = 5
 """Seeds that are tried for a random plan before it is given up."""
@@ -41,7 +41,7 @@ class Check:
     mesh: Mapping[str, int]
     steps: int
     tolerance: float
-    rows: tuple[Row, ...]
+    rows: tuple[PlanRow, ...]
 
     @property
     def equal(self) -> bool:
@@ -130,14 +130,14 @@ def check(
     check_option("solver", solver)
     if not isinstance(plans, int) or isinstance(plans, bool) or plans < 0:
         raise ValueError(f"plans is {plans!r}: give the number of random plans, 0 or more")
-    trial = Trial(model, args, kwargs, loss_fn=loss_fn, seed=seed, dtype=dtype, steps=steps, recompute=recompute)
+    trial = EagerTrial(model, args, kwargs, loss_fn=loss_fn, seed=seed, dtype=dtype, steps=steps, recompute=recompute)
     rows = [trial.of_solver(mesh_shape, solver)]
     for number in range(plans):
         rows.append(_random(trial, mesh_shape, seed + RANDOM_DRAWS * number))
     return Check(mesh=dict(mesh_shape), steps=steps, tolerance=trial.tolerance, rows=tuple(rows))
 
 
-def _random(trial: Trial, mesh_shape: Mapping[str, int], seed: int) -> Row:
+def _random(trial: EagerTrial, mesh_shape: Mapping[str, int], seed: int) -> PlanRow:
     """The first feasible random plan of a few seeds. Raises ValueError where there is none."""
     for number in range(seed, seed + RANDOM_DRAWS - 1):
         try:
@@ -147,4 +147,4 @@ def _random(trial: Trial, mesh_shape: Mapping[str, int], seed: int) -> Row:
     return trial.of_random(mesh_shape, seed + RANDOM_DRAWS - 1)
 
 
-__all__ = ["Check", "Difference", "Row", "Trial", "check", "random_assignment", "relative_error"]
+__all__ = ["Check", "Departure", "EagerTrial", "PlanRow", "check", "random_assignment", "relative_error"]

@@ -9,7 +9,7 @@ from autopar.passes.dependency.affine import AffineMap, Preserved, compose, pres
 from autopar.passes.dependency.operators import dependency, signatures
 
 
-class Facts:
+class RuleFacts:
     """Rules, dependency maps and their compositions by node signature, so that depth costs little."""
 
     def __init__(self, graph: JointGraph, ranks: int) -> None:

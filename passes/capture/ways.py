@@ -218,10 +218,10 @@ def _own_class(base: type[torch.Generator]) -> Any:
         def __instancecheck__(cls, instance: object) -> bool:
             return isinstance(instance, base)
 
-    class Own(base, metaclass=Meta):  # type: ignore[misc, valid-type]
+    class OwnGenerator(base, metaclass=Meta):  # type: ignore[misc, valid-type]
         pass
 
-    return Own
+    return OwnGenerator
 
 
 def as_strided(

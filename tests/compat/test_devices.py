@@ -37,7 +37,7 @@ from autopar.planning.capturing import captured_for_planning
 from autopar.planning.plan import graph_digest as digest
 from autopar.planning.planner import Planner
 from autopar.planning.request import Request
-from autopar.testing.devices import KERNELS, Fakes, run_on_fakes
+from autopar.testing.devices import KERNELS, DeviceFakes, run_on_fakes
 
 MESH = {"dp": 2, "tp": 2}
 
@@ -130,7 +130,7 @@ def test_a_program_that_would_not_run_there_is_not_said_to() -> None:
     """After one that runs either, whose results it has."""
     planner = Planner(nn.Linear(4, 4), {"dp": 2}, (torch.randn(4, 4),))
     program = planner.program(planner.plan(solver="ddp"))
-    fakes = Fakes()
+    fakes = DeviceFakes()
     fakes.run(program)
     product = next(i for i in program.forward if i.op == "aten.addmm.default")
     others = {

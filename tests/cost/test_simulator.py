@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from autopar.cost.simulator import Span, Task, fair_rates, scheduled
+from autopar.cost.simulator import Task, TaskSpan, fair_rates, scheduled
 
 
 def flow(stream: str, seconds: float, part: float = 1.0, fixed: float = 0.0, after: tuple[int, ...] = ()) -> Task:
@@ -73,4 +73,4 @@ def test_an_order_that_cannot_be_is_refused() -> None:
         scheduled([Task(stream="a", after=(0,))])
     with pytest.raises(ValueError, match=r"task 0 on stream 'a' uses .* parts above 0 and at most 1"):
         scheduled([flow("a", 1.0, part=1.5)])
-    assert scheduled([]) == [] and scheduled([Task(stream="a")]) == [Span(0.0, 0.0)]
+    assert scheduled([]) == [] and scheduled([Task(stream="a")]) == [TaskSpan(0.0, 0.0)]

@@ -24,7 +24,7 @@ from autopar.ir.program import Program
 from autopar.passes.codegen.program import codegen
 from autopar.passes.lower.bucket import bucket
 from autopar.planning.planner import Planner
-from autopar.testing.devices import Fakes
+from autopar.testing.devices import DeviceFakes
 
 zoo = pytest.importorskip("zoo")
 
@@ -45,15 +45,15 @@ def programs(grid: Planner, presets: Sequence[str]) -> Iterator[tuple[str, Progr
 
 
 @pytest.fixture(scope="module")
-def gpu() -> Fakes:
+def gpu() -> DeviceFakes:
     """Of all models here: their layers are alike."""
-    return Fakes()
+    return DeviceFakes()
 
 
 @pytest.mark.parametrize(
     ("name", "presets"), [(name, PRESETS[place % 2]) for place, name in enumerate(zoo.ISSUE)], ids=zoo.ISSUE
 )
-def test_every_plan(name: str, presets: Sequence[str], gpu: Fakes) -> None:
+def test_every_plan(name: str, presets: Sequence[str], gpu: DeviceFakes) -> None:
     made = zoo.case(name)
     expected = eager(made)
     planner = Planner(made.model, GRID, made.args, made.kwargs, loss_fn=made.loss_fn)

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autopar.testing import Trial
+from autopar.testing import EagerTrial
 
 Tensor = torch.Tensor
 MESH = {"dp": 2, "tp": 2}
@@ -359,7 +359,7 @@ def made(name: str) -> Case:
 @pytest.mark.parametrize("name", CASES)
 def test_what_goes_wrong_elsewhere_is_equal_here(name: str) -> None:
     case = made(name)
-    trial = Trial(case.model, case.args, steps=case.steps)
+    trial = EagerTrial(case.model, case.args, steps=case.steps)
     rows = [trial.of_solver(MESH, "dp")]
     rows += [trial.of_random(MESH, seed, lower=False) for seed in range(2)]
     rows += [trial.of_random({"tp": 4}, seed, lower=False) for seed in range(2)]
@@ -384,5 +384,5 @@ def test_an_evaluation_is_a_mean_over_tokens_and_not_over_ranks() -> None:
     case = made("loss over ragged token counts")
     case.model.eval()
     with torch.no_grad():
-        trial = Trial(case.model, case.args)
+        trial = EagerTrial(case.model, case.args)
         assert trial.of_solver(MESH, "dp").equal and trial.of_random(MESH, 1).equal

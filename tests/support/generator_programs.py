@@ -40,7 +40,7 @@ from autopar.passes.lower.slice import SLICING
 from autopar.planning.planner import Planner
 from autopar.planning.presets import PRESETS
 from autopar.solve.problem import Infeasible
-from autopar.testing import Row, Trial, random_assignment
+from autopar.testing import EagerTrial, PlanRow, random_assignment
 from autopar.testing.draws import untouched_random_state
 from autopar.testing.steps import DRAWS, StepResult, eager_steps, errors, read_draws
 from autopar.testing.trial import TOLERANCES
@@ -103,7 +103,7 @@ def within(seconds: float) -> Iterator[None]:
 # ---------------------------------------------------------------------------------------------------- simulated ranks
 
 
-class Programmed(Trial):
+class Programmed(EagerTrial):
     """A trial of a program, which is made anew for eager and for capture: what its functions close over is copied by no
     other way."""
 
@@ -180,7 +180,7 @@ def unsteady(tolerance: float, eager: Callable[[Callable[[nn.Module], None]], li
     return 4 * max((error for found in moved for error in found.values() if math.isfinite(error)), default=0.0)
 
 
-def limited(trial: Trial, mesh: Mapping[str, int], share: float) -> Row:
+def limited(trial: EagerTrial, mesh: Mapping[str, int], share: float) -> PlanRow:
     """A plan within a share of what the plan without a limit needs, or, if none fits, within the smallest peak that the
     error names."""
     planner = trial.on(mesh)
@@ -197,7 +197,7 @@ def limited(trial: Trial, mesh: Mapping[str, int], share: float) -> Row:
     return trial.row(f"within {limit}", program, layouts(planner.space, planner.assignment(plan)))
 
 
-def in_parts(trial: Trial, mesh: Mapping[str, int], seed: int, parts: str) -> Row | None:
+def in_parts(trial: EagerTrial, mesh: Mapping[str, int], seed: int, parts: str) -> PlanRow | None:
     """A random plan with every stretch in two parts that can be; None where there is none."""
     planner = trial.on(mesh)
     assignment = random_assignment(planner.space, seed)
@@ -206,7 +206,7 @@ def in_parts(trial: Trial, mesh: Mapping[str, int], seed: int, parts: str) -> Ro
     return None if cut == program else trial.row(parts, cut, layouts(planner.space, assignment))
 
 
-def row(trial: Programmed, mesh: Mapping[str, int], plan: str) -> Row | None:
+def row(trial: Programmed, mesh: Mapping[str, int], plan: str) -> PlanRow | None:
     """`row_of`, once more where eager's own results are not steady up to the tolerance."""
     found = row_of(trial, mesh, plan)
     if found is None or found.equal or found.failure:
@@ -218,7 +218,7 @@ def row(trial: Programmed, mesh: Mapping[str, int], plan: str) -> Row | None:
     return found
 
 
-def is_rounding(trial: Programmed, mesh: Mapping[str, int], plan: str, found: Row) -> bool:
+def is_rounding(trial: Programmed, mesh: Mapping[str, int], plan: str, found: PlanRow) -> bool:
     """Whether a difference grows with the last digit that numbers have: in float32 it is far larger. (Where all of a
     gradient cancels, what is left is the order of adding.)"""
     worst = max(found.errors.values())
@@ -230,7 +230,7 @@ def is_rounding(trial: Programmed, mesh: Mapping[str, int], plan: str, found: Ro
     return any(max(row.errors.values()) > 1e4 * worst for row in rows if row is not None and not row.failure)
 
 
-def row_of(trial: Trial, mesh: Mapping[str, int], plan: str) -> Row | None:
+def row_of(trial: EagerTrial, mesh: Mapping[str, int], plan: str) -> PlanRow | None:
     """A plan by its name beside eager: of a solver or preset, "random 17", "random 17 lowered", "sliced 17",
     "chunked 17", "within 0.7"."""
     kind, _, text = plan.partition(" ")
@@ -351,7 +351,7 @@ def again(program: Program, mesh: Mapping[str, int], plan: str, budget: float = 
     if plan == MODULE:
         return outcome(shape, plan, lambda: module_differs(program), budget)
 
-    def run() -> Row | None:
+    def run() -> PlanRow | None:
         trial = Programmed(program)
         assert trial.expected
         return None if plan == "capture" else row(trial, mesh, plan)
@@ -433,7 +433,7 @@ def script(program: Program, failed: Outcome) -> str:
     return SCRIPT.format(**fields) + ran
 
 
-def outcome(mesh: str, plan: str, run: Callable[[], Row | str | None], budget: float) -> Outcome:
+def outcome(mesh: str, plan: str, run: Callable[[], PlanRow | str | None], budget: float) -> Outcome:
     def of(kind: str, message: str) -> Outcome:
         return Outcome(kind=kind, mesh=mesh, plan=plan, message=message)
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from autopar.passes.codegen.program import layouts
-from autopar.testing import Check, Trial, check
+from autopar.testing import Check, EagerTrial, check
 
 MESH = {"a": 2, "b": 2}
 
@@ -118,10 +118,10 @@ def test_state_that_python_keeps_is_seen_or_refused() -> None:
     assert isinstance(found, str) or (not found.equal and found.rows[0].step == 1)
 
 
-def tampered() -> Iterator[tuple[Trial, Any, str]]:
+def tampered() -> Iterator[tuple[EagerTrial, Any, str]]:
     """A trial, and programs of it in which one operator does something else; the module of that."""
     model = nn.Sequential(nn.Linear(6, 8), nn.Sigmoid(), nn.Sequential(nn.Linear(8, 6), nn.Tanh()))
-    trial = Trial(model, (torch.randn(4, 6),))
+    trial = EagerTrial(model, (torch.randn(4, 6),))
     planner = trial.on(MESH)
     plan = planner.plan(solver="ddp")
     program, made = planner.program(plan), layouts(planner.space, planner.assignment(plan))

@@ -46,7 +46,7 @@ the other node and got from it at once took what the links' rates say (335 ms), 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Network:
+class NetworkSetup:
     """Batches for `ip -batch` and `tc -batch`, of the hub and of each rank's namespace. `{3}` in the hub's
     stands for the path of rank 3's namespace."""
 
@@ -67,7 +67,7 @@ class _Child:
     is_rank: bool
 
 
-def network(shape: Shape) -> Network:
+def network(shape: Shape) -> NetworkSetup:
     hub_ip = ["link set lo up", *_bridge("core")]
     hub_tc: list[str] = []
     rank_ip: list[str] = []
@@ -93,7 +93,7 @@ def network(shape: Shape) -> Network:
             hub_tc.append(_bucket(up, child.bytes_per_second))
         hub_ip += [f"link set {down} master {outer}", _up(down)]
         hub_tc.append(_bucket(down, child.bytes_per_second))
-    return Network(
+    return NetworkSetup(
         hub_ip="\n".join(hub_ip),
         hub_tc="\n".join(hub_tc),
         rank_ip=tuple(rank_ip),

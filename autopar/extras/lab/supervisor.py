@@ -32,7 +32,7 @@ NO_LAB = 125
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class Refused(Exception):
+class SetupRefused(Exception):
     """The kernel or a tool refused; the message says what."""
 
 
@@ -51,7 +51,7 @@ def main() -> int:
         code = NO_LAB
         try:
             code = _Lab(spec).run()
-        except Refused as error:
+        except SetupRefused as error:
             code = _no_lab(str(error))
         finally:
             sys.stdout.flush()
@@ -174,7 +174,7 @@ class _Lab:
                 start_new_session=True,
             )
         except OSError as error:
-            raise Refused(f"cannot run {command[0]!r}: {error.strerror}") from error
+            raise SetupRefused(f"cannot run {command[0]!r}: {error.strerror}") from error
         self.ranks.append(process)
         prefix = f"[rank {rank}] ".encode() if self.spec["prefix"] else b""
         for source, target in ((process.stdout, sys.stdout.buffer), (process.stderr, sys.stderr.buffer)):
@@ -294,7 +294,7 @@ def _enter(namespace: int) -> None:
 def _batch(tool: str, text: str) -> None:
     done = subprocess.run([tool, "-batch", "-"], input=text + "\n", capture_output=True, text=True)
     if done.returncode:
-        raise Refused(f"{tool} cannot build the network: {' '.join((done.stderr or done.stdout).split())}")
+        raise SetupRefused(f"{tool} cannot build the network: {' '.join((done.stderr or done.stdout).split())}")
 
 
 def _set(path: str, value: str) -> None:
@@ -302,7 +302,7 @@ def _set(path: str, value: str) -> None:
         with open(f"/proc/sys/{path}", "w") as file:
             file.write(value)
     except OSError as error:
-        raise Refused(f"/proc/sys/{path} cannot be set to {value}: {error.strerror}") from error
+        raise SetupRefused(f"/proc/sys/{path} cannot be set to {value}: {error.strerror}") from error
 
 
 if __name__ == "__main__":
