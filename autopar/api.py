@@ -15,7 +15,6 @@ from autopar.cluster.machine import Cluster
 from autopar.cost.optimizers import Optimizer
 from autopar.passes.capture.shown import presented
 from autopar.planning.at_rest import Decided
-from autopar.planning.explain.engine import Explainer
 from autopar.planning.given import check_mesh
 from autopar.planning.meshes import mesh_of, meshes
 from autopar.planning.plan import Plan
@@ -99,7 +98,7 @@ def plan(
     request = Request(**options)
     if isinstance(mesh_shape, Mapping):
         on = Planner(model, mesh_shape, args, kwargs, loss_fn=loss_fn, request=request)
-        return on.plan().answering(Explainer(lambda: on))
+        return on.plan().answering(lambda: on)
     machine = named_cluster(request.cluster, device_type="cpu")
     if isinstance(mesh_shape, bool) or not (mesh_shape == "auto" or (isinstance(mesh_shape, int) and mesh_shape > 0)):
         raise ValueError(f"mesh_shape is {mesh_shape!r}: give axis names with sizes, a number of devices, or 'auto'")
@@ -112,7 +111,7 @@ def plan(
     request = replace(request, cluster=machine)
     first = Planner(model, candidates[0], args, kwargs, loss_fn=loss_fn, request=request)
     chosen = first.over(candidates, request)
-    return chosen.answering(Explainer(lambda: first.on(chosen.mesh, machine)))
+    return chosen.answering(lambda: first.on(chosen.mesh, machine))
 
 
 @presented()
@@ -137,7 +136,7 @@ def read_plan(
     saved = plan if isinstance(plan, Plan) else Plan.load(plan)
     given = {name: value for name, value in (("cluster", cluster), ("optimizer", optimizer)) if value is not None}
     planner = Planner(model, saved.mesh, args, kwargs, loss_fn=loss_fn, request=request_of(saved, **given))
-    return refreshed(planner, saved).answering(Explainer(lambda: planner))
+    return refreshed(planner, saved).answering(lambda: planner)
 
 
 @presented()

@@ -20,10 +20,10 @@ from typer.testing import CliRunner
 import autopar
 from autopar.cli import app
 from autopar.planning.account import account, sources
-from autopar.planning.explain.answer import Alternative, Explanation
-from autopar.planning.explain.engine import Explainer
 from autopar.planning.plan import Plan
 from autopar.planning.reading import refreshed
+from autopar.report.explain.answer import Alternative, Explanation
+from autopar.report.explain.engine import Explainer
 
 MESH = {"dp": 2, "tp": 2}
 
@@ -141,9 +141,7 @@ def pins_of(alternative: Alternative) -> dict[str, str]:
 
 
 def explainer(name: str) -> Explainer:
-    answers = plan(name)._answers
-    assert isinstance(answers, Explainer)
-    return answers
+    return Explainer(plan(name).planner)
 
 
 # --- what is asked for
@@ -216,7 +214,7 @@ def test_a_plan_without_its_model_says_how_to_read_it(tmp_path: Path) -> None:
 
 def test_what_answers_stays_in_the_process() -> None:
     again = pickle.loads(pickle.dumps(plan("tower")))
-    assert again == plan("tower") and again._answers is None
+    assert again == plan("tower") and "planner" not in again.__dict__
 
 
 def test_an_edited_plan_is_read_with_its_own_figures(tmp_path: Path) -> None:

@@ -18,11 +18,11 @@ from typer.testing import CliRunner
 import autopar
 from autopar import extensions
 from autopar.cli import app
-from autopar.planning.fit import trials
-from autopar.planning.fit.kept import Kept, key_of
-from autopar.planning.fit.trials import Progress, hand_mesh
 from autopar.planning.planner import Planner
+from autopar.report import trials
 from autopar.report.fit import Fit
+from autopar.report.kept import Kept, key_of
+from autopar.report.trials import Progress, hand_mesh
 
 STRATEGIES = ("ddp", "fsdp", "megatron")
 

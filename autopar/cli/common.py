@@ -22,9 +22,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from autopar.cluster import library
 from autopar.extensions import GROUP, nearest
-from autopar.planning.rendering import comma_separated, markdown, page_width, rendered, tables
 from autopar.planning.request import ASKED, AUTO, NUMBER, Option, check, check_dtype, check_optimizer, options_of
 from autopar.planning.saved import saved
+from autopar.report.rendering import comma_separated, markdown, page_width, rendered
+from autopar.report.sections import Grid, Section
 from autopar.report.telling import Ticker, complain, following, notes
 
 from .later import Later
@@ -51,10 +52,8 @@ def print_table(
     heads: Sequence[str], rows: Sequence[Sequence[str]], *, keys: int = 1, right: Collection[int] = (), title: str = ""
 ) -> None:
     """Prints a table, in several parts where it is wider than the page; each begins with the first `keys` columns."""
-    width = page_width()
-    parts = tables(heads, rows, width, keys=keys, right=right)
-    texts = [rendered([part], width) for part in parts]
-    typer.echo("\n".join(([f"{title}:"] if title else []) + ["\n\n".join(texts)]))
+    text = rendered([Section("", [Grid(heads, rows, keys, right)])], page_width())
+    typer.echo(f"{title}:\n{text}" if title else text)
 
 
 def reports_bad_input(command: Callable[P, T]) -> Callable[P, T]:

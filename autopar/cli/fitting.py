@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autopar.planning.fit.kept import default_path
 from autopar.planning.request import Request, Source
+from autopar.report.kept import default_path
 from autopar.report.telling import notes
 
 from . import common

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autopar.files import reading, text_of
-from autopar.planning.rendering import page_width, rendered
 from autopar.planning.request import ASKED, Request, Source
 from autopar.planning.texts import bytes_text, seconds_text
+from autopar.report.rendering import page_width, rendered
+from autopar.report.sections import Lines, Section
 from autopar.report.telling import notes
 
 from . import common
@@ -73,7 +74,8 @@ def profile_command(
     if rank == 0:
         if save is not None:
             plan.save(save)
-        typer.echo(f"{plan}\n\n{rendered([str(summary)], page_width())}")
+        told = Section("", [Lines([str(summary)], indent=0)])
+        typer.echo(f"{plan}\n\n{rendered([told], page_width())}")
 
 
 @common.reports_bad_input

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autopar.planning.rendering import page_width
 from autopar.planning.request import Request, Source
 from autopar.planning.saved import saved
+from autopar.report.rendering import page_width
 
 from . import common
 from .later import Later

@@ -8,25 +8,28 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from copy import copy
 from dataclasses import asdict, dataclass
+from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console, ConsoleOptions, RenderResult
 
 from autopar.files import reading
 from autopar.files.typed import read, schema
 from autopar.ir.graph import JointGraph
 from autopar.ir.program import Program
 
-from .explain.answer import Answers, Explanation
-from .page import full_text, page, page_text, page_width
-from .page.html import notebook_html
 from .record import ParameterPlan, Record, Run, Segment
 from .request import LimitFrom
 from .saved import FORMAT, may_be_plan, of_format, saved
 from .texts import bytes_text, seconds_text, table
+
+
+def _view(module: str) -> Any:
+    """A module of `autopar.report`, which shows plans. It stands above them, and a plan knows it by name alone."""
+    return import_module(f"autopar.report.{module}")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -39,52 +42,53 @@ class Plan(Record):
     docs/files.md lists every field.
     """
 
-    def answering(self, answers: Answers) -> Plan:
-        """The plan with what answers questions about it: it stays in this process."""
+    def answering(self, planner: Callable[[], Any]) -> Plan:
+        """The plan with a planner of its model, which its questions need: it stays in this process."""
         plan = copy(self)
-        plan.__dict__["answers"] = answers
+        plan.__dict__["planner"] = cache(planner)
         return plan
 
     @property
-    def _answers(self) -> Answers | None:
-        answers: Answers | None = self.__dict__.get("answers")
-        return answers
+    def planner(self) -> Any:
+        """The planner of the plan's model (`planning.planner.Planner`). Raises ValueError for a plan without it."""
+        if "planner" not in self.__dict__:
+            raise ValueError(
+                "this plan was read without its model, which questions need: read it with "
+                "autopar.read_plan(path, model, kwargs=batch)"
+            )
+        return self.__dict__["planner"]()
 
-    def explain(self, name: str, *, replan: int = 0) -> Explanation:
-        """Why a parameter, an input, a module, an operator or a collective is planned so: each alternative with all
-        else as it is, in seconds and bytes, what it changes, and what speaks for the choice. The `replan` most
-        promising alternatives are also pinned, with everything else planned again (about as long as planning, each).
+    def explain(self, name: str, *, replan: int = 0) -> Any:
+        """Why a parameter, an input, a module, an operator or a collective is planned so (an
+        `autopar.report.explain.answer.Explanation`): each alternative with all else as it is, in seconds and bytes,
+        what it changes, and what speaks for the choice. The `replan` most promising alternatives are also pinned, with
+        everything else planned again (about as long as planning, each).
 
         `name` is that of a parameter or an input ("lm_head.weight"), of a module ("model.layers.*.mlp"), of an
         operator, as in `decisions`, or a collective on a mesh axis ("all_gather tp"). Raises ValueError for a name that
         the plan does not have, and for a plan without its model: `autopar.read_plan` reads a file with it.
         """
-        return self._opened().explain(self, name, replan=replan)
+        return _view("explain.engine").Explainer(self.planner).explain(self, name, replan=replan)
 
     def anatomy(self) -> Any:
-        """The plan's timeline, its memory over the step, segments, blocks and links (`explain.anatomy.Anatomy`),
-        computed again from the model. Raises ValueError for a plan without its model, as `explain`."""
-        return self._opened().anatomy(self)
+        """The plan's timeline, its memory over the step, segments, blocks and links
+        (`autopar.report.explain.anatomy.Anatomy`), computed again from the model. Raises ValueError for a plan without
+        its model, as `explain`."""
+        return _view("explain.anatomy").anatomy(self.planner, self)
 
     def program(self) -> Program:
         """The program that each rank runs, written again from the model; `print` shows it as Python. It is the one that
         `parallelize` runs. Raises ValueError for a plan without its model, as `explain`."""
-        return self._opened().program(self)
+        program: Program = self.planner.program(self)
+        return program
 
     def joint_graph(self) -> JointGraph:
         """The model's graph, forward and backward, for which the plan is made. Raises ValueError as `explain`."""
-        return self._opened().joint_graph()
-
-    def _opened(self) -> Answers:
-        if self._answers is None:
-            raise ValueError(
-                "this plan was read without its model, which questions need: read it with "
-                "autopar.read_plan(path, model, kwargs=batch)"
-            )
-        return self._answers
+        graph: JointGraph = self.planner.captured.graph
+        return graph
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "answers"}
+        return {name: value for name, value in self.__dict__.items() if name != "planner"}
 
     def to_json(self) -> dict[str, Any]:
         """What `save` writes: plain dicts, lists, numbers and texts."""
@@ -145,8 +149,8 @@ class Plan(Record):
 
     def text(self, *, full: bool = False, width: int | None = None) -> str:
         """The plan on one page of so many columns (those of the terminal if not given), or all that it says."""
-        width = page_width() if width is None else width
-        return full_text(self, width) if full else page_text(self, width)
+        text: str = _view("page").text_of(self, full=full, width=width)
+        return text
 
     def __str__(self) -> str:
         return self.text()
@@ -159,10 +163,11 @@ class Plan(Record):
         )
 
     def _repr_html_(self) -> str:
-        return notebook_html(self)
+        html: str = _view("page").notebook(self)
+        return html
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield from page(self, options.max_width)
+    def __rich_console__(self, console: Any, options: Any) -> Any:
+        yield from _view("page").page(self, options.max_width)
 
 
 def graph_digest(graph: JointGraph) -> str:

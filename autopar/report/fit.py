@@ -8,28 +8,27 @@ from pathlib import Path
 from typing import Any, Unpack
 
 import torch
-from rich.console import RenderableType
-from rich.padding import Padding
-from rich.text import Text
 from torch import nn
 
 from autopar.cluster.library import named_cluster
 from autopar.cluster.machine import Cluster
-from autopar.planning.fit.kept import Kept
-from autopar.planning.fit.trial import Trial
-from autopar.planning.fit.trials import Trials, hand_mesh, mesh_words
-from autopar.planning.page.sections import count_text
 from autopar.planning.planner import Planner
 from autopar.planning.presets import PRESETS
-from autopar.planning.rendering import Row, of_rows, rendered
 from autopar.planning.request import AUTO, Request, Shared, check, takes
 from autopar.planning.texts import by_reason, digits, short_seconds
+
+from .document import Document
+from .kept import Kept
+from .page import count_text
+from .sections import Grid, Lines, Row, Section
+from .trial import Trial
+from .trials import Trials, hand_mesh, mesh_words
 
 DEVICES_MOST = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fit:
+class Fit(Document):
     """Trials, by size; within a size the fastest first, then those without a plan. `kept` answers of all were known
     from before. Prints as tables."""
 
@@ -79,27 +78,16 @@ class Fit:
             "error": "" if trial.fits else trial.reason,
         }
 
-    def __str__(self) -> str:
-        return self.text()
-
-    def text(self, width: int = 80) -> str:
-        """The tables in at most so many columns."""
-        return rendered(self._parts(width), width)
-
-    def _parts(self, width: int) -> Iterator[RenderableType]:
-        yield Text(f"{self.model} on {self.cluster}", style="bold")
+    def sections(self) -> Iterator[Section]:
+        yield Section(f"{self.model} on {self.cluster}", [])
         if len(self.sizes) > 1:
-            yield Text("\nthe fastest on each number of devices", style="bold")
-            yield from of_rows(self._summary(), width)
+            yield Section("the fastest on each number of devices", [Grid.of(self._summary())])
         for size in self.sizes:
             trials = self.of(size)
             fitting = [trial for trial in trials if trial.fits]
             count = f"{len(fitting)} of {len(trials)} fit" if trials[0].mesh else "NO"
-            yield Text(f"\n{size:,} devices: {count}", style="bold")
-            if fitting:
-                yield from (Padding(part, (0, 0, 0, 2)) for part in of_rows(self._ranked(fitting), width - 2))
-            for names, reason in self._reasons(trials):
-                yield Padding(Text(f"NO  {names}{': ' if names else ''}{reason}"), (0, 0, 0, 2))
+            told = [f"NO  {names}{': ' if names else ''}{reason}" for names, reason in self._reasons(trials)]
+            yield Section(f"{size:,} devices: {count}", [Grid.of(self._ranked(fitting), indent=2), Lines(told)])
 
     def _summary(self) -> list[Row]:
         bests = [self.best(size) or Trial(devices=size, strategy="NO", error="NO") for size in self.sizes]

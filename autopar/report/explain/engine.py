@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from functools import cached_property
 from itertools import product
 
-from autopar.ir.graph import JointGraph
-from autopar.ir.program import Program
 from autopar.passes.space.choices import KEEP, NO_POLICY, REGATHER, SiteChoice
 from autopar.passes.space.problem import Assignment, Decisions
-from autopar.passes.space.space import Space
+from autopar.planning.account import Account, Source, account, sources
+from autopar.planning.plan import Plan
+from autopar.planning.planner import Planner
+from autopar.planning.progress import Stage
+from autopar.planning.reading import request_of
+from autopar.planning.texts import short_bytes, short_seconds
 
-from ..account import Account, Source, account, sources
-from ..page.full import UNFUSED, WITHOUT_DROPOUT
-from ..plan import Plan
-from ..planner import Planner
-from ..progress import Stage
-from ..reading import request_of
-from ..texts import short_bytes, short_seconds
-from .anatomy import Anatomy, anatomy
+from ..page import UNFUSED, WITHOUT_DROPOUT
 from .answer import Alternative, Explanation, Replanned, of_plan
 from .named import Named, Place, named, places
 from .telling import changes, choice_words, moved, placement_texts, verdict
@@ -40,18 +35,10 @@ Candidate = tuple[SiteChoice, Assignment, Account]
 
 
 class Explainer:
-    """Explains plans for the model and the mesh of a planner, which it asks for when a question comes."""
+    """Explains plans for the model and the mesh of a planner."""
 
-    def __init__(self, planner: Callable[[], Planner]) -> None:
-        self.make = planner
-
-    @cached_property
-    def planner(self) -> Planner:
-        return self.make()
-
-    @property
-    def space(self) -> Space:
-        return self.planner.space
+    def __init__(self, planner: Planner) -> None:
+        self.planner, self.space = planner, planner.space
 
     def explain(self, plan: Plan, name: str, *, replan: int = 0) -> Explanation:
         """As `Plan.explain`."""
@@ -65,18 +52,6 @@ class Explainer:
         if of.kind == "module":
             return self._module(plan, of, assignment)
         return self._site(plan, of, assignment, replan)
-
-    def anatomy(self, plan: Plan) -> Anatomy:
-        """As `Plan.anatomy`."""
-        return anatomy(self.planner, plan)
-
-    def program(self, plan: Plan) -> Program:
-        """As `Plan.program`."""
-        return self.planner.program(plan)
-
-    def joint_graph(self) -> JointGraph:
-        """As `Plan.joint_graph`."""
-        return self.planner.captured.graph
 
     # ---- one site
 

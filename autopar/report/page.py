@@ -1,20 +1,36 @@
-"""The sections of a plan's page: the verdict, where the step and the memory go, communication, placements, warnings.
-
-Each is rows of a label and what it says; `render` gives them the width.
-"""
+"""A plan as a person reads it: a page that fits into 80 columns and a screen for any number of layers, and all that it
+says, one line an item."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from itertools import accumulate
 
-from ..provenance import EDITED, ELSEWHERE, Candidate
-from ..record import Record
-from ..texts import digits, listed, short_bytes, short_seconds
-from ..training import micro_batches_text, precision_text, recompute_text
-from .full import recomputed, unfused
+from rich.console import RenderableType
+
+from autopar.planning.provenance import EDITED, ELSEWHERE, Candidate
+from autopar.planning.record import LIMIT_WORDS, ParameterPlan, Record
+from autopar.planning.texts import (
+    bytes_text,
+    digits,
+    listed,
+    seconds_text,
+    short_bytes,
+    short_seconds,
+    starred,
+    together,
+)
+from autopar.planning.training import micro_batches_text, precision_text, recompute_text
+
+from .hypertext import fragment
 from .placements import MOST_ROWS, Row, input_rows, joined, parameter_rows
+from .rendering import page_width, renderables, rendered
+from .sections import Bars, Grid, Labelled, Lines, Section, Stack
 from .words import legend
+
+SCALED_BEYOND = 4
+"""A limit of more than so many times the peak is not drawn: the bar is then the peak."""
 
 TIGHT_PART = 0.05
 """Less headroom than this part of the limit is worth a warning."""
@@ -40,13 +56,41 @@ PLANS: Mapping[str, str] = {
 """Whose plan a candidate's is; that of a preset has its name."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bar:
-    """A part of a whole, with its figure."""
+LEAST_UNFUSED = 0.02
+"""Less of a step is not worth changing a model for."""
 
-    label: str
-    part: float
-    text: str
+UNFUSED = "dropout of attention weights keeps attention from the fused kernels"
+WITHOUT_DROPOUT = "set it to 0 in the model, such as by --set attn_pdrop=0 or attention_dropout=0"
+
+
+def text_of(plan: Record, *, full: bool, width: int | None) -> str:
+    """The page, or all that a plan says, in so many columns (those of the terminal if not given)."""
+    return rendered(full_sections(plan) if full else page_sections(plan), page_width() if width is None else width)
+
+
+def page(plan: Record, width: int) -> Iterator[RenderableType]:
+    """What `rich` prints of the page."""
+    return renderables(page_sections(plan), width)
+
+
+def notebook(plan: Record) -> str:
+    """The page as HTML."""
+    return fragment(page_sections(plan))
+
+
+def page_sections(plan: Record) -> Iterator[Section]:
+    """The sections of the page, from top to bottom."""
+    yield Section(title(plan), [Labelled([*verdict(plan)])])
+    if bars := step_bars(plan):
+        yield Section("where the step goes", [Bars(bars, plan.seconds)])
+    yield Section(
+        "memory of a rank at its peak", [memory(plan), Lines([*recomputed(plan), f"the peak is at {_at(plan)}"])]
+    )
+    yield Section("communication of a step, by mesh axis", [Labelled([*communication(plan)])])
+    rows, words = placements(plan)
+    yield Section("where parameters and inputs live", [Labelled(rows, wide=True), Lines(words, style="dim")])
+    if told := list(warnings(plan)):
+        yield Section("", [Labelled([("warning", text) for text in told])])
 
 
 def title(plan: Record) -> str:
@@ -69,8 +113,7 @@ def verdict(plan: Record) -> Iterator[tuple[str, str]]:
             f"{searched}, which ended its budget (effort={origin.effort_seconds:g}): more may find a shorter step",
         )
     if plan.constraints:
-        pins = [f"{name} {axis}={text}" for name, axes in plan.constraints.items() for axis, text in axes.items()]
-        yield "pinned", ", ".join(pins)
+        yield "pinned", pinned_text(plan)
     for text in precision_text(plan.training, plan.held_in):
         yield "dtypes", text
     for text in micro_batches_text(plan.training):
@@ -147,7 +190,7 @@ def _bounds(plan: Record) -> Iterator[str]:
         yield cheapest if gap < LEAST_GAP else f"within {gap:.1%} of {cheapest}"
 
 
-def step_bars(plan: Record) -> list[Bar]:
+def step_bars(plan: Record) -> list[tuple[str, float, str]]:
     """Where the step goes, the largest part first; the optimizer and the waits are parts of it."""
     timing = plan.timing
     if timing is None or not plan.seconds:
@@ -161,7 +204,7 @@ def step_bars(plan: Record) -> list[Bar]:
     }
     shown = sorted(parts.items(), key=lambda item: -item[1])
     return [
-        Bar(label=label, part=part, text=f"{short_seconds(seconds)}  {_percent(part)}")
+        (label, seconds, f"{short_seconds(seconds)}  {_percent(part)}")
         for label, seconds in shown
         if (part := seconds / plan.seconds) >= 0.0005
     ]
@@ -239,6 +282,15 @@ def _fewer(row: Row, rows: list[Row]) -> str:
     return f" ({row.count} of them)" if row.module and row.count < _most(row.module, rows) else ""
 
 
+def unfused(plan: Record) -> list[str]:
+    """What attention costs for want of a fused kernel, and what to do."""
+    seconds = 0.0 if plan.timing is None else plan.timing.unfused_seconds
+    if not plan.seconds or seconds < LEAST_UNFUSED * plan.seconds:
+        return []
+    costs = f"about {short_seconds(seconds)} of the step ({seconds / plan.seconds:.0%})"
+    return [f"{UNFUSED}, which costs {costs}: {WITHOUT_DROPOUT}"]
+
+
 def warnings(plan: Record) -> Iterator[str]:
     if plan.is_edited:
         again = "autopar show computes them again" if plan.provenance and plan.provenance.source else ""
@@ -255,8 +307,7 @@ def warnings(plan: Record) -> Iterator[str]:
     if idle := _idle(plan):
         yield f"nothing is split on {listed(idle)}: all of its ranks do the same work"
     if plan.without_rule:
-        ops = ", ".join(f"{count} x {op}" for op, count in plan.without_rule.items())
-        yield f"replicated, since the op has no rule: {ops}"
+        yield _without_rule(plan)
 
 
 def _advice(plan: Record) -> str:
@@ -275,9 +326,20 @@ def _idle(plan: Record) -> list[str]:
     return [axis for axis, ranks in plan.mesh.items() if ranks > 1 and axis not in busy]
 
 
-def notes(plan: Record) -> list[str]:
-    """What a reader of the memory must know: which layers are recomputed."""
-    return recomputed(plan)
+def memory(plan: Record) -> Stack:
+    """What the peak consists of, of the limit if that is not far."""
+    whole = max(plan.memory_limit_bytes or 0.0, plan.bytes)
+    return Stack(memory_parts(plan), whole if whole <= SCALED_BEYOND * plan.bytes else plan.bytes)
+
+
+def _at(plan: Record) -> str:
+    """When the peak is, without the instruction's arguments."""
+    at = plan.peak.at
+    match = re.match(r"(?P<phase>[\w ]+), `[^`]*? = (?P<op>[\w.]+)\(.*`(?: of module '(?P<module>[^']*)')?", at)
+    if match is None:
+        return at
+    where = f" of {match['module']}" if match["module"] else ""
+    return f"{match['op'].removesuffix('.default')}{where}, in {match['phase'].removeprefix('in ')}"
 
 
 def count_text(number: int) -> str:
@@ -285,3 +347,116 @@ def count_text(number: int) -> str:
         if number >= size:
             return f"{digits(number / size)}{unit}"
     return str(number)
+
+
+# ---- all that it says
+
+
+def full_sections(plan: Record) -> Iterator[Section]:
+    account, peak, axes = plan.account, plan.peak, list(plan.mesh)
+    mesh = ", ".join(f"{axis}={n}" for axis, n in plan.mesh.items())
+    lines = [
+        f"plan of {plan.model} on mesh {mesh} of {plan.cluster}, by {plan.solver} ({plan.solve_seconds:.2f} s)",
+        f"predicted step {seconds_text(plan.seconds)}, of which communication {seconds_text(plan.exposed_seconds)}",
+        *_full_bounds(plan),
+        f"without overlap {seconds_text(account.seconds)}: compute {seconds_text(account.compute_seconds)}, "
+        f"communication {seconds_text(account.communication_seconds)}, "
+        f"local copies {seconds_text(account.copy_seconds)}, "
+        f"optimizer {seconds_text(account.optimizer_seconds)}",
+        f"predicted peak memory of a rank {bytes_text(peak.bytes)}: "
+        f"parameters {bytes_text(peak.parameters)}, gradients {bytes_text(peak.gradients)}, "
+        f"optimizer ({plan.optimizer}) {bytes_text(peak.optimizer)}, "
+        f"buffers and inputs {bytes_text(peak.inputs)}, outputs {bytes_text(peak.outputs)}, "
+        f"kept for backward {bytes_text(peak.activations)}, temporaries {bytes_text(peak.temporaries)}",
+        f"that is in {peak.at}",
+        limit_text(plan),
+        *recomputed(plan),
+        *unfused(plan),
+        *([f"pinned: {pinned_text(plan)}"] if plan.constraints else []),
+        *(f"precision: {text}" for text in precision_text(plan.training, plan.held_in)),
+        *(f"micro-batches: {text}" for text in micro_batches_text(plan.training)),
+        *(f"made again in backward: {text}" for text in recompute_text(plan.training, plan.checkpoints)),
+    ]
+    yield Section("", [Lines(lines, indent=0)])
+    sent = [(c.kind, c.axis, str(c.count), bytes_text(c.bytes), seconds_text(c.seconds)) for c in account.collectives]
+    yield Section("", [Grid(("collective", "axis", "count", "bytes", "seconds"), sent, keys=2, right=range(2, 5))])
+    placed = []
+    for names, p in _grouped(plan.parameters):
+        use = [" or ".join(dict.fromkeys(layout[i] for layout in p.in_use)) or "-" for i in range(len(axes))]
+        gathered = any(layout != p.at_rest for layout in p.in_use)
+        placed.append((names, *p.at_rest, *use, p.gather if gathered else ""))
+    heads = ("parameter", *(f"{a} at rest" for a in axes), *(f"{a} in use" for a in axes), "")
+    yield Section("", [Grid(heads, placed)])
+    yield Section("", [Grid(("input", *axes), [(name, *p) for name, p in plan.inputs.items()])])
+    origin = plan.provenance
+    if origin is not None and origin.candidates:
+        chosen = Candidate(name=origin.winner, seconds=plan.seconds, bytes=plan.bytes, precision="chosen")
+        rows = [
+            (c.name, seconds_text(c.seconds), "-" if c.bytes is None else bytes_text(c.bytes), c.precision)
+            for c in (chosen, *origin.candidates)
+        ]
+        yield Section("", [Grid(("candidate", "step", "peak", ""), rows)])
+    if plan.without_rule:
+        yield Section("", [Lines([_without_rule(plan)], indent=0)])
+    if origin is not None:
+        inputs, versions = (
+            ", ".join(f"{name} {text}" for name, text in named.items()) for named in (origin.inputs, origin.versions)
+        )
+        told = [
+            f"model: {origin.parameter_count:,} parameters, mostly {origin.dtype}; {origin.flops:.4g} floating point "
+            f"operations a step",
+            f"inputs: {inputs}",
+            f"versions: {versions}",
+            *([f"command: {origin.command}"] if origin.command else []),
+        ]
+        yield Section("", [Lines(told, indent=0)])
+
+
+def pinned_text(plan: Record) -> str:
+    """What a person pinned."""
+    return ", ".join(f"{name} {axis}={text}" for name, axes in plan.constraints.items() for axis, text in axes.items())
+
+
+def _without_rule(plan: Record) -> str:
+    ops = ", ".join(f"{count} x {op}" for op, count in plan.without_rule.items())
+    return f"replicated, since the op has no rule: {ops}"
+
+
+def _full_bounds(plan: Record) -> Iterator[str]:
+    if plan.gap is not None:
+        yield f"no plan's step is shorter than {seconds_text(plan.lower_bound_seconds)}, {plan.gap:.1%} less than this"
+    if plan.objective_gap is not None:
+        bound = f"{seconds_text(plan.objective_bound_seconds)}, {plan.objective_gap:.1%} less than this"
+        yield f"without overlap, none that was searched takes less than {bound}"
+
+
+def recomputed(plan: Record) -> list[str]:
+    """Which copies run forward again in backward."""
+    lines = []
+    for segment in plan.segments:
+        total = sum(run.count for run in segment.runs)
+        starts = accumulate((run.count for run in segment.runs), initial=0)
+        runs = zip(starts, segment.runs, strict=False)
+        again = [(first, first + run.count - 1) for first, run in runs if run.recompute]
+        if again:
+            numbers = ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in again)
+            lines.append(f"of {total} copies of {segment.name} (0 to {total - 1}), recomputed in backward: {numbers}")
+    return lines
+
+
+def limit_text(plan: Record) -> str:
+    words, headroom = LIMIT_WORDS[plan.memory_limit_from], plan.headroom_bytes
+    if plan.memory_limit_bytes is None or headroom is None:
+        return words
+    left = f"headroom {bytes_text(headroom)}" if headroom >= 0 else f"exceeded by {bytes_text(-headroom)}"
+    return f"memory limit {bytes_text(plan.memory_limit_bytes)} ({words}), {left}"
+
+
+def _grouped(parameters: Mapping[str, ParameterPlan]) -> list[tuple[str, ParameterPlan]]:
+    """One row for parameters that are planned alike, and whose names differ only in numbers."""
+    groups: dict[tuple[str, ParameterPlan], list[str]] = {}
+    for name, plan in parameters.items():
+        groups.setdefault((starred(name), plan), []).append(name)
+    return [
+        (together(names) + (f" ({len(names)})" if len(names) > 1 else ""), plan) for (_, plan), names in groups.items()
+    ]

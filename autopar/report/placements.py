@@ -6,8 +6,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..record import ParameterPlan, Record
-from ..texts import starred, together
+from autopar.planning.record import ParameterPlan, Record
+from autopar.planning.texts import starred, together
+
 from .words import input_words, parameter_words
 
 MOST_ROWS = 24

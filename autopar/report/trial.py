@@ -8,10 +8,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from autopar.files.kinds import Count, Size
+from autopar.planning.plan import Plan
+from autopar.planning.texts import short_bytes
 from autopar.solve.problem import Infeasible
-
-from ..plan import Plan
-from ..texts import short_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,15 +18,15 @@ from autopar.cluster.machine import Cluster
 from autopar.extensions import TABLES
 from autopar.files.typed import read
 from autopar.ir.garbage import uncollected
+from autopar.planning.costs import COSTS
+from autopar.planning.meshes import AXES, meshes
+from autopar.planning.over import quick_seconds
+from autopar.planning.plan import graph_digest
+from autopar.planning.planner import Planner
+from autopar.planning.presets import PRESETS
+from autopar.planning.progress import Stage
+from autopar.planning.request import Request
 
-from ..costs import COSTS
-from ..meshes import AXES, meshes
-from ..over import quick_seconds
-from ..plan import graph_digest
-from ..planner import Planner
-from ..presets import PRESETS
-from ..progress import Stage
-from ..request import Request
 from .kept import Kept, code_digest, key_of
 from .trial import Trial
 

@@ -8,11 +8,11 @@ from autopar.ir.layout import period_of
 from autopar.passes.space.choices import AxisChoice, SiteChoice, parse_choice
 from autopar.passes.space.sites import Site
 from autopar.passes.space.space import Space
+from autopar.planning.account import Account
+from autopar.planning.description import texts
+from autopar.planning.record import Record
+from autopar.planning.texts import listed, short_bytes, short_seconds
 
-from ..account import Account
-from ..description import texts
-from ..record import Record
-from ..texts import listed, short_bytes, short_seconds
 from .answer import SAME_PART, Alternative
 
 SHOWN_MOVES = 6

@@ -12,10 +12,9 @@ from autopar.cluster.links import Link
 from autopar.cost.memory import Held, held
 from autopar.cost.timeline import COMPUTE, Timeline
 from autopar.passes.blocks.block import Blocks
-
-from ..plan import Plan
-from ..planner import Planner
-from ..texts import starred, together
+from autopar.planning.plan import Plan
+from autopar.planning.planner import Planner
+from autopar.planning.texts import starred, together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
