@@ -8,6 +8,7 @@ import inspect
 import json
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -117,6 +118,41 @@ def progress(enabled: bool = True) -> Iterator[Callable[[float, str], None]]:
     else:
         with Ticker("starting", follows=True) as ticker, following(ticker.tell):
             yield lambda part, what: ticker.tell(what, part)
+
+
+def so_far(ask: Callable[..., T], found: Callable[[T], None], then: str) -> tuple[T, int]:
+    """What a verb answers that makes several plans, of which `found` gets what is known after each; and an exit status:
+    0, or that of a signal, which ends it with what it had. Says what to do `then`."""
+    known: list[T] = []
+
+    def each(answer: T) -> None:
+        found(answer)
+        known.append(answer)
+
+    try:
+        with progress() as tell, _signals_exit():
+            tell(0.0, "reading the model")
+            return ask(report=tell, each=each), 0
+    except SystemExit as ended:
+        if not known:
+            raise
+        notes().print(f"ended early, with what it had: {then}", soft_wrap=True)
+        return known[-1], int(ended.code or 0)
+
+
+@contextmanager
+def _signals_exit() -> Iterator[None]:
+    """Within it, SIGINT and SIGTERM raise SystemExit with the status that a shell gives a process that they end."""
+
+    def ended(number: int, _: Any) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, ended) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 Typed = dict[str, Any]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -54,50 +52,21 @@ def fit_command(
     common.writable(keep, "--keep")
     sizes = common.integers(devices, "--devices")
     path = keep or default_path()
-    known: list[fits.Fit] = []
+    before: dict[int, Any] = {}
 
     def found(result: fits.Fit) -> None:
         """Says what is the fastest of its size so far."""
         for size in result.sizes:
             best = result.best(size)
-            if best is not None and not (known and known[-1].best(size) == best):
+            if best is not None and before.get(size) != best:
                 notes().print(f"{size:,} devices, so far: {fits.trial_words(best)}", markup=False, soft_wrap=True)
-        known.append(result)
+            before[size] = best
 
-    status = 0
-    try:
-        with common.progress() as tell, signals_exit():
-            tell(0.0, "reading the model")
-            result = loading.ask(
-                *(fits.fit, sizes, model, options),
-                strategies=strategy or None,
-                axes=axes,
-                keep=path,
-                report=tell,
-                each=found,
-            )
-    except SystemExit as ended:
-        if not known:
-            raise
-        result, status = known[-1], int(ended.code or 0)
-        notes().print("ended early, with what it had: the same command goes on from there")
+    more: dict[str, Any] = {"strategies": strategy or None, "axes": axes, "keep": path}
+    ask = functools.partial(loading.ask, fits.fit, sizes, model, options, **more)
+    result, status = common.so_far(ask, found, "the same command goes on from there")
     if result.kept:
         notes().print(f"{result.kept} answers were known from before, kept in {path}", soft_wrap=True)
     common.print_rows(result, form)
     if status or not any(trial.fits for trial in result.trials):
         raise typer.Exit(status or 1)
-
-
-@contextmanager
-def signals_exit() -> Iterator[None]:
-    """Within it, SIGINT and SIGTERM raise SystemExit with the status that a shell gives a process that they end."""
-
-    def ended(number: int, _: Any) -> None:
-        raise SystemExit(128 + number)
-
-    before = {number: signal.signal(number, ended) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autopar.planning.request import ASKED, AUTO, Request, Source
+from autopar.planning.request import ASKED, AUTO, Request, Source, quiet
 from autopar.planning.saved import is_plan
 from autopar.report.rendering import page_width
 
@@ -93,19 +94,23 @@ def compare_command(
     save: Annotated[
         Path | None, typer.Option("--out", help="A folder for the plans, each a file for show, diff and what-if.")
     ] = None,
+    keep: Annotated[
+        Path | None, typer.Option(help="Where to keep what is done, so that the same command goes on from there.")
+    ] = None,
     form: common.Format = None,
     as_json: common.AsJson = False,
 ) -> None:
     """Plans of several solvers, presets, meshes and clusters side by side, best first."""
     form = common.chosen(form, as_json)
     common.drawable(figure)
+    common.writable(keep, "--keep")
     if save is not None and save.exists() and not save.is_dir():
         raise ValueError(f"--out is {save}, a file: give a folder for the plans")
     meshes = [common.mesh_shape(text) for text in mesh]
-    with common.progress() as tell:
-        tell(0.0, "reading the model")
-        clusters, solvers = (list(dict.fromkeys(names or ())) or None for names in (cluster, solver))
-        comparison = loading.ask(api.compare, meshes, model, options, solvers=solvers, cluster=clusters, report=tell)
+    clusters, solvers = (list(dict.fromkeys(names or ())) or None for names in (cluster, solver))
+    ask = partial(loading.ask, api.compare, meshes, model, options, solvers=solvers, cluster=clusters, keep=keep)
+    goes_on = "goes on from there" if keep is not None else "would go on from there with --keep FILE"
+    comparison, status = common.so_far(ask, quiet, f"the same command {goes_on}")
     if figure is not None:
         with working(DRAWING):
             figures.draw(comparison, figure)
@@ -119,8 +124,8 @@ def compare_command(
         typer.echo(comparison.full_text(page_width()))
     else:
         common.print_rows(comparison, form)
-    if not comparison.plans:
-        raise typer.Exit(1)
+    if status or not comparison.plans:
+        raise typer.Exit(status or 1)
 
 
 @common.asks(model=Source, options=Request, again=True)

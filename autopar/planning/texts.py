@@ -32,6 +32,11 @@ def by_reason(refused: Iterable[tuple[str, str, str]]) -> list[tuple[list[str], 
     return [(list(own), shared if len(own) > 1 else next(iter(own.values()))) for shared, own in alike.items()]
 
 
+def mesh_words(mesh: Mapping[str, int]) -> str:
+    """As `--mesh` takes it."""
+    return ",".join(f"{axis}={size}" for axis, size in mesh.items())
+
+
 def table(rows: list[tuple[str, ...]]) -> list[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

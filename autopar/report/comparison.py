@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.planning.plan import Plan
-from autopar.planning.texts import by_reason, listed
+from autopar.planning.texts import by_reason, listed, mesh_words
 
 from .document import Document
 from .rendering import rendered
@@ -97,7 +97,7 @@ ROWS_ALONE = ("solver", "mesh", "cluster", "MFU")
 
 COLUMNS: Mapping[str, Callable[[Plan], float | str | None]] = {
     "solver": lambda plan: plan.solver,
-    "mesh": lambda plan: ",".join(f"{axis}={size}" for axis, size in plan.mesh.items()),
+    "mesh": lambda plan: mesh_words(plan.mesh),
     "cluster": lambda plan: plan.cluster,
     "step_seconds": lambda plan: plan.seconds,
     "peak_memory_bytes": lambda plan: plan.bytes,

@@ -18,6 +18,7 @@ from autopar.planning.reading import request_of
 from autopar.planning.texts import short_bytes, short_seconds
 
 from ..page import UNFUSED, WITHOUT_DROPOUT
+from ..question import Case, Question
 from .answer import Alternative, Explanation, Replanned, of_plan
 from .named import Named, Place, named, places
 from .telling import changes, choice_words, moved, placement_texts, verdict
@@ -66,9 +67,8 @@ class Explainer:
         others = _shortest_policy(others) if place.site.kind == "parameter" else others
         others = _distinct(others, words)
         others.sort(key=lambda a: (a.seconds is None, a.seconds or 0.0))
-        if replan:
-            stages = Stage(doing="planning again").parts(min(replan, len(others)))
-            others[:replan] = [self._replanned(plan, of, place, *each) for each in zip(others, stages, strict=False)]
+        question = Question(self.planner, total=max(1, min(replan, len(others))))
+        others[:replan] = [self._replanned(question, plan, place, other) for other in others[:replan]]
         return Explanation(
             name=place.pattern if place.site.kind != "op" else place.site.name,
             kind=of.kind,
@@ -147,15 +147,15 @@ class Explainer:
         steps = self.planner.steps
         return steps.estimated_seconds(assignment, None)[0], steps.peaks_of(None).estimate(assignment)
 
-    def _replanned(self, plan: Plan, of: Named, place: Place, other: Alternative, stage: Stage) -> Alternative:
+    def _replanned(self, question: Question, plan: Plan, place: Place, other: Alternative) -> Alternative:
         """The alternative with the plan that is pinned to it."""
         if (pins := self._pins(place, other)) is None:
             return other
         constraints = {**{name: dict(axes) for name, axes in plan.constraints.items()}, place.pattern: pins}
-        try:
-            again = self.planner.planned(request_of(plan, constraints=constraints, stage=stage))
-        except ValueError as error:
-            return replace(other, replanned=Replanned(refused=str(error)))
+        request = request_of(plan, constraints=constraints, cluster=self.planner.asked.cluster)
+        found = question.answer(Case(name="planning again", mesh=self.planner.mesh, request=request))
+        if (again := found.plan) is None:
+            return replace(other, replanned=Replanned(refused=found.error))
         told = Replanned(seconds=again.seconds, bytes=again.bytes, moved=tuple(moved(plan, again, place.names)))
         return replace(other, replanned=told)
 
