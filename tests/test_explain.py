@@ -24,6 +24,7 @@ from autopar.planning.plan import Plan
 from autopar.planning.reading import refreshed
 from autopar.report.explain.answer import Alternative, Explanation
 from autopar.report.explain.engine import Explainer
+from autopar.solve.dp import solve_dp
 
 MESH = {"dp": 2, "tp": 2}
 
@@ -197,6 +198,23 @@ def test_memory_that_binds_is_said() -> None:
     for alternative in tight.explain("head.weight").alternatives:
         if (alternative.bytes or 0) > free.bytes + 1:
             assert alternative.against == "does not fit the memory limit"
+
+
+def test_the_history_of_a_plan_is_what_its_solver_saw() -> None:
+    """On one axis the problem is the plan's own: solved again it costs as much, and its solution is the plan."""
+    arguments = given("tower")
+    made = autopar.plan(arguments.pop("model"), {"tp": 4}, cluster="dgx-h100", cost="serial", solver="dp", **arguments)
+    history = made.history()
+    assert list(history) == ["graph", "layouts", "problem", "solution", "program"]
+    assert history["graph"] == made.joint_graph() and history["program"] == made.program()
+    assert solve_dp(history["problem"]).score.seconds == pytest.approx(made.objective_seconds)
+    decided = history["solution"].rest
+    assert {name: str(choice) for name, choice in decided.items()} == dict(made.decisions)
+    assert all(str(choice) in history["layouts"][name] for name, choice in decided.items())
+    assert history["layouts"]["head_weight"]["S0%64 keep"] == "tp:S(0%64) -> tp:S(0%64)"
+    two = plan("tower").history()
+    assert all(choice.split()[1] == str(two["solution"].rest[name].axes[1])
+               for name, own in two["layouts"].items() if name in two["solution"].rest for choice in own)  # fmt: skip
 
 
 # --- plans that were saved

@@ -76,6 +76,13 @@ class Plan(Record):
         its model, as `explain`."""
         return _view("explain.anatomy").anatomy(self.planner, self)
 
+    def history(self) -> dict[str, Any]:
+        """The steps of planning as values to print, by name, in their order: the `graph` of a step; the `layouts` that
+        each site can take on the slowest axis of the mesh, with all others as in the plan; the `problem` that these
+        are, as a solver sees it; its `solution`; and the `program`. Raises ValueError as `explain`."""
+        values: dict[str, Any] = _view("history").history(self.planner, self)
+        return values
+
     def program(self) -> Program:
         """The program that each rank runs, written again from the model; `print` shows it as Python. It is the one that
         `parallelize` runs. Raises ValueError for a plan without its model, as `explain`."""
