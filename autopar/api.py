@@ -26,7 +26,7 @@ from autopar.planning.reports import Once
 from autopar.planning.request import AUTO, Options, Request, Several, takes
 from autopar.planning.texts import mesh_words
 from autopar.report.comparison import Comparison
-from autopar.report.question import Case, Question, asked
+from autopar.report.question import Question, Variant, asked
 from autopar.report.telling import Ticker, following
 from autopar.runtime.agree import all_equal, follow_world_timeout, on_first_rank, raise_together, telling
 from autopar.runtime.modes import Modes
@@ -180,7 +180,7 @@ def compare(
         check_mesh(mesh)
         place = [mesh_words(mesh)] * (len(on) > 1) + [named_cluster(machine).name] * (len(clusters) > 1)
         cases.append(
-            Case(name=" ".join([request.solver, *place]), mesh=mesh, request=replace(request, cluster=machine))
+            Variant(name=" ".join([request.solver, *place]), mesh=mesh, request=replace(request, cluster=machine))
         )
     report(0.0, "reading the model")
     request = Request(cluster=clusters[0], **of_request)

@@ -27,7 +27,7 @@ import autopar
 from autopar.passes.codegen.program import codegen
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
-from autopar.planning.request import ASKED, Options, Request, Shared
+from autopar.planning.request import ASKED, Keywords, Options, Request
 from autopar.testing import check
 
 pytest.importorskip("transformers")
@@ -103,8 +103,8 @@ def test_the_keywords_of_verbs_are_the_fields_of_a_request() -> None:
         (autopar.plan, Options),
         (autopar.parallelize, Options),
         (autopar.simulate, Options),
-        (autopar.compare, Shared),
-        (autopar.fit, Shared),
+        (autopar.compare, Keywords),
+        (autopar.fit, Keywords),
     ):
         seen = inspect.signature(verb).parameters
         for name, hint in options.__annotations__.items():

@@ -23,7 +23,7 @@ from autopar.planning.planner import Planner
 from autopar.report import question
 from autopar.report.fit import Fit, hand_mesh
 from autopar.report.kept import Kept, key_of
-from autopar.report.question import Case, Question
+from autopar.report.question import Question, Variant
 
 STRATEGIES = ("ddp", "fsdp", "megatron")
 
@@ -152,9 +152,9 @@ def test_the_time_that_is_left_is_that_of_what_was_computed() -> None:
     told: list[tuple[float, str]] = []
     planner = Planner(mesh_shape={"a": 4}, cluster="dgx-a100", **given("tower"))
     asked = Question(planner, total=10.0, report=lambda part, what: told.append((part, what)))
-    asked.answer(Case(name="one", mesh={"a": 4}, request=replace(planner.asked, solver="ddp"), weight=2.0))
+    asked.answer(Variant(name="one", mesh={"a": 4}, request=replace(planner.asked, solver="ddp"), weight=2.0))
     asked.done, asked.computed, asked.seconds = 4.0, 2.0, 100.0  # the other 2 were kept
-    asked.answer(Case(name="two", mesh={"a": 2, "b": 2}, request=replace(planner.asked, solver="ddp"), weight=2.0))
+    asked.answer(Variant(name="two", mesh={"a": 2, "b": 2}, request=replace(planner.asked, solver="ddp"), weight=2.0))
     assert told == [(0.0, "one"), (0.4, "two, about 5 min left")]
 
 

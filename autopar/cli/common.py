@@ -29,7 +29,7 @@ from autopar.report.rendering import comma_separated, markdown, page_width, rend
 from autopar.report.sections import Grid, Section
 from autopar.report.telling import Ticker, complain, following, notes
 
-from .later import Later
+from .later import Deferred
 from .usage import BAD_INPUT
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from autopar.report.comparison import Comparison
     from autopar.report.fit import Fit
 else:
-    shown = Later("autopar.passes.capture.shown")
+    shown = Deferred("autopar.passes.capture.shown")
 
 
 P = ParamSpec("P")

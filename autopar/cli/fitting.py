@@ -13,15 +13,15 @@ from autopar.report.kept import default_path
 from autopar.report.telling import notes
 
 from . import common
-from .later import Later
+from .later import Deferred
 
 if TYPE_CHECKING:
     from autopar.report import fit as fits
 
     from . import loading
 else:
-    fits = Later("autopar.report.fit")
-    loading = Later("autopar.cli.loading")
+    fits = Deferred("autopar.report.fit")
+    loading = Deferred("autopar.cli.loading")
 
 
 def add(app: typer.Typer) -> None:

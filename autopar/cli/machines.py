@@ -20,7 +20,7 @@ from autopar.planning.texts import bytes_text, seconds_text
 from autopar.report.telling import notes
 
 from .common import AsJson, integers, out, print_table, progress, reports_bad_input, writable
-from .later import Later
+from .later import Deferred
 
 if TYPE_CHECKING:
     import torch
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from autopar.runtime import measure
     from autopar.runtime.measure import operators
 else:
-    torch = Later("torch")
-    lab = Later("autopar.lab")
-    calibration = Later("autopar.cluster.calibration")
-    measurements = Later("autopar.cluster.measurements")
-    measure = Later("autopar.runtime.measure")
-    operators = Later("autopar.runtime.measure.operators")
+    torch = Deferred("torch")
+    lab = Deferred("autopar.lab")
+    calibration = Deferred("autopar.cluster.calibration")
+    measurements = Deferred("autopar.cluster.measurements")
+    measure = Deferred("autopar.runtime.measure")
+    operators = Deferred("autopar.runtime.measure.operators")
 
 SMALL_BYTES = 1 << 18
 SHOWN_BYTES = 1 << 20

@@ -15,7 +15,7 @@ from autopar.planning.saved import is_plan
 from autopar.report.rendering import page_width
 
 from . import common
-from .later import Later
+from .later import Deferred
 from .questions import current, opened
 from .working import DRAWING, READING, working
 
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
 
     from . import loading
 else:
-    torch = Later("torch")
-    api = Later("autopar.api")
-    testing = Later("autopar.testing")
-    planning = Later("autopar.planning.plan")
-    reading = Later("autopar.planning.reading")
-    export = Later("autopar.report.export")
-    figures = Later("autopar.report.figure")
-    fx = Later("autopar.runtime.fx")
-    simulations = Later("autopar.report.simulation")
-    loading = Later("autopar.cli.loading")
+    torch = Deferred("torch")
+    api = Deferred("autopar.api")
+    testing = Deferred("autopar.testing")
+    planning = Deferred("autopar.planning.plan")
+    reading = Deferred("autopar.planning.reading")
+    export = Deferred("autopar.report.export")
+    figures = Deferred("autopar.report.figure")
+    fx = Deferred("autopar.runtime.fx")
+    simulations = Deferred("autopar.report.simulation")
+    loading = Deferred("autopar.cli.loading")
 
 
 def add(app: typer.Typer) -> None:

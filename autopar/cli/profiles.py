@@ -17,7 +17,7 @@ from autopar.report.sections import Lines, Section
 from autopar.report.telling import notes
 
 from . import common
-from .later import Later
+from .later import Deferred
 
 if TYPE_CHECKING:
     from autopar.planning import planner as planners
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
     from . import loading
 else:
-    planners = Later("autopar.planning.planner")
-    databases = Later("autopar.profile.database")
-    profiled = Later("autopar.runtime.profiled")
-    profiler = Later("autopar.runtime.profiler")
-    loading = Later("autopar.cli.loading")
+    planners = Deferred("autopar.planning.planner")
+    databases = Deferred("autopar.profile.database")
+    profiled = Deferred("autopar.runtime.profiled")
+    profiler = Deferred("autopar.runtime.profiler")
+    loading = Deferred("autopar.cli.loading")
 
 File = Annotated[Path | None, typer.Option(help=ASKED["profiles"].help)]
 

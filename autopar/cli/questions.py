@@ -13,7 +13,7 @@ from autopar.planning.saved import saved
 from autopar.report.rendering import page_width
 
 from . import common
-from .later import Later
+from .later import Deferred
 from .working import working
 
 if TYPE_CHECKING:
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
     from . import loading
 else:
-    api = Later("autopar.api")
-    reading = Later("autopar.planning.reading")
-    planning = Later("autopar.planning.plan")
-    differences = Later("autopar.report.difference")
-    loading = Later("autopar.cli.loading")
+    api = Deferred("autopar.api")
+    reading = Deferred("autopar.planning.reading")
+    planning = Deferred("autopar.planning.plan")
+    differences = Deferred("autopar.report.difference")
+    loading = Deferred("autopar.cli.loading")
 
 PLAN = typer.Argument(help="What plan --out wrote.")
 

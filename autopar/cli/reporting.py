@@ -10,7 +10,7 @@ import typer
 from autopar.planning.request import Source
 
 from . import common
-from .later import Later
+from .later import Deferred
 from .questions import PLAN, current
 from .working import working
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from autopar.planning import plan as planning
     from autopar.report import html
 else:
-    planning = Later("autopar.planning.plan")
-    html = Later("autopar.report.html")
+    planning = Deferred("autopar.planning.plan")
+    html = Deferred("autopar.report.html")
 
 
 def add(app: typer.Typer) -> None:

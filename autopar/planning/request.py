@@ -224,7 +224,7 @@ def _says(**about: Any) -> Mapping[str, Option]:
     return {"option": Option(**about)}
 
 
-class Shared(TypedDict, total=False):
+class Keywords(TypedDict, total=False):
     """The keywords of every verb that plans: fields of `Request`."""
 
     cost: str
@@ -239,7 +239,7 @@ class Shared(TypedDict, total=False):
     profiles: str | Path | None
 
 
-class Several(Shared, total=False):
+class Several(Keywords, total=False):
     """The keywords of verbs that make several plans: where answers are kept, who is told how far it is, and who gets
     what is known so far."""
 
@@ -248,7 +248,7 @@ class Several(Shared, total=False):
     each: Callable[[Any], None]
 
 
-class Options(Shared, total=False):
+class Options(Keywords, total=False):
     """The keywords of verbs that make one plan."""
 
     solver: str

@@ -42,7 +42,7 @@ class DoesNotFit(Infeasible):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class Remedy:
     """Of a step: `batch` and `ranks` are factors; `accumulating` holds all gradients through forward and backward, as
     micro-batches do."""
 
@@ -107,30 +107,25 @@ class Shortfall:
 
     # ---- what would do
 
-    def _remedies(self) -> Iterator[tuple[str, list[tuple[str, Change]]]]:
+    def _remedies(self) -> Iterator[tuple[str, list[tuple[str, Remedy]]]]:
         """What a person would change: why that cannot be, and else the changes in words, the smallest first."""
-        cluster, own, whole, ranks = (
-            self.space.cluster,
-            self.space.optimizer,
-            self._batch_size,
-            math.prod(self.space.mesh),
-        )
-        devices, batches = self._batch_size, min(cluster.devices, RANKS_MOST), list(self._batches())
+        cluster, own, ranks = self.space.cluster, self.space.optimizer, math.prod(self.space.mesh)
+        whole, devices, batches = self._batch_size, min(cluster.devices, RANKS_MOST), list(self._batches())
         factors = (2**k for k in range(1, TIMES_MOST.bit_length()))
         yield (
             f"more ranks, since {cluster.name} has no more than {devices} devices",
-            [(f"{n * ranks} ranks instead of {ranks}", Change(ranks=n)) for n in factors if n * ranks <= devices],
+            [(f"{n * ranks} ranks instead of {ranks}", Remedy(ranks=n)) for n in factors if n * ranks <= devices],
         )
         yield (
             "a smaller batch, which these ranks do not divide",
-            [(f"a batch of {size} instead of {whole}", Change(batch=size / whole)) for size in batches],
+            [(f"a batch of {size} instead of {whole}", Remedy(batch=size / whole)) for size in batches],
         )
         yield (
             "micro-batches, which these ranks do not divide",
             [
                 (
                     f"{whole // size} micro-batches of {size} whose gradients add up",
-                    Change(batch=size / whole, accumulating=True),
+                    Remedy(batch=size / whole, accumulating=True),
                 )
                 for size in batches
                 if whole % size == 0
@@ -140,13 +135,13 @@ class Shortfall:
         yield (
             f"a narrower optimizer, since none keeps less than {own.name}",
             [
-                (f"the optimizer {other.name} instead of {own.name}", Change(optimizer=other))
+                (f"the optimizer {other.name} instead of {own.name}", Remedy(optimizer=other))
                 for other in others
                 if self._states(other) < self._states(own)
             ],
         )
 
-    def _enough(self, changes: list[tuple[str, Change]]) -> tuple[str, Change]:
+    def _enough(self, changes: list[tuple[str, Remedy]]) -> tuple[str, Remedy]:
         """The first change that is enough, or else the first beyond which more of it saves next to nothing."""
         needed = [self.needed(change) for _, change in changes]
         wanted = max(self.limit, (1.0 + LITTLE_PART) * needed[-1])
@@ -166,11 +161,11 @@ class Shortfall:
 
     # ---- what a change leaves
 
-    def needed(self, change: Change) -> float:
+    def needed(self, change: Remedy) -> float:
         """About the peak of the changed step: the largest of its phases."""
         return max(self._needed(phase, change) for phase in self._phases)
 
-    def _needed(self, phase: Phase, change: Change) -> float:
+    def _needed(self, phase: Phase, change: Remedy) -> float:
         """Parameters, gradients and states that the ranks split are split further by more of them. What is computed
         from the batch scales with it, and is split further too. Gathered weights stay as they are."""
         still = self._split_part / change.ranks + 1 - self._split_part

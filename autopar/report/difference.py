@@ -41,7 +41,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moved:
+class Relocation:
     """What lives differently: names in a module (`count` alike), in words."""
 
     names: str
@@ -63,7 +63,7 @@ class Difference(Document):
     asked: tuple[Change, ...]
     figures: tuple[Change, ...]
     collectives: tuple[Change, ...]
-    moved: tuple[Moved, ...]
+    moved: tuple[Relocation, ...]
     gave: tuple[str, ...]
     operators: int | None
     all_operators: int
@@ -180,7 +180,7 @@ def _collectives(plan: Plan) -> Told:
     return {f"{row.kind} {row.axis}": ({"count": row.count, "bytes": row.bytes}, TRAFFIC) for row in rows}
 
 
-def _moved(before: Plan, after: Plan) -> Iterator[Moved]:
+def _moved(before: Plan, after: Plan) -> Iterator[Relocation]:
     grouped: dict[tuple[str, str, str], list[str]] = {}
     words_before = dict(_words(before))
     for name, words in _words(after):
@@ -196,11 +196,11 @@ def _moved(before: Plan, after: Plan) -> Iterator[Moved]:
         count = max(map(len, ends.values()))
         told = joined(tuple(end.removesuffix(".weight") for end in ends))
         layers_text = f" ({count} layers)" if count > 1 else ""
-        yield Moved(names=f"{module}{layers_text}: {told}" if module else told, before=was, after=words)
+        yield Relocation(names=f"{module}{layers_text}: {told}" if module else told, before=was, after=words)
     inputs = dict(input_rows(before))
     for which, words in input_rows(after):
         if inputs.get(which) not in (None, words):
-            yield Moved(names=which, before=inputs[which], after=words)
+            yield Relocation(names=which, before=inputs[which], after=words)
 
 
 def _words(plan: Plan) -> Iterator[tuple[str, str]]:

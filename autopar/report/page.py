@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from itertools import accumulate
 
 from rich.console import RenderableType
@@ -15,7 +16,6 @@ from autopar.planning.texts import (
     bytes_text,
     digits,
     listed,
-    seconds_text,
     short_bytes,
     short_seconds,
     starred,
@@ -24,10 +24,13 @@ from autopar.planning.texts import (
 from autopar.planning.training import micro_batches_text, precision_text, recompute_text
 
 from .hypertext import fragment
-from .placements import MOST_ROWS, Row, input_rows, joined, parameter_rows
+from .placements import MOST_ROWS, PlacementRow, input_rows, joined, parameter_rows
 from .rendering import page_width, renderables, rendered
-from .sections import Bars, Grid, Labelled, Lines, Section, Stack
+from .sections import Bars, Grid, Labelled, Lines, Row, Section, Stack
 from .words import legend
+
+PARTS = ("compute_seconds", "communication_seconds", "copy_seconds", "optimizer_seconds")
+"""What the step consists of as if nothing overlapped."""
 
 SCALED_BEYOND = 4
 """A limit of more than so many times the peak is not drawn: the bar is then the peak."""
@@ -80,17 +83,58 @@ def notebook(plan: Record) -> str:
 
 def page_sections(plan: Record) -> Iterator[Section]:
     """The sections of the page, from top to bottom."""
+    yield from _overview(plan)
+    rows, words = placements(plan)
+    yield Section("where parameters and inputs live", [Labelled(rows, wide=True), Lines(words, style="dim")])
+    yield from _warned(plan)
+
+
+def full_sections(plan: Record) -> Iterator[Section]:
+    """The page, with tables of all that it counts and places."""
+    yield from _overview(plan)
+    yield from _warned(plan)
+    account, axes = plan.account, list(plan.mesh)
+    yield Section("the step without overlap", [Grid.of([{name: getattr(account, name) for name in PARTS}])])
+    sent: list[Row] = [asdict(row) for row in account.collectives]
+    yield Section("its collectives", [Grid.of(sent, keys=2)])
+    peak: dict[str, int] = asdict(plan.peak)
+    told = [f"that is in {peak.pop('at')}", limit_text(plan)]
+    held = Grid.of([{f"{part}_bytes": size for part, size in peak.items()}])
+    yield Section("predicted peak memory of a rank", [held, Lines(told, indent=0)])
+    placed = []
+    for names, p in _grouped(plan.parameters):
+        use = [" or ".join(dict.fromkeys(layout[i] for layout in p.in_use)) or "-" for i in range(len(axes))]
+        gathered = any(layout != p.at_rest for layout in p.in_use)
+        placed.append((names, *p.at_rest, *use, p.gather if gathered else ""))
+    heads = ("parameter", *(f"{a} at rest" for a in axes), *(f"{a} in use" for a in axes), "")
+    yield Section("", [Grid(heads, placed)])
+    yield Section("", [Grid(("input", *axes), [(name, *p) for name, p in plan.inputs.items()])])
+    if (origin := plan.provenance) is None:
+        return
+    chosen = Candidate(name=origin.winner, seconds=plan.seconds, bytes=plan.bytes, precision="chosen")
+    yield Section("candidates", [Grid.of([asdict(candidate) for candidate in (chosen, *origin.candidates)])])
+    named = (", ".join(f"{name} {text}" for name, text in of.items()) for of in (origin.inputs, origin.versions))
+    told = [
+        f"model: {origin.parameter_count:,} parameters, mostly {origin.dtype}; {origin.flops:.4g} floating point "
+        f"operations a step",
+        *(f"{what}: {words}" for what, words in zip(("inputs", "versions"), named, strict=True)),
+        *([f"command: {origin.command}"] if origin.command else []),
+    ]
+    yield Section("", [Lines(told, indent=0)])
+
+
+def _overview(plan: Record) -> Iterator[Section]:
     yield Section(title(plan), [Labelled([*verdict(plan)])])
     if bars := step_bars(plan):
         yield Section("where the step goes", [Bars(bars, plan.seconds)])
-    yield Section(
-        "memory of a rank at its peak", [memory(plan), Lines([*recomputed(plan), f"the peak is at {_at(plan)}"])]
-    )
+    notes = Lines([*recomputed(plan), f"the peak is at {_at(plan)}"])
+    yield Section("memory of a rank at its peak", [memory(plan), notes])
     yield Section("communication of a step, by mesh axis", [Labelled([*communication(plan)])])
-    rows, words = placements(plan)
-    yield Section("where parameters and inputs live", [Labelled(rows, wide=True), Lines(words, style="dim")])
-    if told := list(warnings(plan)):
-        yield Section("", [Labelled([("warning", text) for text in told])])
+
+
+def _warned(plan: Record) -> Iterator[Section]:
+    if told := [("warning", text) for text in warnings(plan)]:
+        yield Section("", [Labelled(told)])
 
 
 def title(plan: Record) -> str:
@@ -252,7 +296,7 @@ def placements(plan: Record) -> tuple[list[tuple[str, str]], list[str]]:
     return shown, legend([words for _, words in shown])
 
 
-def _shown(rows: list[Row]) -> list[tuple[str, str]]:
+def _shown(rows: list[PlacementRow]) -> list[tuple[str, str]]:
     """Names and words; a module with several rows has a heading."""
     shown: list[tuple[str, str]] = []
     heading = ""
@@ -268,16 +312,16 @@ def _shown(rows: list[Row]) -> list[tuple[str, str]]:
     return shown
 
 
-def _most(module: str, rows: list[Row]) -> int:
+def _most(module: str, rows: list[PlacementRow]) -> int:
     return max(row.count for row in rows if row.module == module)
 
 
-def _heading(module: str, rows: list[Row]) -> str:
+def _heading(module: str, rows: list[PlacementRow]) -> str:
     count = _most(module, rows)
     return f"{module} ({count} alike)" if count > 1 else module
 
 
-def _fewer(row: Row, rows: list[Row]) -> str:
+def _fewer(row: PlacementRow, rows: list[PlacementRow]) -> str:
     """How many layers a row is of, if not of all."""
     return f" ({row.count} of them)" if row.module and row.count < _most(row.module, rows) else ""
 
@@ -307,7 +351,8 @@ def warnings(plan: Record) -> Iterator[str]:
     if idle := _idle(plan):
         yield f"nothing is split on {listed(idle)}: all of its ranks do the same work"
     if plan.without_rule:
-        yield _without_rule(plan)
+        ops = ", ".join(f"{count} x {op}" for op, count in plan.without_rule.items())
+        yield f"replicated, since the op has no rule: {ops}"
 
 
 def _advice(plan: Record) -> str:
@@ -349,85 +394,9 @@ def count_text(number: int) -> str:
     return str(number)
 
 
-# ---- all that it says
-
-
-def full_sections(plan: Record) -> Iterator[Section]:
-    account, peak, axes = plan.account, plan.peak, list(plan.mesh)
-    mesh = ", ".join(f"{axis}={n}" for axis, n in plan.mesh.items())
-    lines = [
-        f"plan of {plan.model} on mesh {mesh} of {plan.cluster}, by {plan.solver} ({plan.solve_seconds:.2f} s)",
-        f"predicted step {seconds_text(plan.seconds)}, of which communication {seconds_text(plan.exposed_seconds)}",
-        *_full_bounds(plan),
-        f"without overlap {seconds_text(account.seconds)}: compute {seconds_text(account.compute_seconds)}, "
-        f"communication {seconds_text(account.communication_seconds)}, "
-        f"local copies {seconds_text(account.copy_seconds)}, "
-        f"optimizer {seconds_text(account.optimizer_seconds)}",
-        f"predicted peak memory of a rank {bytes_text(peak.bytes)}: "
-        f"parameters {bytes_text(peak.parameters)}, gradients {bytes_text(peak.gradients)}, "
-        f"optimizer ({plan.optimizer}) {bytes_text(peak.optimizer)}, "
-        f"buffers and inputs {bytes_text(peak.inputs)}, outputs {bytes_text(peak.outputs)}, "
-        f"kept for backward {bytes_text(peak.activations)}, temporaries {bytes_text(peak.temporaries)}",
-        f"that is in {peak.at}",
-        limit_text(plan),
-        *recomputed(plan),
-        *unfused(plan),
-        *([f"pinned: {pinned_text(plan)}"] if plan.constraints else []),
-        *(f"precision: {text}" for text in precision_text(plan.training, plan.held_in)),
-        *(f"micro-batches: {text}" for text in micro_batches_text(plan.training)),
-        *(f"made again in backward: {text}" for text in recompute_text(plan.training, plan.checkpoints)),
-    ]
-    yield Section("", [Lines(lines, indent=0)])
-    sent = [(c.kind, c.axis, str(c.count), bytes_text(c.bytes), seconds_text(c.seconds)) for c in account.collectives]
-    yield Section("", [Grid(("collective", "axis", "count", "bytes", "seconds"), sent, keys=2, right=range(2, 5))])
-    placed = []
-    for names, p in _grouped(plan.parameters):
-        use = [" or ".join(dict.fromkeys(layout[i] for layout in p.in_use)) or "-" for i in range(len(axes))]
-        gathered = any(layout != p.at_rest for layout in p.in_use)
-        placed.append((names, *p.at_rest, *use, p.gather if gathered else ""))
-    heads = ("parameter", *(f"{a} at rest" for a in axes), *(f"{a} in use" for a in axes), "")
-    yield Section("", [Grid(heads, placed)])
-    yield Section("", [Grid(("input", *axes), [(name, *p) for name, p in plan.inputs.items()])])
-    origin = plan.provenance
-    if origin is not None and origin.candidates:
-        chosen = Candidate(name=origin.winner, seconds=plan.seconds, bytes=plan.bytes, precision="chosen")
-        rows = [
-            (c.name, seconds_text(c.seconds), "-" if c.bytes is None else bytes_text(c.bytes), c.precision)
-            for c in (chosen, *origin.candidates)
-        ]
-        yield Section("", [Grid(("candidate", "step", "peak", ""), rows)])
-    if plan.without_rule:
-        yield Section("", [Lines([_without_rule(plan)], indent=0)])
-    if origin is not None:
-        inputs, versions = (
-            ", ".join(f"{name} {text}" for name, text in named.items()) for named in (origin.inputs, origin.versions)
-        )
-        told = [
-            f"model: {origin.parameter_count:,} parameters, mostly {origin.dtype}; {origin.flops:.4g} floating point "
-            f"operations a step",
-            f"inputs: {inputs}",
-            f"versions: {versions}",
-            *([f"command: {origin.command}"] if origin.command else []),
-        ]
-        yield Section("", [Lines(told, indent=0)])
-
-
 def pinned_text(plan: Record) -> str:
     """What a person pinned."""
     return ", ".join(f"{name} {axis}={text}" for name, axes in plan.constraints.items() for axis, text in axes.items())
-
-
-def _without_rule(plan: Record) -> str:
-    ops = ", ".join(f"{count} x {op}" for op, count in plan.without_rule.items())
-    return f"replicated, since the op has no rule: {ops}"
-
-
-def _full_bounds(plan: Record) -> Iterator[str]:
-    if plan.gap is not None:
-        yield f"no plan's step is shorter than {seconds_text(plan.lower_bound_seconds)}, {plan.gap:.1%} less than this"
-    if plan.objective_gap is not None:
-        bound = f"{seconds_text(plan.objective_bound_seconds)}, {plan.objective_gap:.1%} less than this"
-        yield f"without overlap, none that was searched takes less than {bound}"
 
 
 def recomputed(plan: Record) -> list[str]:

@@ -10,7 +10,7 @@ from itertools import product
 
 from autopar.passes.space.choices import KEEP, NO_POLICY, REGATHER, SiteChoice
 from autopar.passes.space.problem import Assignment, Decisions
-from autopar.planning.account import Account, Source, account, sources
+from autopar.planning.account import Account, Traffic, account, sources
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
 from autopar.planning.progress import Stage
@@ -18,9 +18,9 @@ from autopar.planning.reading import request_of
 from autopar.planning.texts import short_bytes, short_seconds
 
 from ..page import UNFUSED, WITHOUT_DROPOUT
-from ..question import Case, Question
+from ..question import Question, Variant
 from .answer import Alternative, Explanation, Replanned, of_plan
-from .named import Named, Place, named, places
+from .named import Location, Named, named, places
 from .telling import changes, choice_words, moved, placement_texts, verdict
 
 CLOSE = 8
@@ -79,7 +79,7 @@ class Explainer:
             omitted=max(0, len(candidates) - CLOSE),
         )
 
-    def _candidates(self, place: Place, assignment: Assignment, taken: SiteChoice) -> list[Candidate]:
+    def _candidates(self, place: Location, assignment: Assignment, taken: SiteChoice) -> list[Candidate]:
         """All other choices that readers and makers can live with, the cheapest first."""
         site, space = place.site, self.space
         per_axis = [site.choices[ranks] for ranks in space.mesh]
@@ -97,7 +97,7 @@ class Explainer:
         return sorted(candidates, key=lambda item: item[2].seconds)
 
     def _estimated(
-        self, plan: Plan, place: Place, assignment: Assignment, candidates: Sequence[Candidate]
+        self, plan: Plan, place: Location, assignment: Assignment, candidates: Sequence[Candidate]
     ) -> list[Alternative]:
         """The steps and peaks of alternatives: of all by estimates, and exactly of those that seem the shortest."""
         before = account(self.space, assignment)
@@ -147,19 +147,19 @@ class Explainer:
         steps = self.planner.steps
         return steps.estimated_seconds(assignment, None)[0], steps.peaks_of(None).estimate(assignment)
 
-    def _replanned(self, question: Question, plan: Plan, place: Place, other: Alternative) -> Alternative:
+    def _replanned(self, question: Question, plan: Plan, place: Location, other: Alternative) -> Alternative:
         """The alternative with the plan that is pinned to it."""
         if (pins := self._pins(place, other)) is None:
             return other
         constraints = {**{name: dict(axes) for name, axes in plan.constraints.items()}, place.pattern: pins}
         request = request_of(plan, constraints=constraints, cluster=self.planner.asked.cluster)
-        found = question.answer(Case(name="planning again", mesh=self.planner.mesh, request=request))
+        found = question.answer(Variant(name="planning again", mesh=self.planner.mesh, request=request))
         if (again := found.plan) is None:
             return replace(other, replanned=Replanned(refused=found.error))
         told = Replanned(seconds=again.seconds, bytes=again.bytes, moved=tuple(moved(plan, again, place.names)))
         return replace(other, replanned=told)
 
-    def _pins(self, place: Place, other: Alternative) -> dict[str, str] | None:
+    def _pins(self, place: Location, other: Alternative) -> dict[str, str] | None:
         """The constraints that say what an alternative places; None for an operator, which constraints can only keep
         off an axis."""
         if place.site.kind == "op":
@@ -168,11 +168,11 @@ class Explainer:
         return {axis: text.partition("%")[0].rstrip(")") + ")" if text != "R" else "R"
                 for axis, text in zip(self.space.axes, texts, strict=True)}  # fmt: skip
 
-    def _copy_of(self, place: Place, name: str) -> int | None:
+    def _copy_of(self, place: Location, name: str) -> int | None:
         """Which copy of a layer a name is of, if it names one."""
         return place.names.index(name) if place.body is not None and name in place.names else None
 
-    def _facts(self, place: Place, own: Sequence[SiteChoice]) -> Iterator[str]:
+    def _facts(self, place: Location, own: Sequence[SiteChoice]) -> Iterator[str]:
         site = place.site
         if site.meta is not None:
             size = f"{site.meta}, {site.meta.bytes:,} bytes"
@@ -190,14 +190,14 @@ class Explainer:
         if site.meta is not None and site.kind == "parameter":
             yield from self._not_offered(place)
 
-    def _alike(self, place: Place) -> list[str]:
+    def _alike(self, place: Location) -> list[str]:
         """Other parameters that the pattern of a layer's parameter names."""
         if place.body is None or place.site.kind != "parameter":
             return []
         names = (name for name in self.space.graph.parameters if name not in place.names)
         return [name for name in names if fnmatchcase(name, place.pattern)]
 
-    def _not_offered(self, place: Place) -> Iterator[str]:
+    def _not_offered(self, place: Location) -> Iterator[str]:
         """Dims along which a parameter cannot be split."""
         assert place.site.meta is not None
         for axis, ranks in zip(self.space.axes, self.space.mesh, strict=True):
@@ -245,7 +245,7 @@ class Explainer:
             rows=tuple(rows),
         )
 
-    def _kept_off(self, places: Sequence[Place], assignment: Assignment, axis: int) -> Assignment:
+    def _kept_off(self, places: Sequence[Location], assignment: Assignment, axis: int) -> Assignment:
         """The assignment with every place replicated on an axis, where that is legal."""
         for place in places:
             for choice in dict.fromkeys(_taken(place, assignment)):
@@ -280,19 +280,19 @@ def _telling(candidates: Sequence[Candidate], stage: Stage) -> Iterator[Candidat
     return (candidate for candidate, _ in zip(candidates, stage.parts(len(candidates)), strict=True))
 
 
-def _none_of(of: Named, every: Sequence[Source]) -> Explanation:
+def _none_of(of: Named, every: Sequence[Traffic]) -> Explanation:
     """Of collectives that the plan does not have."""
     others = ", ".join(sorted({f"{s.kind} {s.axis}" for s in every})) or "no collective at all"
     return Explanation(name=of.name, kind="collective", facts=(f"nothing; the plan has {others}",))
 
 
-def _source_row(source: Source, names: Mapping[str, str]) -> tuple[str, ...]:
+def _source_row(source: Traffic, names: Mapping[str, str]) -> tuple[str, ...]:
     size, seconds = short_bytes(source.bytes), short_seconds(source.seconds)
     name = names.get(source.root) or f"{source.root} of {source.module}"
     return name, f"{source.kind} {source.axis}", f"{source.count:,}", size, seconds
 
 
-def _unfused(places: Sequence[Place]) -> list[str]:
+def _unfused(places: Sequence[Location]) -> list[str]:
     """What is to be said where an operator's kernel is not fused."""
     rules = [place.site.rule for place in places if place.site.rule is not None]
     return [f"{UNFUSED}: {WITHOUT_DROPOUT}"] if any(rule.inside_bytes for rule in rules) else []
@@ -303,11 +303,11 @@ def _within(name: str, module: str) -> str:
     return ".".join(name.split(".")[len(module.split(".")) :])
 
 
-def _op(place: Place) -> str:
+def _op(place: Location) -> str:
     return place.site.node.op.removesuffix(".default") if place.site.node is not None else place.site.kind
 
 
-def _taken(place: Place, assignment: Assignment) -> Iterator[SiteChoice]:
+def _taken(place: Location, assignment: Assignment) -> Iterator[SiteChoice]:
     """What a place takes, in each copy."""
     if place.body is None:
         yield assignment.rest[place.site.name]
@@ -315,7 +315,9 @@ def _taken(place: Place, assignment: Assignment) -> Iterator[SiteChoice]:
         yield from (decisions[place.site.name] for decisions in assignment.copies[place.body])
 
 
-def _with(place: Place, assignment: Assignment, choice: SiteChoice, instead_of: SiteChoice | None = None) -> Assignment:
+def _with(
+    place: Location, assignment: Assignment, choice: SiteChoice, instead_of: SiteChoice | None = None
+) -> Assignment:
     """The assignment with another choice in one place, in all copies (or in those that take `instead_of`)."""
     name = place.site.name
 
