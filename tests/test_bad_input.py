@@ -27,7 +27,7 @@ import autopar
 from autopar.passes.codegen.program import codegen
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
-from autopar.planning.request import ASKED, Keywords, Options, Request
+from autopar.planning.request import ASKED, Keywords, Options, Request, byte_count
 from autopar.testing import check
 
 pytest.importorskip("transformers")
@@ -207,8 +207,7 @@ def test_a_memory_limit_that_nothing_fits(solver: str) -> None:
     made = mlp()
     message = refused(plan, made, mesh={"a": 4}, solver=solver, memory_limit_bytes=1000)
     assert "no plan fits in 1000 B" in message
-    number, unit = message.partition("that was reached is ")[2].split()[:2]
-    smallest = float(number) * {"B": 1, "kB": 1e3}[unit]
+    smallest = byte_count("".join(message.partition("that was reached is ")[2].split()[:2]))
     assert plan(made, mesh={"a": 4}, solver=solver, memory_limit_bytes=smallest).bytes <= smallest
     # a preset's search within a near limit may need a percent less
     refused(plan, made, mesh={"a": 4}, solver=solver, memory_limit_bytes=0.95 * smallest)

@@ -93,6 +93,16 @@ def integers(text: str, option: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
+READING, DRAWING = "reading the model", "drawing"
+
+
+@contextmanager
+def working(doing: str = READING) -> Iterator[Ticker]:
+    """Says what the planner is doing, and how far it is."""
+    with Ticker(doing, follows=True) as ticker, following(ticker.tell):
+        yield ticker
+
+
 @contextmanager
 def progress(enabled: bool = True) -> Iterator[Callable[[float, str], None]]:
     """Yields a function of the part that is done and the current work, which draws a bar on standard error; lines if
@@ -116,7 +126,7 @@ def progress(enabled: bool = True) -> Iterator[Callable[[float, str], None]]:
             with following(lambda what, part: tell(part, what)):
                 yield tell
     else:
-        with Ticker("starting", follows=True) as ticker, following(ticker.tell):
+        with working("starting") as ticker:
             yield lambda part, what: ticker.tell(what, part)
 
 

@@ -43,12 +43,6 @@ SHOWN_BYTES = 1 << 20
 LEVEL_HEADS = ("level", "size", "topology", "out of a child", "between two", "latency a step", "launch")
 
 
-def add(app: typer.Typer) -> None:
-    app.command("lab", rich_help_panel="Machines")(lab_command)
-    app.command("calibrate", rich_help_panel="Machines")(calibrate_command)
-    app.command("clusters", rich_help_panel="Machines")(clusters_command)
-
-
 @reports_bad_input
 def lab_command(
     command: Annotated[list[str], typer.Argument(help="What each rank runs, after --.", metavar="-- COMMAND")],

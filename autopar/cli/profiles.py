@@ -35,20 +35,6 @@ else:
 File = Annotated[Path | None, typer.Option(help=ASKED["profiles"].help)]
 
 
-def add(app: typer.Typer) -> None:
-    app.command("profile", rich_help_panel="Profiled costs")(profile_command)
-    group = typer.Typer(no_args_is_help=True, help="The profile database.")
-    for name, command in (
-        ("list", list_command),
-        ("show", show_command),
-        ("export", export_command),
-        ("import", import_command),
-        ("prune", prune_command),
-    ):
-        group.command(name)(command)
-    app.add_typer(group, name="profiles", rich_help_panel="Profiled costs")
-
-
 @common.asks(model=Source, options=Request, without=("cost",))
 def profile_command(
     model: common.Typed,
@@ -162,3 +148,8 @@ def _opened(path: Path | None) -> databases.Profiles:
     if not path.exists():
         raise ValueError(f"{path}: no profile database there; autopar profile creates one, or give --profiles FILE")
     return databases.Profiles(path)
+
+
+profiles_command = typer.Typer(no_args_is_help=True, help="The profile database.")
+for _name in ("list", "show", "export", "import", "prune"):
+    profiles_command.command(_name)(globals()[f"{_name}_command"])
