@@ -23,7 +23,6 @@ from autopar.planning.account import account, sources
 from autopar.planning.plan import Plan
 from autopar.planning.reading import refreshed
 from autopar.report.explain.answer import Alternative, Explanation
-from autopar.report.explain.engine import Explainer
 from autopar.solve.dp import solve_dp
 
 MESH = {"dp": 2, "tp": 2}
@@ -111,7 +110,7 @@ def test_an_alternative_costs_what_the_plan_edited_to_it_costs(name: str) -> Non
         explanation = plan(name).explain(parameter)
         for alternative in explanation.alternatives[:5]:
             assert alternative.is_exact
-            read = refreshed(explainer(name).planner, edited(plan(name), parameter, alternative.choice))
+            read = refreshed(plan(name).planner, edited(plan(name), parameter, alternative.choice))
             assert (read.seconds, read.bytes) == (alternative.seconds, alternative.bytes)
             assert read.account.seconds == pytest.approx(alternative.serial_seconds)
             checked += 1
@@ -141,10 +140,6 @@ def pins_of(alternative: Alternative) -> dict[str, str]:
     return pins
 
 
-def explainer(name: str) -> Explainer:
-    return Explainer(plan(name).planner)
-
-
 # --- what is asked for
 
 
@@ -166,7 +161,7 @@ def test_parameters_inputs_modules_operators_and_collectives_are_explained() -> 
 
 
 def test_the_seconds_of_a_collectives_sources_add_up() -> None:
-    planner = explainer("gpt2").planner
+    planner = plan("gpt2").planner
     assignment = planner.assignment(plan("gpt2"))
     told = sum(source.seconds for source in sources(planner.space, assignment))
     assert told == pytest.approx(account(planner.space, assignment).communication_seconds)

@@ -68,7 +68,7 @@ class Plan(Record):
         operator, as in `decisions`, or a collective on a mesh axis ("all_gather tp"). Raises ValueError for a name that
         the plan does not have, and for a plan without its model: `autopar.read_plan` reads a file with it.
         """
-        return _view("explain.engine").Explainer(self.planner).explain(self, name, replan=replan)
+        return _view("explain.engine").Explainer(self.planner, self).explain(name, replan=replan)
 
     def anatomy(self) -> Any:
         """The plan's timeline, its memory over the step, segments, blocks and links

@@ -36,50 +36,48 @@ Candidate = tuple[SiteChoice, Assignment, Account]
 
 
 class Explainer:
-    """Explains plans for the model and the mesh of a planner."""
+    """Explains a plan with a planner of its model."""
 
-    def __init__(self, planner: Planner) -> None:
-        self.planner, self.space = planner, planner.space
+    def __init__(self, planner: Planner, plan: Plan) -> None:
+        self.planner, self.space, self.plan = planner, planner.space, plan
+        self.assignment = planner.assignment(plan)
+        self.before = account(self.space, self.assignment)
 
-    def explain(self, plan: Plan, name: str, *, replan: int = 0) -> Explanation:
+    def explain(self, name: str, *, replan: int = 0) -> Explanation:
         """As `Plan.explain`."""
         if isinstance(replan, bool) or not isinstance(replan, int) or replan < 0:
             raise ValueError(f"replan is {replan!r}: give the number of alternatives to plan again for, 0 for none")
         COMPARING.tell()
         of = named(self.space, name, self.planner.captured.tied)
-        assignment = self.planner.assignment(plan)
         if of.kind == "collective":
-            return self._collective(plan, of, assignment)
-        if of.kind == "module":
-            return self._module(plan, of, assignment)
-        return self._site(plan, of, assignment, replan)
+            return self._collective(of)
+        return self._module(of) if of.kind == "module" else self._site(of, replan)
 
     # ---- one site
 
-    def _site(self, plan: Plan, of: Named, assignment: Assignment, replan: int) -> Explanation:
+    def _site(self, of: Named, replan: int) -> Explanation:
         (place,) = of.places
-        before = account(self.space, assignment)
-        own = list(_taken(place, assignment))
+        own = list(_taken(place, self.assignment))
         choice = own[self._copy_of(place, of.name) or 0]
         words = choice_words(self.space, place.site, choice)
-        candidates = self._candidates(place, assignment, choice)
-        others = self._estimated(plan, place, assignment, candidates[:CLOSE])
+        candidates = self._candidates(place, choice)
+        others = self._estimated(place, candidates[:CLOSE])
         others = _shortest_policy(others) if place.site.kind == "parameter" else others
         others = _distinct(others, words)
         others.sort(key=lambda a: (a.seconds is None, a.seconds or 0.0))
         question = Question(self.planner, total=max(1, min(replan, len(others))))
-        others[:replan] = [self._replanned(question, plan, place, other) for other in others[:replan]]
+        others[:replan] = [self._replanned(question, place, other) for other in others[:replan]]
         return Explanation(
             name=place.pattern if place.site.kind != "op" else place.site.name,
             kind=of.kind,
             facts=tuple(self._facts(place, own)),
-            chosen=of_plan(plan, str(choice), words, before.seconds),
+            chosen=of_plan(self.plan, str(choice), words, self.before.seconds),
             alternatives=tuple(others),
-            binds=tuple(verdict(plan, others)),
+            binds=tuple(verdict(self.plan, others)),
             omitted=max(0, len(candidates) - CLOSE),
         )
 
-    def _candidates(self, place: Location, assignment: Assignment, taken: SiteChoice) -> list[Candidate]:
+    def _candidates(self, place: Location, taken: SiteChoice) -> list[Candidate]:
         """All other choices that readers and makers can live with, the cheapest first."""
         site, space = place.site, self.space
         per_axis = [site.choices[ranks] for ranks in space.mesh]
@@ -89,24 +87,22 @@ class Explainer:
             choice = SiteChoice(axes, policy)
             if choice == taken or space.option(site, choice) is None:
                 continue
-            changed = _with(place, assignment, choice)
+            changed = _with(place, self.assignment, choice)
             try:
                 candidates.append((choice, changed, account(space, changed)))
             except ValueError:  # its readers, as they are, cannot have it
                 continue
         return sorted(candidates, key=lambda item: item[2].seconds)
 
-    def _estimated(
-        self, plan: Plan, place: Location, assignment: Assignment, candidates: Sequence[Candidate]
-    ) -> list[Alternative]:
+    def _estimated(self, place: Location, candidates: Sequence[Candidate]) -> list[Alternative]:
         """The steps and peaks of alternatives: of all by estimates, and exactly of those that seem the shortest."""
-        before = account(self.space, assignment)
-        exact = EXACT_INSTRUCTIONS // max(1, self._length(plan, assignment))
-        rough = (0.0, 0.0) if exact >= len(candidates) else self._roughly(assignment)
+        program = self.planner.writer.written(self.assignment, self.plan.bucket_bytes)
+        exact = EXACT_INSTRUCTIONS // max(1, len(program.forward) + len(program.backward))
+        rough = (0.0, 0.0) if exact >= len(candidates) else self._roughly(self.assignment)
 
         def step(changed: Assignment) -> tuple[float, float]:
             seconds, size = self._roughly(changed)
-            return plan.seconds + seconds - rough[0], plan.bytes + size - rough[1]
+            return self.plan.seconds + seconds - rough[0], self.plan.bytes + size - rough[1]
 
         steps = {}
         if exact < len(candidates):
@@ -115,7 +111,7 @@ class Explainer:
         others = []
         for number, (choice, changed, costs) in enumerate(_telling(ordered, COMPARING.part(0.5 * bool(steps), 1.0))):
             is_exact = number < exact
-            seconds, size = self._step(plan, changed) if is_exact else steps[changed]
+            seconds, size = self._step(changed) if is_exact else steps[changed]
             others.append(
                 Alternative(
                     choice=str(choice),
@@ -124,39 +120,33 @@ class Explainer:
                     bytes=size,
                     serial_seconds=costs.seconds,
                     is_exact=is_exact,
-                    moves=tuple(changes(before, costs)),
-                    against=_against(plan, size),
+                    moves=tuple(changes(self.before, costs)),
+                    against=self._against(size),
                 )
             )
         return others
 
-    def _length(self, plan: Plan, assignment: Assignment) -> int:
-        program = self.planner.writer.written(assignment, plan.bucket_bytes)
-        return len(program.forward) + len(program.backward)
-
-    def _step(self, plan: Plan, assignment: Assignment) -> tuple[float, float]:
+    def _step(self, assignment: Assignment) -> tuple[float, float]:
         """The step and the peak of an assignment with the plan's buckets, as `refreshed` computes them."""
-        planner = self.planner
-        program = planner.writer.written(assignment, plan.bucket_bytes)
-        seconds, _ = planner.steps.seconds(assignment, plan.bucket_bytes)
-        of_rank = planner.steps.run.peak(program)
-        return seconds, of_rank.bytes
+        planner, bucket_bytes = self.planner, self.plan.bucket_bytes
+        seconds, _ = planner.steps.seconds(assignment, bucket_bytes)
+        return seconds, planner.steps.run.peak(planner.writer.written(assignment, bucket_bytes)).bytes
 
     def _roughly(self, assignment: Assignment) -> tuple[float, float]:
         """The same, estimated by a program of fewer layers: differences count, not the figures."""
         steps = self.planner.steps
         return steps.estimated_seconds(assignment, None)[0], steps.peaks_of(None).estimate(assignment)
 
-    def _replanned(self, question: Question, plan: Plan, place: Location, other: Alternative) -> Alternative:
+    def _replanned(self, question: Question, place: Location, other: Alternative) -> Alternative:
         """The alternative with the plan that is pinned to it."""
         if (pins := self._pins(place, other)) is None:
             return other
-        constraints = {**{name: dict(axes) for name, axes in plan.constraints.items()}, place.pattern: pins}
-        request = request_of(plan, constraints=constraints, cluster=self.planner.asked.cluster)
+        constraints = {**{name: dict(axes) for name, axes in self.plan.constraints.items()}, place.pattern: pins}
+        request = request_of(self.plan, constraints=constraints, cluster=self.planner.asked.cluster)
         found = question.answer(Variant(name="planning again", mesh=self.planner.mesh, request=request))
         if (again := found.plan) is None:
             return replace(other, replanned=Replanned(refused=found.error))
-        told = Replanned(seconds=again.seconds, bytes=again.bytes, moved=tuple(moved(plan, again, place.names)))
+        told = Replanned(seconds=again.seconds, bytes=again.bytes, moved=tuple(moved(self.plan, again, place.names)))
         return replace(other, replanned=told)
 
     def _pins(self, place: Location, other: Alternative) -> dict[str, str] | None:
@@ -207,20 +197,23 @@ class Explainer:
                 dims = ", ".join(f"S({d})" for d in lacking)
                 yield f"not offered on {axis} ({ranks} ranks): {dims}"
 
+    def _against(self, size: float) -> str:
+        limit = self.plan.memory_limit_bytes
+        return "does not fit the memory limit" if limit is not None and size > limit else ""
+
     # ---- a module
 
-    def _module(self, plan: Plan, of: Named, assignment: Assignment) -> Explanation:
+    def _module(self, of: Named) -> Explanation:
         """The choices in a module, and the module kept off each axis."""
-        before = account(self.space, assignment)
         rows = [("in it", "choice")]
         for place in of.places:
-            taken = list(dict.fromkeys(_taken(place, assignment)))
+            taken = list(dict.fromkeys(_taken(place, self.assignment)))
             label = _within(place.pattern, of.name) if place.site.kind != "op" else f"{place.site.name} ({_op(place)})"
             rows.append((label, " or ".join(choice_words(self.space, place.site, choice) for choice in taken)))
         others = []
         for number, axis in enumerate(self.space.axes):
-            changed = self._kept_off(of.places, assignment, number)
-            if changed == assignment or self.space.mesh[number] == 1:
+            changed = self._kept_off(of.places, number)
+            if changed == self.assignment or self.space.mesh[number] == 1:
                 continue
             words = f"replicated on {axis}"
             try:
@@ -228,25 +221,26 @@ class Explainer:
             except ValueError as error:
                 others.append(Alternative(choice=f"{axis}=R", words=words, refused=str(error)))
                 continue
-            seconds, size = self._step(plan, changed)
+            seconds, size = self._step(changed)
             others.append(
                 Alternative(
                     choice=f"{axis}=R", words=words, seconds=seconds, bytes=size, serial_seconds=costs.seconds,
-                    moves=tuple(changes(before, costs)), against=_against(plan, size),
+                    moves=tuple(changes(self.before, costs)), against=self._against(size),
                 )
             )  # fmt: skip
         return Explanation(
             name=of.name,
             kind="module",
             facts=(f"{len(of.places)} places of decision", *_unfused(of.places)),
-            chosen=of_plan(plan, "", "as it is", before.seconds),
+            chosen=of_plan(self.plan, "", "as it is", self.before.seconds),
             alternatives=tuple(others),
-            binds=tuple(verdict(plan, others)),
+            binds=tuple(verdict(self.plan, others)),
             rows=tuple(rows),
         )
 
-    def _kept_off(self, places: Sequence[Location], assignment: Assignment, axis: int) -> Assignment:
+    def _kept_off(self, places: Sequence[Location], axis: int) -> Assignment:
         """The assignment with every place replicated on an axis, where that is legal."""
+        assignment = self.assignment
         for place in places:
             for choice in dict.fromkeys(_taken(place, assignment)):
                 off = choice.on(axis, self.space.replicated(place.site).axes[axis])
@@ -256,9 +250,9 @@ class Explainer:
 
     # ---- a collective
 
-    def _collective(self, plan: Plan, of: Named, assignment: Assignment) -> Explanation:
+    def _collective(self, of: Named) -> Explanation:
         """What the collectives of a kind, or on an axis, move: the tensors with the most seconds."""
-        (kind, axis), every = of.collective, sources(self.space, assignment)
+        (kind, axis), every = of.collective, sources(self.space, self.assignment)
         found = sorted((s for s in every if kind in ("", s.kind) and axis in ("", s.axis)), key=lambda s: -s.seconds)
         if not found:
             return _none_of(of, every)
@@ -266,7 +260,7 @@ class Explainer:
         return Explanation(
             name=of.name,
             kind="collective",
-            facts=tuple(_traffic(plan, kind, axis)),
+            facts=tuple(_traffic(self.plan, kind, axis)),
             rows=(
                 ("what travels", "collective", "count", "bytes", "alone"),
                 *(_source_row(source, names) for source in found[:CLOSE]),
@@ -353,12 +347,6 @@ def _shortest_policy(others: list[Alternative]) -> list[Alternative]:
         first, *rest = sorted(same, key=lambda a: (a.seconds or 0.0, a.bytes or 0.0))
         result += [first, *(a for a in rest if (a.bytes or 0.0) < (first.bytes or 0.0))]
     return result
-
-
-def _against(plan: Plan, size: float) -> str:
-    if plan.memory_limit_bytes is not None and size > plan.memory_limit_bytes:
-        return "does not fit the memory limit"
-    return ""
 
 
 def _traffic(plan: Plan, kind: str, axis: str) -> Iterator[str]:
