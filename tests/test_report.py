@@ -24,8 +24,7 @@ from typer.testing import CliRunner
 import autopar
 from autopar.cli import app
 from autopar.cost.memory import KINDS
-from autopar.planning.plan import Plan
-from autopar.planning.record import ParameterPlan
+from autopar.planning.plan import ParameterPlan, Plan
 from autopar.planning.texts import short_seconds
 from autopar.report import page as shown_page
 from autopar.report.html import NAMES, report_html, save_report

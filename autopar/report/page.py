@@ -10,8 +10,8 @@ from itertools import accumulate
 
 from rich.console import RenderableType
 
+from autopar.planning.plan import LIMIT_WORDS, ParameterPlan, Plan
 from autopar.planning.provenance import EDITED, ELSEWHERE, Candidate
-from autopar.planning.record import LIMIT_WORDS, ParameterPlan, Record
 from autopar.planning.texts import (
     bytes_text,
     digits,
@@ -66,22 +66,22 @@ UNFUSED = "dropout of attention weights keeps attention from the fused kernels"
 WITHOUT_DROPOUT = "set it to 0 in the model, such as by --set attn_pdrop=0 or attention_dropout=0"
 
 
-def text_of(plan: Record, *, full: bool, width: int | None) -> str:
+def text_of(plan: Plan, *, full: bool, width: int | None) -> str:
     """The page, or all that a plan says, in so many columns (those of the terminal if not given)."""
     return rendered(full_sections(plan) if full else page_sections(plan), page_width() if width is None else width)
 
 
-def page(plan: Record, width: int) -> Iterator[RenderableType]:
+def page(plan: Plan, width: int) -> Iterator[RenderableType]:
     """What `rich` prints of the page."""
     return renderables(page_sections(plan), width)
 
 
-def notebook(plan: Record) -> str:
+def notebook(plan: Plan) -> str:
     """The page as HTML."""
     return fragment(page_sections(plan))
 
 
-def page_sections(plan: Record) -> Iterator[Section]:
+def page_sections(plan: Plan) -> Iterator[Section]:
     """The sections of the page, from top to bottom."""
     yield from _overview(plan)
     rows, words = placements(plan)
@@ -89,7 +89,7 @@ def page_sections(plan: Record) -> Iterator[Section]:
     yield from _warned(plan)
 
 
-def full_sections(plan: Record) -> Iterator[Section]:
+def full_sections(plan: Plan) -> Iterator[Section]:
     """The page, with tables of all that it counts and places."""
     yield from _overview(plan)
     yield from _warned(plan)
@@ -123,7 +123,7 @@ def full_sections(plan: Record) -> Iterator[Section]:
     yield Section("", [Lines(told, indent=0)])
 
 
-def _overview(plan: Record) -> Iterator[Section]:
+def _overview(plan: Plan) -> Iterator[Section]:
     yield Section(title(plan), [Labelled([*verdict(plan)])])
     if bars := step_bars(plan):
         yield Section("where the step goes", [Bars(bars, plan.seconds)])
@@ -132,19 +132,19 @@ def _overview(plan: Record) -> Iterator[Section]:
     yield Section("communication of a step, by mesh axis", [Labelled([*communication(plan)])])
 
 
-def _warned(plan: Record) -> Iterator[Section]:
+def _warned(plan: Plan) -> Iterator[Section]:
     if told := [("warning", text) for text in warnings(plan)]:
         yield Section("", [Labelled(told)])
 
 
-def title(plan: Record) -> str:
+def title(plan: Plan) -> str:
     mesh = " x ".join(f"{axis}={n}" for axis, n in plan.mesh.items())
     origin = plan.provenance
     about = "" if origin is None else f" ({count_text(origin.parameter_count)} parameters, {origin.dtype})"
     return f"{plan.model}{about} on {mesh} of {plan.cluster}"
 
 
-def verdict(plan: Record) -> Iterator[tuple[str, str]]:
+def verdict(plan: Plan) -> Iterator[tuple[str, str]]:
     yield _fits(plan)
     yield "step", _step(plan)
     yield "choice", _choice(plan)
@@ -166,7 +166,7 @@ def verdict(plan: Record) -> Iterator[tuple[str, str]]:
         yield "again", text
 
 
-def _fits(plan: Record) -> tuple[str, str]:
+def _fits(plan: Plan) -> tuple[str, str]:
     peak, limit, left = short_bytes(plan.bytes), plan.memory_limit_bytes, plan.headroom_bytes
     if limit is None or left is None:
         why = "not limited, as asked" if plan.memory_limit_from == "lifted" else "the cluster names no memory to fit in"
@@ -178,7 +178,7 @@ def _fits(plan: Record) -> tuple[str, str]:
     return "fits", f"{of}, {short_bytes(left)} to spare{free}"
 
 
-def _step(plan: Record) -> str:
+def _step(plan: Plan) -> str:
     origin = plan.provenance
     step = short_seconds(plan.seconds)
     if plan.range_seconds is not None:
@@ -191,7 +191,7 @@ def _step(plan: Record) -> str:
     return f"{step} predicted: {per_device}{mfu}"
 
 
-def _choice(plan: Record) -> str:
+def _choice(plan: Plan) -> str:
     origin = plan.provenance
     if origin is None:
         return f"by {plan.solver}"
@@ -224,7 +224,7 @@ def _precise(candidate: Candidate) -> str:
     return f"{words}{short_seconds(candidate.seconds)}"
 
 
-def _bounds(plan: Record) -> Iterator[str]:
+def _bounds(plan: Plan) -> Iterator[str]:
     """How far the plan may be from the best one: by its step, and, where the solver proved it, by its objective."""
     if (gap := plan.gap) is not None:
         floor = f"the compute floor ({short_seconds(plan.lower_bound_seconds)})"
@@ -234,7 +234,7 @@ def _bounds(plan: Record) -> Iterator[str]:
         yield cheapest if gap < LEAST_GAP else f"within {gap:.1%} of {cheapest}"
 
 
-def step_bars(plan: Record) -> list[tuple[str, float, str]]:
+def step_bars(plan: Plan) -> list[tuple[str, float, str]]:
     """Where the step goes, the largest part first; the optimizer and the waits are parts of it."""
     timing = plan.timing
     if timing is None or not plan.seconds:
@@ -258,7 +258,7 @@ def _percent(part: float) -> str:
     return f"{part:.0%}" if part >= 0.01 else "<1%"
 
 
-def memory_parts(plan: Record) -> list[tuple[str, int]]:
+def memory_parts(plan: Plan) -> list[tuple[str, int]]:
     """What the peak consists of, in the order of the bar."""
     peak = plan.peak
     parts = [
@@ -272,7 +272,7 @@ def memory_parts(plan: Record) -> list[tuple[str, int]]:
     return [(label, size) for label, size in parts if size]
 
 
-def communication(plan: Record) -> Iterator[tuple[str, str]]:
+def communication(plan: Plan) -> Iterator[tuple[str, str]]:
     """Each mesh axis: what travels, how much of it overlaps with computation, and by which collectives."""
     rows = plan.timing.communication if plan.timing is not None else ()
     for axis, ranks in plan.mesh.items():
@@ -287,7 +287,7 @@ def communication(plan: Record) -> Iterator[tuple[str, str]]:
         yield axis, f"{short_bytes(sum(row.bytes for row in own))} in {short_seconds(total)}{overlaps}: {kinds}"
 
 
-def placements(plan: Record) -> tuple[list[tuple[str, str]], list[str]]:
+def placements(plan: Plan) -> tuple[list[tuple[str, str]], list[str]]:
     """Rows of parameters, of layers under their common name, and of inputs; and what the words in them mean."""
     rows = parameter_rows(plan.parameters, tuple(plan.mesh))
     alike = {row.words for row in rows}
@@ -326,7 +326,7 @@ def _fewer(row: PlacementRow, rows: list[PlacementRow]) -> str:
     return f" ({row.count} of them)" if row.module and row.count < _most(row.module, rows) else ""
 
 
-def unfused(plan: Record) -> list[str]:
+def unfused(plan: Plan) -> list[str]:
     """What attention costs for want of a fused kernel, and what to do."""
     seconds = 0.0 if plan.timing is None else plan.timing.unfused_seconds
     if not plan.seconds or seconds < LEAST_UNFUSED * plan.seconds:
@@ -335,7 +335,7 @@ def unfused(plan: Record) -> list[str]:
     return [f"{UNFUSED}, which costs {costs}: {WITHOUT_DROPOUT}"]
 
 
-def warnings(plan: Record) -> Iterator[str]:
+def warnings(plan: Plan) -> Iterator[str]:
     if plan.is_edited:
         again = "autopar show computes them again" if plan.provenance and plan.provenance.source else ""
         again = again or "autopar.read_plan(path, model, ...) computes them again"
@@ -355,7 +355,7 @@ def warnings(plan: Record) -> Iterator[str]:
         yield f"replicated, since the op has no rule: {ops}"
 
 
-def _advice(plan: Record) -> str:
+def _advice(plan: Plan) -> str:
     """What to try, by its option and with its figure."""
     if plan.advice is None:
         return ""
@@ -365,19 +365,19 @@ def _advice(plan: Record) -> str:
     return f"; try --micro-batches {count}: {speedup:.2g}x the {unit}/s, with {times} times the batch a step"
 
 
-def _idle(plan: Record) -> list[str]:
+def _idle(plan: Plan) -> list[str]:
     """Axes on which nothing travels: what is split there costs collectives at least for gradients."""
     busy = {row.axis for row in plan.account.collectives}
     return [axis for axis, ranks in plan.mesh.items() if ranks > 1 and axis not in busy]
 
 
-def memory(plan: Record) -> Stack:
+def memory(plan: Plan) -> Stack:
     """What the peak consists of, of the limit if that is not far."""
     whole = max(plan.memory_limit_bytes or 0.0, plan.bytes)
     return Stack(memory_parts(plan), whole if whole <= SCALED_BEYOND * plan.bytes else plan.bytes)
 
 
-def _at(plan: Record) -> str:
+def _at(plan: Plan) -> str:
     """When the peak is, without the instruction's arguments."""
     at = plan.peak.at
     match = re.match(r"(?P<phase>[\w ]+), `[^`]*? = (?P<op>[\w.]+)\(.*`(?: of module '(?P<module>[^']*)')?", at)
@@ -394,12 +394,12 @@ def count_text(number: int) -> str:
     return str(number)
 
 
-def pinned_text(plan: Record) -> str:
+def pinned_text(plan: Plan) -> str:
     """What a person pinned."""
     return ", ".join(f"{name} {axis}={text}" for name, axes in plan.constraints.items() for axis, text in axes.items())
 
 
-def recomputed(plan: Record) -> list[str]:
+def recomputed(plan: Plan) -> list[str]:
     """Which copies run forward again in backward."""
     lines = []
     for segment in plan.segments:
@@ -413,7 +413,7 @@ def recomputed(plan: Record) -> list[str]:
     return lines
 
 
-def limit_text(plan: Record) -> str:
+def limit_text(plan: Plan) -> str:
     words, headroom = LIMIT_WORDS[plan.memory_limit_from], plan.headroom_bytes
     if plan.memory_limit_bytes is None or headroom is None:
         return words

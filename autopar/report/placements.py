@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autopar.planning.record import ParameterPlan, Record
+from autopar.planning.plan import ParameterPlan, Plan
 from autopar.planning.texts import starred, together
 
 from .words import input_words, parameter_words
@@ -80,7 +80,7 @@ def joined(names: tuple[str, ...]) -> str:
     return ", ".join(told)
 
 
-def input_rows(plan: Record) -> list[tuple[str, str]]:
+def input_rows(plan: Plan) -> list[tuple[str, str]]:
     """Inputs that arrive alike, and how."""
     shapes = plan.provenance.inputs if plan.provenance is not None else {}
     told: dict[str, list[str]] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from autopar.planning.record import ParameterPlan
+from autopar.planning.plan import ParameterPlan
 from autopar.planning.texts import listed
 
 DIMS: Mapping[str, tuple[str, ...]] = {

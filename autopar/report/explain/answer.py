@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.planning.record import Record
+from autopar.planning.plan import Plan
 from autopar.planning.texts import short_bytes, short_seconds
 
 from ..document import Document
@@ -127,7 +127,7 @@ def _changes(other: Alternative) -> str:
     return "; ".join(part for part in parts if part) or "nothing travels differently"
 
 
-def of_plan(plan: Record, choice: str, words: str, serial_seconds: float) -> Alternative:
+def of_plan(plan: Plan, choice: str, words: str, serial_seconds: float) -> Alternative:
     """What the plan itself took."""
     return Alternative(
         choice=choice, words=words, seconds=plan.seconds, bytes=plan.bytes, serial_seconds=serial_seconds

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from html import escape
 
-from autopar.planning.record import ParameterPlan, Record
+from autopar.planning.plan import ParameterPlan, Plan
 
 from ..page import count_text
 from ..words import parameter_words
@@ -95,12 +95,12 @@ def _key(module: Module) -> object:
     return own, tuple((inner.name, inner.count, _key(inner)) for inner in module.modules)
 
 
-def modules_html(plan: Record) -> str:
+def modules_html(plan: Plan) -> str:
     """The model as nested modules that fold."""
     return _module(module_tree(plan.model, plan.parameters), plan, depth=0)
 
 
-def _module(module: Module, plan: Record, depth: int) -> str:
+def _module(module: Module, plan: Plan, depth: int) -> str:
     """A module that folds. Modules of parameters alone, such as linear layers, are rows of the one that they are in."""
     count = f" <b>× {module.count}</b>" if module.count > 1 else ""
     size = f'<span class="dim"> {count_text(module.elements)} parameters</span>'
@@ -124,7 +124,7 @@ def _table(rows: Iterable[str]) -> str:
     return f'<table class="tensors">{text}</table>' if text else ""
 
 
-def _parameter(path: str, name: str, shown: str, plan: Record) -> str:
+def _parameter(path: str, name: str, shown: str, plan: Plan) -> str:
     full = f"{path}.{name}" if path else name
     parameter = plan.parameters[full]
     use = parameter.in_use[0] if parameter.in_use else parameter.at_rest
