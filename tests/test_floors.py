@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -90,6 +91,20 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
     graph = nx.DiGraph((name, other) for name in MODULES for other, _ in imports(name) if other != name)
     circles = [sorted(circle) for circle in nx.strongly_connected_components(graph) if len(circle) > 1]
     assert not circles
+
+
+def test_a_plan_is_a_record_that_knows_no_viewer_and_no_search() -> None:
+    """By what it imports, directly or not; viewers are found by name, in one function."""
+    known, new = set(), {"autopar.planning.plan"}
+    while new:
+        known |= new
+        new = {other for name in new for other, _ in imports(name)} - known
+    assert not [name for name in known if folder(name) in ("report", "cli")]
+    inside = {name.removeprefix("autopar.planning.") for name in known if folder(name) == "planning"}
+    values = {"account", "provenance", "request", "timing", "training"}
+    assert inside == {"plan", "saved", "texts", *values, "constraints", "progress"}
+    plan = (ROOT / "autopar" / "planning" / "plan.py").read_text()
+    assert not re.search(r"(?m)^(import|from) rich", plan) and plan.count("import_module(") == 1
 
 
 def test_no_import_hides_in_a_function() -> None:
