@@ -23,7 +23,7 @@ from autopar.planning.texts import by_reason, digits, mesh_words, short_seconds
 
 from .document import Document
 from .page import count_text
-from .question import Outcome, Question, Variant, asked
+from .question import Question, Reply, Variant, asked
 from .sections import Grid, Lines, Row, Section
 
 SCAN, PRESET, SEARCH = 1.0, 1.0, 5.0
@@ -39,7 +39,7 @@ class Fit(Document):
 
     model: str
     cluster: str
-    trials: tuple[Outcome, ...]
+    trials: tuple[Reply, ...]
     kept: int = 0
 
     @property
@@ -51,11 +51,11 @@ class Fit(Document):
     def sizes(self) -> tuple[int, ...]:
         return tuple(dict.fromkeys(trial.devices for trial in self.trials))
 
-    def of(self, devices: int) -> tuple[Outcome, ...]:
+    def of(self, devices: int) -> tuple[Reply, ...]:
         """The trials of a size."""
         return tuple(trial for trial in self.trials if trial.devices == devices)
 
-    def best(self, devices: int) -> Outcome | None:
+    def best(self, devices: int) -> Reply | None:
         """The fastest that fits on so many devices, or None."""
         return next((trial for trial in self.of(devices) if trial.fits), None)
 
@@ -66,7 +66,7 @@ class Fit(Document):
         """All trials in their order, each a row: what it reaches, or why it does not fit."""
         return [self._row(trial) for trial in self.trials]
 
-    def _row(self, trial: Outcome) -> Row:
+    def _row(self, trial: Reply) -> Row:
         rate = trial.items_per_second if trial.fits else None
         size = trial.bytes if trial.fits else trial.needed_bytes
         return {
@@ -95,16 +95,16 @@ class Fit(Document):
             yield Section(f"{size:,} devices: {count}", [Grid.of(self._ranked(fitting), indent=2), Lines(told)])
 
     def _summary(self) -> list[Row]:
-        bests = [self.best(size) or Outcome(devices=size, strategy="NO", error="NO") for size in self.sizes]
+        bests = [self.best(size) or Reply(devices=size, strategy="NO", error="NO") for size in self.sizes]
         without = ("peak_bytes", "limit_bytes", "of_limit_part", "error")
         return [{name: value for name, value in self._row(best).items() if name not in without} for best in bests]
 
-    def _ranked(self, trials: Sequence[Outcome]) -> list[Row]:
+    def _ranked(self, trials: Sequence[Reply]) -> list[Row]:
         without = ("devices", f"device_{self.unit}_per_second", "limit_bytes", "error")
         rows = map(self._row, trials)
         return [{"rank": k, **{n: v for n, v in row.items() if n not in without}} for k, row in enumerate(rows, 1)]
 
-    def _reasons(self, trials: Sequence[Outcome]) -> Iterator[tuple[str, str]]:
+    def _reasons(self, trials: Sequence[Reply]) -> Iterator[tuple[str, str]]:
         """Trials without a plan, those of one reason together."""
         refused = [trial for trial in trials if not trial.fits]
         names = [f"{trial.strategy} on {mesh_words(trial.mesh)}" if trial.mesh else "" for trial in refused]
@@ -112,7 +112,7 @@ class Fit(Document):
         yield from ((", ".join(alike), reason) for alike, reason in told)
 
 
-def strategy_words(trial: Outcome) -> str:
+def strategy_words(trial: Reply) -> str:
     """The strategy; of a search that took a preset's plan, that too."""
     return (
         f"{trial.strategy}: {trial.winner}"
@@ -121,7 +121,7 @@ def strategy_words(trial: Outcome) -> str:
     )
 
 
-def trial_words(trial: Outcome) -> str:
+def trial_words(trial: Reply) -> str:
     """What a trial reaches, and how."""
     reached = f"{short_seconds(trial.seconds)}, {digits(trial.items_per_second)} {trial.work[1]}/s"
     return f"{reached} by {strategy_words(trial)} on {mesh_words(trial.mesh)}"
@@ -183,7 +183,7 @@ def fit(
 
 def _trials(
     question: Question, request: Request, strategies: Sequence[str], sizes: Sequence[int], axes: int
-) -> Iterator[Outcome]:
+) -> Iterator[Reply]:
     """The trials of each size, in the order in which they are made: the search on the meshes that promise most, and
     every strategy on that of the machines."""
     machine, finalists = named_cluster(request.cluster), question.planner.effort.mesh_finalists
@@ -191,7 +191,7 @@ def _trials(
     fitting = [size for size in sizes if size <= machine.devices]
     for size in sizes:
         if size not in fitting:
-            yield Outcome(devices=size, error=f"cluster {machine.name} has {machine.devices:,} devices")
+            yield Reply(devices=size, error=f"cluster {machine.name} has {machine.devices:,} devices")
     looks = {size: meshes(size, axes) for size in fitting}
     question.total = max(SCAN, sum(
         SCAN * len(on) * bool(searches)

@@ -42,7 +42,7 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class Reply:
     """The plan of a case. Without one, `error` says why, and `needed_bytes` is the smallest peak that was reached,
     where memory is the reason."""
 
@@ -126,15 +126,15 @@ class Question:
         self.done = self.computed = self.seconds = 0.0
         self.was_kept = 0
 
-    def answers(self, cases: Iterable[Variant]) -> Iterator[Outcome]:
+    def answers(self, cases: Iterable[Variant]) -> Iterator[Reply]:
         yield from map(self.answer, cases)
 
-    def answer(self, case: Variant) -> Outcome:
+    def answer(self, case: Variant) -> Reply:
         """The answer to one case."""
         devices = math.prod(case.mesh.values())
-        asked = Outcome(name=case.name, devices=devices, mesh=case.mesh, strategy=case.request.solver)
+        asked = Reply(name=case.name, devices=devices, mesh=case.mesh, strategy=case.request.solver)
 
-        def compute(stage: Stage) -> Outcome:
+        def compute(stage: Stage) -> Reply:
             request = replace(case.request, stage=stage)
             limit = None
             try:
@@ -147,11 +147,11 @@ class Question:
                 return replace(asked, limit_bytes=limit, error=str(error), needed_bytes=needed)
             return replace(asked, plan=plan, limit_bytes=plan.memory_limit_bytes)
 
-        def write(answer: Outcome) -> Any:
+        def write(answer: Reply) -> Any:
             plan = None if answer.plan is None else answer.plan.to_json()
             return {"plan": plan, **{n: getattr(answer, n) for n in ("limit_bytes", "error", "needed_bytes")}}
 
-        def read(kept: Any) -> Outcome:
+        def read(kept: Any) -> Reply:
             return replace(asked, **{**kept, "plan": None if kept["plan"] is None else Plan.from_json(kept["plan"])})
 
         key = ("plan", case.mesh, case.request.solver)
