@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import typer
 from torch import nn
 from typer.testing import CliRunner
 
@@ -105,12 +104,14 @@ def test_every_name_of_the_package_is_there() -> None:
 
 
 def test_the_list_of_commands_is_that_of_the_modules() -> None:
-    there = {}
-    for module in {command.module for command in COMMANDS.values()}:
-        every = typer.Typer()
-        import_module(f"autopar.cli.{module}").add(every)
-        there |= dict.fromkeys(typer.main.get_group(every).commands, module)  # type: ignore[attr-defined]
-    assert there == {name: command.module for name, command in COMMANDS.items()}
+    written = {
+        (name.removesuffix("_command").replace("_", "-"), module)
+        for module in {command.module for command in COMMANDS.values()}
+        for name in vars(import_module(f"autopar.cli.{module}"))
+        if name.endswith("_command")
+    }
+    of_group = {(name, "profiles") for name in command_of("profiles").commands}
+    assert written == {(name, command.module) for name, command in COMMANDS.items()} | of_group
     every = [leaf for one in map(command_of, COMMANDS) for leaf in getattr(one, "commands", {"": one}).values()]
     assert all("--quiet" in [o for parameter in leaf.params for o in parameter.opts] for leaf in every)
     shown = autopar_("--help").stdout

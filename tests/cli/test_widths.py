@@ -10,8 +10,9 @@ import pytest
 from tower import given
 
 import autopar
-from autopar.planning.rendering import rendered, table, tables
 from autopar.report.comparison import Comparison
+from autopar.report.rendering import rendered
+from autopar.report.sections import Grid, Section
 from autopar.report.simulation import Simulation
 from autopar.testing import Check, check
 
@@ -92,13 +93,13 @@ def test_all_that_a_plan_says_fits(name: str, width: int) -> None:
 def test_a_table_that_is_too_wide_is_several() -> None:
     rows = [("first", "1" * 30, "2" * 30, "3" * 30), ("second", "4", "5", "6")]
     heads = ("name", "one", "two", "three")
-    assert len(tables(heads, rows, 200, keys=1)) == 1
-    parts = tables(heads, rows, 80, keys=1)
-    text = rendered(parts, 80)
-    assert len(parts) == 2 and fits(text, 80)
+    assert rendered([Section("", [Grid(heads, rows)])], 200).count("name") == 1
+    text = rendered([Section("", [Grid(heads, rows)])], 80)
+    assert text.count("name") == 2 and fits(text, 80)
     assert text.count("first") == 2 and all(digit * 30 in text for digit in "123")
 
 
 def test_figures_are_not_broken() -> None:
-    text = rendered([table(("what", "bytes"), [("a rather long name of something", "12.3 GiB")], right=(1,))], 30)
+    grid = Grid(("what", "bytes"), [("a rather long name of something", "12.3 GiB")], keys=0, right=(1,))
+    text = rendered([Section("", [grid])], 30)
     assert "12.3 GiB" in text and fits(text, 30)

@@ -90,7 +90,7 @@ def test_presets_and_limits_keep_constraints() -> None:
     assert (limited.constraints, limited.memory_limit_bytes) == (constraints, free.bytes * 0.9)
     assert Plan.from_json(json.loads(json.dumps(limited.to_json()))) == limited
     full = limited.text(full=True)
-    assert f"pinned: {EMBEDDING} tp=S(0)" in full and "\nmemory limit " in full
+    assert f"pinned  {EMBEDDING} tp=S(0)" in full and "\nmemory limit " in full
     assert f"pinned  {EMBEDDING} tp=S(0)" in str(limited)
     assert "pinned" not in str(made.plan(solver="ddp")) and "\nno memory limit" in free.text(full=True)
     with pytest.raises(ValueError, match=r"embed_tokens.weight is both in the preset and in the constraints"):

@@ -15,10 +15,10 @@ from tower import CASES, autopar_, given, planned
 
 import autopar
 from autopar.planning.account import account, sources
-from autopar.planning.explain.answer import Alternative, Explanation
-from autopar.planning.explain.engine import Explainer
 from autopar.planning.plan import Plan
 from autopar.planning.reading import refreshed
+from autopar.report.explain.answer import Alternative, Explanation
+from autopar.solve.dp import solve_dp
 
 
 @cache
@@ -58,7 +58,7 @@ def test_an_alternative_costs_what_the_plan_edited_to_it_costs(name: str) -> Non
         explanation = plan(name).explain(parameter)
         for alternative in explanation.alternatives[:5]:
             assert alternative.is_exact
-            read = refreshed(explainer(name).planner, edited(plan(name), parameter, alternative.choice))
+            read = refreshed(plan(name).planner, edited(plan(name), parameter, alternative.choice))
             assert (read.seconds, read.bytes) == (alternative.seconds, alternative.bytes)
             assert read.account.seconds == pytest.approx(alternative.serial_seconds)
             checked += 1
@@ -88,12 +88,6 @@ def pins_of(alternative: Alternative) -> dict[str, str]:
     return pins
 
 
-def explainer(name: str) -> Explainer:
-    answers = plan(name)._answers
-    assert isinstance(answers, Explainer)
-    return answers
-
-
 # --- what is asked for
 
 
@@ -115,7 +109,7 @@ def test_parameters_inputs_modules_operators_and_collectives_are_explained() -> 
 
 
 def test_the_seconds_of_a_collectives_sources_add_up() -> None:
-    planner = explainer("gpt2").planner
+    planner = plan("gpt2").planner
     assignment = planner.assignment(plan("gpt2"))
     told = sum(source.seconds for source in sources(planner.space, assignment))
     assert told == pytest.approx(account(planner.space, assignment).communication_seconds)
@@ -149,6 +143,23 @@ def test_memory_that_binds_is_said() -> None:
             assert alternative.against == "does not fit the memory limit"
 
 
+def test_the_history_of_a_plan_is_what_its_solver_saw() -> None:
+    """On one axis the problem is the plan's own: solved again it costs as much, and its solution is the plan."""
+    arguments = given("tower")
+    made = autopar.plan(arguments.pop("model"), {"tp": 4}, cluster="dgx-h100", cost="serial", solver="dp", **arguments)
+    history = made.history()
+    assert list(history) == ["graph", "layouts", "problem", "solution", "program"]
+    assert history["graph"] == made.joint_graph() and history["program"] == made.program()
+    assert solve_dp(history["problem"]).score.seconds == pytest.approx(made.objective_seconds)
+    decided = history["solution"].rest
+    assert {name: str(choice) for name, choice in decided.items()} == dict(made.decisions)
+    assert all(str(choice) in history["layouts"][name] for name, choice in decided.items())
+    assert history["layouts"]["head_weight"]["S0%64 keep"] == "tp:S(0%64) -> tp:S(0%64)"
+    two = plan("tower").history()
+    assert all(choice.split()[1] == str(two["solution"].rest[name].axes[1])
+               for name, own in two["layouts"].items() if name in two["solution"].rest for choice in own)  # fmt: skip
+
+
 # --- plans that were saved
 
 
@@ -164,7 +175,7 @@ def test_a_plan_without_its_model_says_how_to_read_it(tmp_path: Path) -> None:
 
 def test_what_answers_stays_in_the_process() -> None:
     again = pickle.loads(pickle.dumps(plan("tower")))
-    assert again == plan("tower") and again._answers is None
+    assert again == plan("tower") and "planner" not in again.__dict__
 
 
 def test_an_edited_plan_is_read_with_its_own_figures(tmp_path: Path) -> None:

@@ -98,5 +98,5 @@ def test_what_is_no_number_of_devices_is_said(given: object) -> None:
 
 
 def test_where_no_mesh_fits_the_limit_the_error_says_what_would() -> None:
-    with pytest.raises(ValueError, match=r"no plan fits in 1 kB, .*\. The smallest peak"):
+    with pytest.raises(ValueError, match=r"no plan fits in 1000 B, .*\. The smallest peak"):
         planner("mlp with loss_fn", "local").over(meshes(4), Request(memory_limit_bytes=1000.0))

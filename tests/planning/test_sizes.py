@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sqlite3
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,11 @@ from typer.testing import CliRunner
 import autopar
 from autopar import extensions
 from autopar.cli import app
-from autopar.planning.fit import trials
-from autopar.planning.fit.kept import Kept, key_of
-from autopar.planning.fit.trials import Progress, hand_mesh
 from autopar.planning.planner import Planner
-from autopar.report.fit import Fit
+from autopar.report import question
+from autopar.report.fit import Fit, hand_mesh
+from autopar.report.kept import Kept, key_of
+from autopar.report.question import Question, Variant
 
 STRATEGIES = ("ddp", "fsdp", "megatron")
 
@@ -102,13 +103,13 @@ def test_an_interrupted_fit_continues(tmp_path: Path, monkeypatch: pytest.Monkey
     again = fitted(keep=file, report=lambda part, what: rest.append(what))
     assert again.kept == 4  # reading the model was no answer, and the fifth did not come to its end
     whole = fitted()
-    assert again.trials == whole.trials and whole.kept == 0
+    assert again.to_json() == whole.to_json() and whole.kept == 0
     last: list[str] = []
-    assert fitted(keep=file, report=lambda part, what: last.append(what)).trials == whole.trials
+    assert fitted(keep=file, report=lambda part, what: last.append(what)).to_json() == whole.to_json()
     assert last == ["reading the model", ""]
     one = {"devices": [4], "strategies": ["ddp"], "keep": file}
     assert fitted(**one).kept == 1 and fitted(**one, memory_limit_bytes=1e9).kept == 0
-    monkeypatch.setattr(trials, "code_digest", lambda: "other code")
+    monkeypatch.setattr(question, "code_digest", lambda: "other code")
     assert fitted(**one).kept == 0
 
 
@@ -120,7 +121,7 @@ def test_what_is_kept_depends_on_the_model_the_batch_and_the_cluster(tmp_path: P
     assert fitted(**first, cluster="dgx-h100").kept == 0
     assert fitted(**first, optimizer="sgd").kept == 0
     two = fitted(**first, micro_batches=2)  # a step of twice as many rows
-    assert two.kept == 0 and two.trials[0].items == 2 * fitted(**first).trials[0].items
+    assert two.kept == 0 and two.trials[0].work[0] == 2 * fitted(**first).trials[0].work[0]
     for _ in range(2):  # what ends by the clock may be another answer the next time
         assert fitted(**first, effort=60.0).kept == 0
     assert fitted(**first, args=(torch.randn(32, 32),)).kept == 0
@@ -149,10 +150,11 @@ def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
 
 def test_the_time_that_is_left_is_that_of_what_was_computed() -> None:
     told: list[tuple[float, str]] = []
-    progress = Progress(report=lambda part, what: told.append((part, what)), total=10.0)
-    progress.told("one", 4.0)
-    progress.done, progress.computed, progress.seconds = 4.0, 2.0, 100.0  # the other 2 were kept
-    progress.told("two", 2.0)
+    planner = Planner(mesh_shape={"a": 4}, cluster="dgx-a100", **given("tower"))
+    asked = Question(planner, total=10.0, report=lambda part, what: told.append((part, what)))
+    asked.answer(Variant(name="one", mesh={"a": 4}, request=replace(planner.asked, solver="ddp"), weight=2.0))
+    asked.done, asked.computed, asked.seconds = 4.0, 2.0, 100.0  # the other 2 were kept
+    asked.answer(Variant(name="two", mesh={"a": 2, "b": 2}, request=replace(planner.asked, solver="ddp"), weight=2.0))
     assert told == [(0.0, "one"), (0.4, "two, about 5 min left")]
 
 
@@ -175,6 +177,29 @@ def test_a_fit_that_a_signal_ends_prints_what_it_has(tmp_path: Path, monkeypatch
     assert "4 devices, so far: " in ended.stderr and "ended early" in ended.stderr
     whole = CliRunner().invoke(app, command)
     assert "2 answers were known" in whole.stderr and "4 devices: 3 of 3 fit" in whole.stdout
+
+
+def test_a_comparison_that_a_signal_ends_prints_what_it_has_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned, plans = Planner.planned, list[str]()
+
+    def slow(self: Planner, request: Any) -> Any:
+        plans.append(request.solver)
+        if len(plans) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return planned(self, request)
+
+    monkeypatch.setattr(Planner, "planned", slow)
+    command = ["compare", "test_explain:build", "--mesh", "a=4", "--cluster", "dgx-a100", "--json"]
+    command += [word for strategy in STRATEGIES for word in ("--solver", strategy)]
+    ended = CliRunner().invoke(app, [*command, "--keep", str(tmp_path / "done")])
+    assert ended.exit_code == 128 + signal.SIGINT and "ended early" in ended.stderr
+    first = json.loads(ended.stdout)["rows"]
+    assert [row["plan"] for row in first] == ["ddp"]
+    whole = CliRunner().invoke(app, [*command, "--keep", str(tmp_path / "done")])
+    assert plans == ["ddp", "fsdp", "fsdp", "megatron"]
+    assert first[0] in json.loads(whole.stdout)["rows"] and len(json.loads(whole.stdout)["rows"]) == 3
 
 
 @pytest.mark.parametrize("width", [80, 120])

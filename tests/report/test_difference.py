@@ -12,9 +12,9 @@ import pytest
 from tower import autopar_, planned
 
 import autopar
-from autopar.planning.page.sections import count_text
 from autopar.planning.plan import Plan
 from autopar.report.difference import Difference, difference
+from autopar.report.page import count_text
 
 
 @cache

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.planning.page.placements import joined
-from autopar.planning.page.words import input_words, parameter_words
 from autopar.planning.plan import ParameterPlan, Plan
 from autopar.planning.planner import Planner
 from autopar.report.difference import difference
+from autopar.report.placements import joined
+from autopar.report.words import input_words, parameter_words
 
 MESH = {"dp": 2, "tp": 2}
 SCREEN_LINES = 45

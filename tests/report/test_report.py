@@ -24,14 +24,13 @@ from typer.testing import CliRunner
 import autopar
 from autopar.cli import app
 from autopar.cost.memory import KINDS
-from autopar.planning.page import sections
-from autopar.planning.page.drawing import tensor_svg
-from autopar.planning.page.html import seconds_ticks
-from autopar.planning.page.tree import module_tree
-from autopar.planning.plan import Plan
-from autopar.planning.record import ParameterPlan
+from autopar.planning.plan import ParameterPlan, Plan
 from autopar.planning.texts import short_seconds
+from autopar.report import page as shown_page
 from autopar.report.html import NAMES, report_html, save_report
+from autopar.report.html.drawing import tensor_svg
+from autopar.report.html.modules import module_tree
+from autopar.report.hypertext import seconds_ticks
 
 MESH = {"dp": 2, "tp": 2}
 VOID = {"meta", "br", "input", "rect", "path"}
@@ -111,10 +110,10 @@ def test_figures_are_the_plans(name: str) -> None:
         kinds = [e for e in own if data["words"][e[3]] == f"collective.{row.kind}"]
         assert (len(kinds), sum(e[5] for e in kinds)) == (row.count, row.bytes)
     text = " ".join(parsed.text)
-    for label, words in (*sections.verdict(made), *sections.communication(made)):
+    for label, words in (*shown_page.verdict(made), *shown_page.communication(made)):
         assert label in text and words in text
-    for bar in sections.step_bars(made):
-        assert bar.label in text and bar.text in text
+    for label, _, words in shown_page.step_bars(made):
+        assert label in text and words in text
     assert made.provenance is not None
     for candidate in made.provenance.candidates:
         assert NAMES.get(candidate.name, candidate.name) in text and short_seconds(candidate.seconds) in text
@@ -207,7 +206,7 @@ def test_a_notebook_shows_a_part_of_it() -> None:
     shown = made._repr_html_()
     parsed = Parsed(shown)
     assert not parsed.open and not [tag for tag, _ in parsed.tags if tag in ("script", "canvas")]
-    assert all(words in " ".join(parsed.text) for _, words in sections.verdict(made))
+    assert all(words in " ".join(parsed.text) for _, words in shown_page.verdict(made))
     assert "\n" not in repr(made) and len(shown) < 20_000
 
 
@@ -297,7 +296,7 @@ def test_a_browser_shows_it(browser: Any, name: str, tmp_path: Path) -> None:
     shown.goto(file.as_uri())
     shown.wait_for_timeout(200)
     text = shown.inner_text("body")
-    for _, words in sections.verdict(made):
+    for _, words in shown_page.verdict(made):
         assert words in text
     assert f"of {short_seconds(made.seconds)}" in shown.inner_text("#range")
     shown.locator("#streams").hover(position={"x": 90, "y": 20})

@@ -8,11 +8,11 @@ from autopar.ir.layout import period_of
 from autopar.passes.space.choices import AxisChoice, SiteChoice, parse_choice
 from autopar.passes.space.sites import Site
 from autopar.passes.space.space import Space
+from autopar.planning.account import Account
+from autopar.planning.description import texts
+from autopar.planning.plan import Plan
+from autopar.planning.texts import listed, short_bytes, short_seconds
 
-from ..account import Account
-from ..description import texts
-from ..record import Record
-from ..texts import listed, short_bytes, short_seconds
 from .answer import SAME_PART, Alternative
 
 SHOWN_MOVES = 6
@@ -89,7 +89,7 @@ def changes(before: Account, after: Account) -> Iterator[str]:
             yield f"{times} {key[1]} ({sign}{short_bytes(abs(size))})"
 
 
-def moved(before: Record, after: Record, but: Sequence[str]) -> Iterator[str]:
+def moved(before: Plan, after: Plan, but: Sequence[str]) -> Iterator[str]:
     """Parameters that live differently in another plan, and how many operators do."""
     names = [n for n, p in after.parameters.items() if n not in but and before.parameters.get(n) != p]
     yield from names[:SHOWN_MOVES]
@@ -97,7 +97,7 @@ def moved(before: Record, after: Record, but: Sequence[str]) -> Iterator[str]:
         yield f"{len(names) - SHOWN_MOVES} more parameters"
 
 
-def verdict(plan: Record, others: Sequence[Alternative]) -> Iterator[str]:
+def verdict(plan: Plan, others: Sequence[Alternative]) -> Iterator[str]:
     """What decides, in a sentence or two."""
     timed = [o for o in others if o.seconds is not None and o.bytes is not None]
     if not timed:

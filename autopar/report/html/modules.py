@@ -1,12 +1,17 @@
-"""The modules of a model, nested, with their parameters; equal modules whose names differ in a number are one, with
-their count."""
+"""The modules of a model, nested, with the shards of each parameter drawn; equal modules whose names differ in a number
+are one, with their count."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from html import escape
 
-from ..record import ParameterPlan
+from autopar.planning.plan import ParameterPlan, Plan
+
+from ..page import count_text
+from ..words import parameter_words
+from .drawing import tensor_svg
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,3 +93,50 @@ def _key(module: Module) -> object:
     """Equal for modules that have the same parameters, planned alike; names of the modules themselves do not count."""
     own = tuple((name, plan, plan.shape) for name, plan in module.parameters)
     return own, tuple((inner.name, inner.count, _key(inner)) for inner in module.modules)
+
+
+def modules_html(plan: Plan) -> str:
+    """The model as nested modules that fold."""
+    return _module(module_tree(plan.model, plan.parameters), plan, depth=0)
+
+
+def _module(module: Module, plan: Plan, depth: int) -> str:
+    """A module that folds. Modules of parameters alone, such as linear layers, are rows of the one that they are in."""
+    count = f" <b>× {module.count}</b>" if module.count > 1 else ""
+    size = f'<span class="dim"> {count_text(module.elements)} parameters</span>'
+    body = [_table(_parameter(module.path, name, name, plan) for name, _ in module.parameters)]
+    rows: list[str] = []
+    for inner in module.modules:
+        if inner.modules or inner.count > 1:
+            body += [_table(rows), _module(inner, plan, depth + 1)]
+            rows = []
+        else:
+            rows += (_parameter(inner.path, name, f"{inner.name}.{name}", plan) for name, _ in inner.parameters)
+    body.append(_table(rows))
+    return (
+        f'<details class="module" data-name="{escape(module.path)}"{" open" if depth < 4 else ""}><summary>'
+        f"<code>{escape(module.name)}</code>{count}{size}</summary>{''.join(body)}</details>"
+    )
+
+
+def _table(rows: Iterable[str]) -> str:
+    text = "".join(rows)
+    return f'<table class="tensors">{text}</table>' if text else ""
+
+
+def _parameter(path: str, name: str, shown: str, plan: Plan) -> str:
+    full = f"{path}.{name}" if path else name
+    parameter = plan.parameters[full]
+    use = parameter.in_use[0] if parameter.in_use else parameter.at_rest
+    words = parameter_words(parameter, tuple(plan.mesh))
+    shape = " × ".join(f"{length:,}" for length in parameter.shape)
+    uses = list(dict.fromkeys(" ".join(layout) for layout in parameter.in_use)) or ["nowhere"]
+    return (
+        f'<tr class="parameter" data-name="{escape(full)}"><td><code>{escape(shown)}</code><br>'
+        f'<span class="dim">{shape}</span></td>'
+        f"<td>{tensor_svg(parameter.shape, parameter.at_rest, plan.mesh)}</td>"
+        f'<td class="dim">at rest<br><code>{escape(" ".join(parameter.at_rest))}</code></td>'
+        f"<td>{tensor_svg(parameter.shape, use, plan.mesh)}</td>"
+        f'<td class="dim">in use<br><code>{escape(" or ".join(uses))}</code></td>'
+        f"<td>{escape(words)}</td></tr>"
+    )

@@ -6,8 +6,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..record import ParameterPlan, Record
-from ..texts import starred, together
+from autopar.planning.plan import ParameterPlan, Plan
+from autopar.planning.texts import starred, together
+
 from .words import input_words, parameter_words
 
 MOST_ROWS = 24
@@ -15,7 +16,7 @@ MOST_ROWS = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class PlacementRow:
     """Parameters of one module, or of `count` modules whose names differ in numbers, that live alike: the ends of their
     names, and where they live in words."""
 
@@ -25,13 +26,13 @@ class Row:
     words: str
 
 
-def parameter_rows(parameters: Mapping[str, ParameterPlan], axes: tuple[str, ...]) -> list[Row]:
+def parameter_rows(parameters: Mapping[str, ParameterPlan], axes: tuple[str, ...]) -> list[PlacementRow]:
     """In the order of the model, rows of one repeated module together."""
     groups: dict[tuple[str, str], dict[str, list[str]]] = {}
     for name, plan in parameters.items():
         module, end = _split(name)
         groups.setdefault((starred(module), parameter_words(plan, axes)), {}).setdefault(end, []).append(name)
-    found: list[tuple[int, Row]] = []
+    found: list[tuple[int, PlacementRow]] = []
     places = {name: place for place, name in enumerate(parameters)}
     first: dict[str, int] = {}
     for (_, words), names in groups.items():
@@ -41,7 +42,7 @@ def parameter_rows(parameters: Mapping[str, ParameterPlan], axes: tuple[str, ...
             module = _called(layers)
             place = min(places[names[end][0]] for end in ends)
             first[module] = min(place, first.get(module, place))
-            found.append((place, Row(module=module, count=count, names=_shortened(tuple(ends)), words=words)))
+            found.append((place, PlacementRow(module=module, count=count, names=_shortened(tuple(ends)), words=words)))
     return [row for place, row in sorted(found, key=lambda one: first[one[1].module] if one[1].module else one[0])]
 
 
@@ -79,7 +80,7 @@ def joined(names: tuple[str, ...]) -> str:
     return ", ".join(told)
 
 
-def input_rows(plan: Record) -> list[tuple[str, str]]:
+def input_rows(plan: Plan) -> list[tuple[str, str]]:
     """Inputs that arrive alike, and how."""
     shapes = plan.provenance.inputs if plan.provenance is not None else {}
     told: dict[str, list[str]] = {}

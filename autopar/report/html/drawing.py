@@ -1,4 +1,4 @@
-"""Drawings of shards: a tensor with the cuts of its placements, and the part of rank 0."""
+"""Drawings of tensors, with the cuts of their placements and the part of rank 0, and of the mesh, with its groups."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from html import escape
+from itertools import product
+
+from autopar.planning.plan import Plan
+
+from ..hypertext import table
 
 SIDE, LEAST_SIDE = 54.0, 12.0
 """Pixels of the longest side, and of the shortest."""
@@ -76,3 +81,43 @@ class _Span:
     def cuts(self) -> list[float]:
         pieces = self.ranks * min(self.periods, MOST_PERIODS)
         return [self.length * k / pieces for k in range(1, pieces)] if 1 < pieces <= MOST_CUTS else []
+
+
+CELL, MOST = 26, 16
+"""Pixels of a rank, and how many ranks are drawn along a side."""
+
+AXIS_COLOURS = ("#3b7dd8", "#e0912f", "#3c9d6d", "#8e63b8", "#d1495b")
+
+
+def mesh_svg(plan: Plan, reach: Mapping[str, tuple[tuple[str, int], ...]]) -> str:
+    """Columns are the ranks of the last axis, rows those of all others. Inline SVG, and a table of the axes."""
+    sizes, shapes = list(plan.mesh.values()), []
+    strides = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
+    drawn_rows, drawn_columns = min(plan.ranks // sizes[-1], MOST), min(sizes[-1], MOST)
+    for row, column in product(range(drawn_rows), range(drawn_columns)):
+        rank = row * sizes[-1] + column
+        own = (k for k, (n, far) in enumerate(zip(sizes, strides, strict=True)) if rank < far * n and rank % far == 0)
+        fill = "#8885" if rank == 0 else next((AXIS_COLOURS[k % 5] for k in own), "none")
+        x, y = column * CELL + 1, row * CELL + 1
+        shapes.append(
+            f'<rect x="{x}" y="{y}" width="{CELL - 4}" height="{CELL - 4}" rx="4" fill="{fill}" '
+            f'fill-opacity=".55" stroke="#888"/><text x="{x + CELL / 2 - 2}" y="{y + CELL / 2 + 2}">{rank}</text>'
+        )
+    drawn = drawn_rows * drawn_columns
+    more = f"{plan.ranks:,} ranks; the first {drawn:,} are drawn" if plan.ranks > drawn else ""
+    width, height = drawn_columns * CELL + 2, drawn_rows * CELL + 2
+    picture = (
+        f'<svg class="ranks" width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img"><title>ranks; '
+        f"coloured: those that rank 0 talks to on one axis</title>{''.join(shapes)}</svg>"
+    )
+    axes = (
+        (
+            f'<i class="key" style="background:{AXIS_COLOURS[k % 5]}"></i><b>{escape(axis)}</b>',
+            str(sizes[k]),
+            "neighbours" if strides[k] == 1 else f"every {strides[k]}th rank",
+            escape(", ".join(f"{name} ({wide} wide)" for name, wide in reach.get(axis, ())) or "one device"),
+        )
+        for k, axis in enumerate(plan.mesh)
+    )
+    rows = table(axes, ("axis", "ranks", "groups", "over"), ("", "n", "", ""))
+    return f'<div class="mesh">{picture}<div>{rows}<div class="dim">{more}</div></div></div>'

@@ -12,14 +12,13 @@ from autopar.cluster.links import Link
 from autopar.cost.memory import Held, held
 from autopar.cost.timeline import COMPUTE, Timeline
 from autopar.passes.blocks.block import Blocks
-
-from ..plan import Plan
-from ..planner import Planner
-from ..texts import starred, together
+from autopar.planning.plan import Plan
+from autopar.planning.planner import Planner
+from autopar.planning.texts import starred, together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
+class MemoryAt:
     """From `seconds` on, a rank holds so many bytes of each of `memory.KINDS`, in their order."""
 
     seconds: float
@@ -50,7 +49,7 @@ class Anatomy:
     groups cross, and how many children of each."""
 
     timeline: Timeline
-    moments: tuple[Moment, ...]
+    moments: tuple[MemoryAt, ...]
     blocks: tuple[BlockFacts, ...]
     segments: Mapping[str, tuple[int, int]]
     """Name of a repeated segment -> its copies, and the operators of one."""
@@ -76,7 +75,7 @@ def _reach(link: Link) -> tuple[tuple[str, int], ...]:
     return tuple((stage.name, stage.width) for stage in link.stages if stage.width > 1)
 
 
-def _placed(every: Sequence[Held], step: Timeline) -> Iterator[Moment]:
+def _placed(every: Sequence[Held], step: Timeline) -> Iterator[MemoryAt]:
     """Moments at the times of their instructions. What takes no time on the rank is where the one before it began."""
     starts = {(event.backward, event.op, event.name): event for event in step.events if event.stream == COMPUTE}
     now = 0.0
@@ -85,7 +84,7 @@ def _placed(every: Sequence[Held], step: Timeline) -> Iterator[Moment]:
         name = next((name for name in node.outputs if name), "") if node is not None else ""
         event = starts.get((backward, node.op, name)) if node is not None else None
         now = max(now, step.seconds if node is None else event.start_seconds if event is not None else now)
-        yield Moment(
+        yield MemoryAt(
             seconds=now,
             phase=moment.phase.partition(",")[0],
             op="" if node is None else node.op,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from ..record import ParameterPlan
-from ..texts import listed
+from autopar.planning.plan import ParameterPlan
+from autopar.planning.texts import listed
 
 DIMS: Mapping[str, tuple[str, ...]] = {
     "linear": ("column", "row"),

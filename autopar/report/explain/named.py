@@ -13,7 +13,7 @@ from autopar.passes.space.space import Space
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Location:
     """A site, and the names that people know it by, one for each copy of a repeated layer. `body` is the number of the
     layer's body, or None for the rest of the model."""
 
@@ -38,17 +38,17 @@ class Named:
 
     name: str
     kind: str
-    places: tuple[Place, ...] = ()
+    places: tuple[Location, ...] = ()
     collective: tuple[str, str] = ("", "")
 
 
-def places(space: Space) -> Iterator[Place]:
+def places(space: Space) -> Iterator[Location]:
     """Of all sites that people can name."""
     for region in space.regions():
         number = next((k for k, body in enumerate(space.bodies) if body is region), None)
         for site in region.sites.values():
             if site.kind in ("parameter", "input") or (site.kind == "op" and not site.fixed):
-                yield Place(site=site, names=_names(space, region, number, site), body=number)
+                yield Location(site=site, names=_names(space, region, number, site), body=number)
 
 
 def _names(space: Space, region: Region, number: int | None, site: Site) -> tuple[str, ...]:
@@ -99,7 +99,7 @@ def _collective(space: Space, name: str) -> tuple[str, str] | None:
     return (kinds or [""])[0], (axes or [""])[0]
 
 
-def _nearest(space: Space, every: list[Place], asked: str) -> str:
+def _nearest(space: Space, every: list[Location], asked: str) -> str:
     """The name most like one that nothing has, or what names there are."""
     names = dict.fromkeys(name for place in every for name in (*place.names, place.pattern) if name)
     modules = dict.fromkeys(name.rpartition(".")[0] for name in names)
