@@ -9,9 +9,9 @@ its own, copies of a repeated layer stay alike.
 import itertools
 from dataclasses import replace
 
+from autopar.ir.emitter import Emitter
 from autopar.ir.graph import GraphInput, JointGraph, Node, Ref, TensorMeta
 from autopar.ir.rewrite import distinct, inlined, living, with_own_metas
-from autopar.ops.emit import LocalEmitter
 from autopar.ops.randomness import KEY_DTYPE, KEY_SHAPE, draws, dropped, drops_all, seeded
 from autopar.ops.rule import call_of
 
@@ -56,7 +56,7 @@ def _written(node: Node, key: str | None, metas: dict[str, TensorMeta]) -> list[
     names."""
     call = call_of(node, metas)
     number = itertools.count()
-    emitter = LocalEmitter((), metas, lambda hint: distinct(f"{node.name}_{hint}_{next(number)}", metas))
+    emitter = Emitter(metas, (), lambda hint: distinct(f"{node.name}_{hint}_{next(number)}", metas))
     results = dropped(emitter, call) if key is None else seeded(emitter, call, Ref(key))
     if results is None:
         return None
