@@ -56,7 +56,7 @@ def _written(node: Node, key: str | None, metas: dict[str, TensorMeta]) -> list[
     names."""
     call = call_of(node, metas)
     number = itertools.count()
-    emitter = Emitter(metas, (), lambda hint: distinct(f"{node.name}_{hint}_{next(number)}", metas))
+    emitter = Emitter(metas=metas, named=lambda hint: distinct(f"{node.name}_{hint}_{next(number)}", metas))
     results = dropped(emitter, call) if key is None else seeded(emitter, call, Ref(key))
     if results is None:
         return None

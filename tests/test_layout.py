@@ -250,7 +250,7 @@ def redistributor(mesh: Shape) -> Redistributor:
 
 def program_of(meta: TensorMeta, route: Route, source: Layout, target: Layout, mesh: Shape) -> Program:
     """What codegen writes where a value "x" is made as `source` and wanted as `target`."""
-    emitter = Emitter({"x": TensorMeta(local_shape(meta.shape, source, mesh), meta.dtype)}, mesh)
+    emitter = Emitter(metas={"x": TensorMeta(local_shape(meta.shape, source, mesh), meta.dtype)}, mesh=mesh)
     redistribution = Redistribution(
         emit=lambda op, *args: emitter.emit(op, args), metas=emitter.metas, mesh=mesh, whole=meta.shape
     )

@@ -2,7 +2,8 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -15,30 +16,31 @@ from .rewrite import numbered
 Metas = tuple[TensorMeta | None, ...]
 
 
+@dataclass(eq=False, kw_only=True)
 class Emitter:
     """Writes nodes one after the other, and records the metas of what they make, inferred unless they are stated.
 
-    `metas` are those of all values there are, whose names new values may not have, nor those in `taken`; `fresh` makes
-    a name of a hint. `mesh` are the sizes of mesh axes. What nodes say of themselves beside what they do (`module`,
-    `serves` ...) is `about`. An expansion (`ops`) writes the local program of an operator with `op`, `ops` and what
-    stands below them; its references are to local values.
+    An expansion (`ops`) writes the local program of an operator with `op`, `ops` and what stands below them; its
+    references are to local values.
     """
 
-    def __init__(
-        self,
-        metas: dict[str, TensorMeta],
-        mesh: tuple[int, ...] = (),
-        fresh: Callable[[str], str] | None = None,
-        *,
-        taken: Container[str] = (),
-        **about: Any,
-    ) -> None:
-        self.metas, self.mesh, self.taken, self.about = metas, mesh, taken, about
-        self.written: list[Node] = []
-        self.numbers: Counter[str] = Counter()
-        self.fresh = fresh or self._numbered
+    metas: dict[str, TensorMeta]
+    """Those of all values there are, whose names new values may not have."""
+    taken: Container[str] = ()
+    """More names that new values may not have."""
+    mesh: tuple[int, ...] = ()
+    """The sizes of mesh axes."""
+    named: Callable[[str], str] | None = None
+    """Makes a name of a hint; without it, hints are numbered."""
+    about: Mapping[str, Any] = field(default_factory=dict)
+    """What nodes say of themselves beside what they do: `module`, `serves` ..."""
+    written: list[Node] = field(default_factory=list)
+    numbers: Counter[str] = field(default_factory=Counter)
 
-    def _numbered(self, hint: str) -> str:
+    def fresh(self, hint: str) -> str:
+        """A name for a new value."""
+        if self.named is not None:
+            return self.named(hint)
         hint = hint.replace("|", "_")
         name = numbered(hint, self.metas, self.taken, start=self.numbers[hint] + 1)
         self.numbers[hint] = int(name.rpartition("_")[2])
@@ -60,7 +62,7 @@ class Emitter:
             metas = infer(op, map_references(args, of), map_references(kwargs, of), self.mesh)
         names = names or tuple(self.fresh(op.split(".")[1]) if meta else "" for meta in metas)
         self.metas.update({name: meta for name, meta in zip(names, metas, strict=True) if name and meta})
-        self.written.append(Node(op=op, args=args, kwargs=kwargs, outputs=names, **(self.about | about)))
+        self.written.append(Node(op=op, args=args, kwargs=kwargs, outputs=names, **{**self.about, **about}))
         return names[0]
 
     def op(self, op: str, *args: Any, **kwargs: Any) -> Ref:

@@ -3,9 +3,12 @@
 import itertools
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from .graph import JointGraph, Node, Ref, TensorMeta, map_references
+from .program import Program
+
+T = TypeVar("T", JointGraph, Program)
 
 
 def numbered(hint: str, *taken: Container[str], start: int = 1) -> str:
@@ -58,8 +61,15 @@ def living(nodes: Sequence[Node], results: Iterable[str | None]) -> tuple[Node, 
     return tuple(reversed(kept))
 
 
-def with_own_metas(graph: JointGraph) -> JointGraph:
-    """The graph without metas of values that it does not have."""
+def needed(nodes: Sequence[Node], results: Iterable[str | None] = ()) -> tuple[str, ...]:
+    """Values that nodes and results read, in the order of reading, and that no node makes."""
+    made = {None, *(name for node in nodes for name in node.outputs)}
+    read = [*(name for node in nodes for name in node.inputs), *results]
+    return tuple(name for name in dict.fromkeys(read) if name is not None and name not in made)
+
+
+def with_own_metas(graph: T) -> T:
+    """The graph, or program, without metas of values that it does not have."""
     names = [*(i.name for i in graph.inputs), *(name for node in graph.nodes for name in node.outputs if name)]
     return replace(graph, metas={name: graph.metas[name] for name in names})
 

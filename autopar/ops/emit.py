@@ -48,7 +48,7 @@ def local_program(
     shapes = zip(local_inputs, call.inputs, strict=True)
     metas = {OPERAND.format(i): TensorMeta(shape, meta.dtype) for i, (shape, meta) in enumerate(shapes)}
     counter = iter(range(1 << 30))
-    emitter = Emitter(metas, mesh, lambda hint: f"{hint}_{next(counter)}")
+    emitter = Emitter(metas=metas, mesh=mesh, named=lambda hint: f"{hint}_{next(counter)}")
     values = [Ref(OPERAND.format(i)) for i in range(len(local_inputs))]
     if rule is not None:
         for i, dim, value in fillings(call, rule, operands, zeros):

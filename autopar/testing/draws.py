@@ -175,7 +175,7 @@ def _drawn(
     metas = {name: meta_of(x) for name, x in (*tensors.items(), ("key", key))}
     call = Call(node, tuple(metas[i] for i in node.inputs), tuple(map(meta_of, targets)))
     number = itertools.count()
-    emitter = Emitter(metas, (), lambda hint: f"{hint}_{next(number)}")
+    emitter = Emitter(metas=metas, named=lambda hint: f"{hint}_{next(number)}")
     names = seeded(emitter, call, Ref("key"))
     if names is None:
         raise ValueError(f"{func} draws numbers that no program can draw: draw them outside of the model")

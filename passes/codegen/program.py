@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from autopar.ir.emitter import Emitter
 from autopar.ir.layout import REPLICATE, Layout
 from autopar.ir.program import Program, ProgramInput, ProgramOutput
+from autopar.ir.rewrite import needed
 from autopar.passes.space.collapse import from_root
 from autopar.passes.space.problem import Assignment
 from autopar.passes.space.sites import output_name
@@ -27,7 +28,7 @@ def codegen(space: Space, assignment: Assignment) -> Program:
     """
     items = list(placed(space, assignment))
     demand = Demand.of(space, items, reacquired_roots(space, assignment))
-    values = Values(space, demand, Emitter({}, space.mesh, taken=space.graph.metas))
+    values = Values(space, demand, Emitter(metas={}, mesh=space.mesh, taken=space.graph.metas))
     inputs: dict[str, Layout] = {}
     outputs: dict[str, Placed] = {}
     gradients: dict[str, list[Placed]] = {}
@@ -95,11 +96,8 @@ def _finish(
             layout = of_view
         results.append(ProgramOutput(name=name, role=output.role, target=output.target, meta=meta, layout=layout))
     forward, backward = values.halves
-    made_in_backward = {name for i in backward for name in i.outputs}
-    made_in_backward.update(i.name for i in graph.inputs if i.role == "tangent")
-    read_in_backward = [name for i in backward for name in i.inputs]
-    read_in_backward += [o.name for o in results if o.backward and o.name is not None]
-    saved = tuple(dict.fromkeys(name for name in read_in_backward if name not in made_in_backward))
+    tangents = {i.name for i in graph.inputs if i.role == "tangent"}
+    saved = tuple(name for name in needed(backward, [o.name for o in results if o.backward]) if name not in tangents)
     return Program(
         axes=space.axes,
         mesh=space.mesh,

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from autopar.ir.graph import CAST, WAIT, Node, Ref, TensorMeta, readers
 from autopar.ir.layout import Layout, Replicate
 from autopar.ir.program import LAYOUT, Program, ProgramInput, ProgramOutput
-from autopar.ir.rewrite import distinct, reading
+from autopar.ir.rewrite import distinct, needed, reading
 
 ADD = "aten.add.Tensor"
 
@@ -46,9 +46,7 @@ def accumulation(program: Program) -> Accumulation:
     reduced = [o for o in program.outputs if o.role == "gradient" and o.target in parameters]
     last = tail(program)
     produced = {name for instruction in last for name in instruction.outputs if name}
-    entering = [name for instruction in last for name in instruction.inputs]
-    entering += [o.name for o in reduced if o.name is not None]
-    names = tuple(dict.fromkeys(name for name in entering if name not in produced))
+    names = needed(last, [o.name for o in reduced])
     metas = dict(program.metas)
     pending = {name: _add_meta(metas, f"{name}_pending", metas[name]) for name in names}
     sums = {name: _add_meta(metas, f"{name}_sum", metas[name]) for name in names}

@@ -19,7 +19,7 @@ from autopar.cost.timeline import COMPUTE, Timeline, covered
 from autopar.ir.graph import Node, TensorMeta
 from autopar.ir.layout import Split
 from autopar.ir.program import Program
-from autopar.ir.rewrite import last_reads
+from autopar.ir.rewrite import last_reads, with_own_metas
 
 from .lowering import LEAST_GAIN, Adopted, Target, step
 from .parts import in_parts
@@ -227,7 +227,7 @@ class _Lowering:
 
     def program(self) -> Program:
         forward, backward = (tuple(self._half(half, later)) for half, later in halves_of(self.given))
-        return replace(self.given, forward=forward, backward=backward, metas=self.metas)
+        return with_own_metas(replace(self.given, forward=forward, backward=backward, metas=self.metas))
 
     def _half(self, half: Sequence[Node], later: frozenset[str]) -> list[Node]:
         last_read = last_reads(half)

@@ -23,6 +23,7 @@ from dataclasses import replace
 
 from autopar.cluster.collectives import ALONE_BYTES
 from autopar.ir.program import Program
+from autopar.ir.rewrite import with_own_metas
 from autopar.passes.lower.bucketing.gathers import gather
 from autopar.passes.lower.bucketing.packing import BucketWriter
 from autopar.passes.lower.bucketing.reductions import reduce, together
@@ -64,4 +65,4 @@ def bucket(
     forward = gather(writer, together(writer, program.forward, program.uneven), parameters, [*results, *program.saved])
     backward = gather(writer, program.backward, parameters, gradients)
     backward = reduce(writer, backward, gradients)
-    return replace(program, forward=tuple(forward), backward=tuple(backward), metas=writer.metas)
+    return with_own_metas(replace(program, forward=tuple(forward), backward=tuple(backward), metas=writer.metas))
