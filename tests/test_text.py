@@ -1,4 +1,4 @@
-"""Graphs and programs are texts that parse back."""
+"""Graphs, programs and rewrites are texts that parse back."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ from autopar.ir.graph import Node, Ref
 from autopar.ir.layout import REPLICATE, Partial, Routed
 from autopar.ir.program import RankIndex
 from autopar.ir.text import parsed_graph, parsed_program, text_of
+from autopar.passes.flow import rewrites
+from autopar.passes.lower.bucket import Bucket
+from autopar.passes.lower.chunk import Chunk
+from autopar.passes.lower.compact import Compact
+from autopar.passes.lower.slice import Slice
 
 PROGRAM = """\
 mesh dp=2, tp=4
@@ -120,3 +125,36 @@ def test_a_value_that_is_called_as_a_number_is_refused() -> None:
     text = "mesh dp=2\ndp_rank = input x: int64[] R\n\nforward\n\nbackward\n"
     with pytest.raises(ValueError, match="the value dp_rank cannot be told from a number of that name"):
         text_of(parsed_program(text))
+
+
+# --- rewrites
+
+
+def test_rewrites_are_what_their_text_says() -> None:
+    given = (
+        Bucket(axis_bytes=(1000, 2000), unhidden=(0,)),
+        Slice(parts=4),
+        Chunk(at=(("mm_1", 0, 2), ("mm_2", 1, 4))),
+        Compact(),
+    )
+    text = "bucket{axis_bytes=(1000,2000),unhidden=(0,)},slice{parts=4},chunk{at=(('mm_1',0,2),('mm_2',1,4))},compact"
+    assert ",".join(map(str, given)) == text
+    assert rewrites(text) == given
+    assert rewrites(" bucket{ axis_bytes = (1000, 2000), unhidden = (0,) },\n slice{parts=4}") == given[:2]
+    assert rewrites("") == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("buckets", r"unknown rewrite 'buckets' \(did you mean 'bucket'\?\); known: bucket, overlap, slice"),
+        ("slice{part=4}", r"unknown argument of slice 'part' \(did you mean 'parts'\?\); known: parts, at"),
+        ("slice{parts=four}", r"'slice{parts=four}' has no arguments that can be read"),
+        ("slice{parts=4.0}", r"parts of slice is 4.0: write it as 1"),
+        ("slice{parts=4", r"'slice{parts=4' is no rewrite: write name or name{argument=value,...}"),
+        ("compact{bytes=1}", r"unknown argument of compact 'bytes'"),
+    ],
+)
+def test_what_is_no_rewrite_is_named(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        rewrites(text)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from autopar import files
 from autopar.planning.rendering import page_width
 from autopar.planning.request import ASKED, AUTO, Request, Source
 from autopar.planning.saved import is_plan
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     import torch
 
     from autopar import api, testing
+    from autopar.cluster import library as clusters
+    from autopar.ir import text
+    from autopar.passes import flow
     from autopar.planning import plan as planning
     from autopar.planning import reading
     from autopar.report import export
@@ -33,6 +37,9 @@ if TYPE_CHECKING:
 else:
     torch = Later("torch")
     api = Later("autopar.api")
+    clusters = Later("autopar.cluster.library")
+    flow = Later("autopar.passes.flow")
+    text = Later("autopar.ir.text")
     testing = Later("autopar.testing")
     planning = Later("autopar.planning.plan")
     reading = Later("autopar.planning.reading")
@@ -48,6 +55,7 @@ def add(app: typer.Typer) -> None:
     app.command("compare", rich_help_panel="Plans")(compare_command)
     app.command("simulate", rich_help_panel="Plans")(simulate_command)
     app.command("show", rich_help_panel="Plans")(show_command)
+    app.command("lower", rich_help_panel="Plans")(lower_command)
     app.command("check", rich_help_panel="Plans")(check_command)
 
 
@@ -234,6 +242,42 @@ def show_command(
 
 
 FX = "fx"
+
+
+@common.asks(model=Source, again=True, defaults={})
+def lower_command(
+    source: Annotated[Path, typer.Argument(help="A program that lower wrote, or a plan that plan --out wrote.")],
+    model: common.Typed,
+    passes: Annotated[
+        str | None,
+        typer.Option(help="Rewrites, in order, such as 'bucket,slice{parts=4}'; none: ''. A plan's own, if not given."),
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="Whose prices rewrites go by: a cluster of the library or a TOML file.")
+    ] = None,
+    save: Annotated[Path | None, typer.Option("--out", help="Where to write it, instead of printing it.")] = None,
+) -> None:
+    """Rewrite a program, and print it as a text that this command reads again. Of a plan, it is the plan's program.
+
+    Example: autopar lower plan.json --passes '' --out program.txt
+    """
+    common.writable(save, "--out")
+    if is_plan(str(source)):
+        if cluster is not None:
+            raise ValueError(f"--cluster goes with a program, and {source} is a plan: it has a cluster")
+        plan = current(source, model, needs_model=True)
+        with working("writing the program"):
+            program = plan.program(passes)
+    else:
+        with files.reading(f"{source} is no program", "give one that autopar lower wrote"):
+            program = text.parsed_program(files.text_of(source))
+        program = flow.lowered(program, passes or "", clusters.named_cluster(cluster, device_type="cpu"))
+    written = text.text_of(program)
+    if save is None:
+        typer.echo(written, nl=False)
+    else:
+        save.write_text(written)
+        common.wrote(save)
 
 
 CHECKED = {"batch": 4, "sequence": 16, "dtype": "float64"}

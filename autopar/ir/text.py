@@ -108,7 +108,15 @@ class _Reader:
             try:
                 if line:
                     self._line(line)
-            except (ValueError, SyntaxError, RuntimeError, TypeError, LookupError, AttributeError) as error:
+            except (
+                ValueError,
+                SyntaxError,
+                RuntimeError,
+                TypeError,
+                LookupError,
+                AttributeError,
+                ArithmeticError,
+            ) as error:
                 said = str(error).partition("\n")[0]
                 raise ValueError(f"line {number} of the program, `{line}`: {said}") from None
 
@@ -228,7 +236,8 @@ class _Reader:
 
     def _call(self, arguments: str | None) -> ast.Call:
         call = ast.parse(f"f({arguments or ''})", mode="eval").body
-        assert isinstance(call, ast.Call)
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+            raise ValueError(f"({arguments}) are no arguments of one operator")
         return call
 
     def _keywords(self, text: str | None) -> dict[str, Any]:

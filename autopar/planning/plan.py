@@ -66,10 +66,11 @@ class Plan(Record):
         computed again from the model. Raises ValueError for a plan without its model, as `explain`."""
         return self._opened().anatomy(self)
 
-    def program(self) -> Program:
+    def program(self, rewrites: str | None = None) -> Program:
         """The program that each rank runs, written again from the model; `print` shows it as Python. It is the one that
-        `parallelize` runs. Raises ValueError for a plan without its model, as `explain`."""
-        return self._opened().program(self)
+        `parallelize` runs; or, with other `rewrites` than the plan's, such as "" or "bucket,slice{parts=4}", the one
+        that these write. Raises ValueError for a plan without its model, as `explain`, and for what is no rewrite."""
+        return self._opened().program(self, rewrites)
 
     def joint_graph(self) -> JointGraph:
         """The model's graph, forward and backward, for which the plan is made. Raises ValueError as `explain`."""

@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from autopar.cost.memory import Peak
 from autopar.files.kinds import Count, Size
-from autopar.passes.lower.bucket import LIMIT_BYTES
+from autopar.passes.lower.lowering import LIMIT_BYTES
 
 from .account import Account
 from .provenance import Provenance
@@ -144,6 +144,8 @@ class Record:
     """Where the plan is from: inputs, the cluster's figures, versions, candidates, the command."""
     described: str = ""
     """The digest of the decisions that all tables here are of."""
+    rewrites: str = ""
+    """What was rewritten in the program of the decisions, in order, as `autopar lower` reads it."""
 
     @property
     def bytes(self) -> int:

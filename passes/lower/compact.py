@@ -3,7 +3,7 @@
 A view holds all the memory of its base: a slice of a mask that every rank computes in full would keep the full mask.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from autopar.cost.liveness import Memory, PlacementCache
 from autopar.ir.emitter import Emitter
@@ -11,9 +11,21 @@ from autopar.ir.graph import Node, Ref
 from autopar.ir.program import Program
 from autopar.ir.rewrite import reading
 
+from .lowering import Rewrite, Target
+
 CLONE = "aten.clone.default"
 LEAST = 2.0
 """A copy is worth it where what would be kept is at least so many times as large."""
+
+
+@dataclass(frozen=True)
+class Compact(Rewrite):
+    """Copies of what is saved of larger tensors."""
+
+    name = "compact"
+
+    def __call__(self, program: Program, target: Target) -> Program:
+        return compact(program, target.cache.placements)
 
 
 def compact(program: Program, cache: PlacementCache | None = None) -> Program:

@@ -70,9 +70,9 @@ class Explainer:
         """As `Plan.anatomy`."""
         return anatomy(self.planner, plan)
 
-    def program(self, plan: Plan) -> Program:
+    def program(self, plan: Plan, rewrites: str | None) -> Program:
         """As `Plan.program`."""
-        return self.planner.program(plan)
+        return self.planner.program(plan, rewrites)
 
     def joint_graph(self) -> JointGraph:
         """As `Plan.joint_graph`."""
