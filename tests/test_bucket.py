@@ -17,8 +17,8 @@ from torch import nn
 from autopar import api
 from autopar.cluster.library import named_cluster
 from autopar.ir.graph import WAIT, Node, Ref, TensorMeta
-from autopar.ir.layout import REPLICATE, Split
-from autopar.ir.program import Program, ProgramInput, ProgramOutput
+from autopar.ir.program import Program
+from autopar.ir.text import parsed_program
 from autopar.passes.codegen.program import codegen
 from autopar.passes.flow import LOWERINGS, Flow
 from autopar.passes.lower.bucket import bucket
@@ -33,81 +33,62 @@ LAB = str(Path(__file__).parents[1] / "benchmarks" / "lab" / "2x2.toml")
 PRESETS = ("ddp", "fsdp", "megatron", "megatron_sp")
 
 
-def program(text: str, shapes: dict[str, tuple[int, ...]], **names: Any) -> Program:
-    """A program on 2 ranks, one instruction a line: `y = collective.all_reduce x sum 0`, `y = aten.mul.Tensor x x`.
-    A line of dashes divides forward from backward. `names`: parameters, saved, outputs, gradients."""
-
-    def instruction(line: str) -> Node:
-        output, _, call = line.partition(" = ")
-        op, *arguments = call.split()
-        args = tuple(int(a) if a.isdigit() else a if a == "sum" else Ref(a) for a in arguments)
-        return Node(op=op, args=args, outputs=(output,))
-
-    halves = [[instruction(line.strip()) for line in half.strip().splitlines()] for half in text.split("---")]
-    metas = {name: TensorMeta(shape, torch.float32) for name, shape in shapes.items()}
-
-    def whole(name: str) -> TensorMeta:
-        return TensorMeta((2 * shapes[name][0], *shapes[name][1:]), torch.float32)
-
-    split = {name: (Split(0, 2 * shapes[name][0]),) for name in names.get("parameters", ())}
-    inputs = [ProgramInput(name=n, role="parameter", target=n, meta=whole(n), layout=split[n]) for n in split]
-    inputs.append(ProgramInput(name="x", role="input", target="x", meta=metas["x"], layout=(REPLICATE,)))
-    outputs = [
-        ProgramOutput(name=n, role=role, target=n, meta=metas[n], layout=(REPLICATE,))
-        for role, key in (("output", "outputs"), ("gradient", "gradients"))
-        for n in names.get(key, ())
-    ]
-    return Program(
-        axes=("dp",),
-        mesh=(2,),
-        inputs=tuple(inputs),
-        forward=tuple(halves[0]),
-        backward=tuple(halves[1]) if len(halves) > 1 else (),
-        saved=names.get("saved", ()),
-        outputs=tuple(outputs),
-        metas=metas,
-    )
-
-
 def ops(instructions: tuple[Node, ...]) -> list[str]:
     return [i.op.removeprefix("collective.").split(".")[-2 if i.op.startswith("aten") else -1] for i in instructions]
 
 
 def reductions() -> Program:
-    return program(
-        """y = aten.neg.default x
-        ---
-        a = aten.mul.Tensor x x
-        a1 = collective.all_reduce a sum 0
-        a2 = collective.wait a1
-        b = aten.add.Tensor a x
-        b1 = collective.all_reduce b sum 0
-        b2 = collective.wait b1
-        c = aten.neg.default b
-        c1 = collective.all_reduce c sum 0
-        c2 = collective.wait c1""",
-        dict.fromkeys(("x", "y", "a", "a1", "a2", "b", "b1", "b2", "c", "c1", "c2"), (4,)),
-        saved=("x",),
-        outputs=("y",),
-        gradients=("a2", "b2", "c2"),
+    return parsed_program(
+        """
+        mesh dp=2
+        x = input x: float32[4] R
+
+        forward
+        y = aten.neg.default(x)
+
+        backward
+        a = aten.mul.Tensor(x, x)
+        a1 = collective.all_reduce(a, 'sum', dp)
+        a2 = collective.wait(a1)
+        b = aten.add.Tensor(a, x)
+        b1 = collective.all_reduce(b, 'sum', dp)
+        b2 = collective.wait(b1)
+        c = aten.neg.default(b)
+        c1 = collective.all_reduce(c, 'sum', dp)
+        c2 = collective.wait(c1)
+
+        output y = y: float32[4] R
+        gradient a2 = a2: float32[4] R
+        gradient b2 = b2: float32[4] R
+        gradient c2 = c2: float32[4] R
+        """
     )
 
 
 def gathers() -> Program:
-    names = [f"{p}{i}" for p in ("p", "q", "r") for i in ("", 1, 2)]
-    shapes = {n: (2,) if n in ("p", "p1", "q", "r") else (4,) for n in (*names, "x", "y", "z", "w")}
-    text = """y = aten.neg.default x
-        p1 = collective.all_gather p 0
-        p2 = collective.wait p1
-        z = aten.mul.Tensor y p2
-        q1 = collective.all_gather q 0
-        q2 = collective.wait q1
-        w = aten.mul.Tensor z q2
-        r1 = collective.all_gather r 0
-        r2 = collective.wait r1
-        o = aten.mul.Tensor w r2"""
-    shapes.update(p1=(4,), o=(4,))
-    return program(text, shapes, parameters=("p", "q", "r"), outputs=("o",))
+    return parsed_program(
+        """
+        mesh dp=2
+        p = parameter p: float32[4] S(0%4)
+        q = parameter q: float32[4] S(0%4)
+        r = parameter r: float32[4] S(0%4)
+        x = input x: float32[4] R
+
+        forward
+        y = aten.neg.default(x)
+        p1 = collective.all_gather(p, dp)
+        p2 = collective.wait(p1)
+        z = aten.mul.Tensor(y, p2)
+        q1 = collective.all_gather(q, dp)
+        q2 = collective.wait(q1)
+        w = aten.mul.Tensor(z, q2)
+        r1 = collective.all_gather(r, dp)
+        r2 = collective.wait(r1)
+        o = aten.mul.Tensor(w, r2)
+
+        output o = o: float32[4] R
+        """
+    )
 
 
 def test_reductions_of_gradients_are_one_started_after_the_last_producer() -> None:

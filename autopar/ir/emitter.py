@@ -55,8 +55,10 @@ class Emitter:
         metas: Metas | None = None,
         **about: Any,
     ) -> str:
-        """Append a node, and return the name of its first result. Without names, results get fresh ones. A result that
-        nobody uses has the name "", and no meta."""
+        """Append a node, and return the name of its first result. Without names, results get fresh ones; values that
+        there are keep their metas. A result that nobody uses has the name "", and no meta."""
+        if metas is None and names and all(name in self.metas for name in names):
+            metas = tuple(self.metas[name] for name in names)
         if metas is None:
             of = self.metas.__getitem__
             metas = infer(op, map_references(args, of), map_references(kwargs, of), self.mesh)
