@@ -217,14 +217,6 @@ def test_models_compute_the_same_bit_for_bit_with_the_same_bytes(mesh: dict[str,
             assert_same(simulate_step(bucketed, given, values), expected)
 
 
-def test_data_parallel_gradients_are_one_collective() -> None:
-    planner = captured().on({"dp": 4}, None)
-    found = planner.program(planner.plan(solver="ddp"))
-    assert sum(i.collective is not None for i in found.backward) == 1
-    sharded = planner.program(planner.plan(solver="fsdp"))
-    assert Counter(i.collective for i in sharded.backward if i.collective) == {"all_gather": 1, "reduce_scatter": 1}
-
-
 @pytest.mark.parametrize("preset", ["ddp", "fsdp"])
 @pytest.mark.parametrize("limit_bytes", [64, 4096, 2**20])
 def test_what_reductions_under_way_hold_is_bounded(preset: str, limit_bytes: int) -> None:

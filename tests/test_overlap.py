@@ -156,19 +156,3 @@ def test_steps_are_the_same_bit_for_bit_and_no_longer(name: str, mesh: dict[str,
         assert all(torch.equal(found[key], wanted[key]) for key in wanted) and found.keys() == wanted.keys()
     seconds, longest = (timeline(p, made.cluster).seconds for p in (after, before))
     assert seconds <= longest * (1 + 1e-9)
-
-
-def test_gradients_of_weights_run_under_the_reductions_of_gradients_of_inputs() -> None:
-    """Par4D IV-A: between the start of such a reduction and its wait stands a product."""
-    made = planner("llama of 4 layers", {"a": 4})
-    written = made.program(made.plan(solver="megatron"))
-    hidden = started = 0
-    under = False
-    for instruction in written.backward:
-        if instruction.collective:
-            started, under = started + 1, True
-        elif instruction.op == "collective.wait":
-            under = False
-        elif instruction.op == "aten.mm.default" and under:
-            hidden, under = hidden + 1, False
-    assert hidden >= 8, f"{hidden} of {started}: two of each layer"

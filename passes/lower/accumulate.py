@@ -13,6 +13,7 @@ three:
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from autopar.ir.emitter import Emitter
 from autopar.ir.graph import CAST, WAIT, Node, Ref, TensorMeta, readers
 from autopar.ir.layout import Layout, Replicate
 from autopar.ir.program import LAYOUT, Program, ProgramInput, ProgramOutput
@@ -135,15 +136,21 @@ def _with_sums(
 ) -> tuple[Node, ...]:
     """Backward whose tail reads sums, each added up as soon as its own part is there."""
 
-    def added(name: str) -> Node:
-        return Node(op=ADD, args=(Ref(name), Ref(pending[name])), outputs=(sums[name],), serves=name)
+    emitter = Emitter(metas={**program.metas, **{total: program.metas[name] for name, total in sums.items()}})
+
+    def add(name: str) -> None:
+        emitter.emit(ADD, (Ref(name), Ref(pending[name])), sums[name], serves=name)
 
     computed = {name for instruction in program.backward for name in instruction.outputs}
-    written = [added(name) for name in sums if name not in computed]
+    for name in sums:
+        if name not in computed:
+            add(name)
     for instruction in program.backward:
-        written.append(reading(instruction, sums) if instruction.name in tail else instruction)
-        written += [added(name) for name in instruction.outputs if name in sums]
-    return tuple(written)
+        emitter.written.append(reading(instruction, sums) if instruction.name in tail else instruction)
+        for name in instruction.outputs:
+            if name in sums:
+                add(name)
+    return tuple(emitter.written)
 
 
 def _add_meta(metas: dict[str, TensorMeta], hint: str, meta: TensorMeta) -> str:
