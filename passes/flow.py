@@ -249,7 +249,7 @@ def changes(before: Program, after: Program) -> str:
 
 
 def _collectives(program: Program) -> Counter[str]:
-    return Counter(i.collective for i in (*program.forward, *program.backward) if i.collective)
+    return Counter(i.collective for i in program.nodes if i.collective)
 
 
 def _listed(counts: Counter[str], sign: str = "") -> str:
