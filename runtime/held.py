@@ -80,7 +80,7 @@ class State:
         self.groups = process_groups(mesh)
         self.executable = self.compiled(program)
         self.inputs = tuple(i for i in program.inputs if i.role not in ("tangent", "seed"))
-        nodes = (*program.forward, *program.backward)
+        nodes = program.nodes
         self.read = {*(name for node in nodes for name in node.inputs), *(o.name for o in program.outputs)}
         """Names of values that the program reads or returns."""
         self.seeds = sum(i.role == "seed" for i in program.inputs)

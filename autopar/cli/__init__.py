@@ -38,6 +38,7 @@ class Command:
 COMMANDS: Mapping[str, Command] = {
     "plan": Command("plans", PLANS, "Plan a model on a mesh, without devices."),
     "show": Command("plans", PLANS, "Print a saved plan."),
+    "lower": Command("plans", PLANS, "Rewrite a program, or that of a saved plan: bucket, slice, chunk and others."),
     "report": Command("plans", PLANS, "Write a saved plan as one HTML page, to look at, search and hand on."),
     "explain": Command("plans", PLANS, "Why something is planned as it is, and what else it could be."),
     "diff": Command("plans", PLANS, "What changes from one saved plan to another."),

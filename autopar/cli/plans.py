@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from autopar import files
 from autopar.planning.request import ASKED, AUTO, Request, Source, quiet
 from autopar.planning.saved import is_plan, saved
 from autopar.report.kept import default_path
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     import torch
 
     from autopar import api, testing
+    from autopar.cluster import library as clusters
+    from autopar.ir import text
+    from autopar.passes import flow
     from autopar.planning import plan as planning
     from autopar.planning import reading
     from autopar.report import difference as differences
@@ -37,6 +41,9 @@ if TYPE_CHECKING:
 else:
     torch = Deferred("torch")
     api = Deferred("autopar.api")
+    clusters = Deferred("autopar.cluster.library")
+    flow = Deferred("autopar.passes.flow")
+    text = Deferred("autopar.ir.text")
     testing = Deferred("autopar.testing")
     planning = Deferred("autopar.planning.plan")
     reading = Deferred("autopar.planning.reading")
@@ -283,6 +290,42 @@ def show_command(
 
 
 FX = "fx"
+
+
+@common.asks(model=Source, again=True, defaults={})
+def lower_command(
+    source: Annotated[Path, typer.Argument(help="A program that lower wrote, or a plan that plan --out wrote.")],
+    model: common.Typed,
+    passes: Annotated[
+        str | None,
+        typer.Option(help="Rewrites, in order, such as 'bucket,slice{parts=4}'; none: ''. A plan's own, if not given."),
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="Whose prices rewrites go by: a cluster of the library or a TOML file.")
+    ] = None,
+    save: Annotated[Path | None, typer.Option("--out", help="Where to write it, instead of printing it.")] = None,
+) -> None:
+    """Rewrite a program, and print it as a text that this command reads again. Of a plan, it is the plan's program.
+
+    Example: autopar lower plan.json --passes '' --out program.txt
+    """
+    common.writable(save, "--out")
+    if is_plan(str(source)):
+        if cluster is not None:
+            raise ValueError(f"--cluster goes with a program, and {source} is a plan: it has a cluster")
+        plan = current(source, model, needs_model=True)
+        with working("writing the program"):
+            program = plan.program(passes)
+    else:
+        with files.reading(f"{source} is no program", "give one that autopar lower wrote"):
+            program = text.parsed_program(files.text_of(source))
+        program = flow.lowered(program, passes or "", clusters.named_cluster(cluster, device_type="cpu"))
+    written = text.text_of(program)
+    if save is None:
+        typer.echo(written, nl=False)
+    else:
+        save.write_text(written)
+        common.wrote(save)
 
 
 CHECKED = {"batch": 4, "sequence": 16, "dtype": "float64"}

@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 
 import torch
 
+from autopar.ir.emitter import on_meta
 from autopar.ir.graph import WAIT, Node, TensorMeta, map_references
 from autopar.ir.layout import local_meta
 from autopar.ir.program import Program
 from autopar.ops import contract
-from autopar.ops.emit import on_meta
 from autopar.ops.rules import RULES
 
 from .lifetimes import Line

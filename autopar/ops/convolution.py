@@ -8,13 +8,14 @@ shard.
 import math
 from collections.abc import Mapping
 
+from autopar.ir.emitter import Emitter
 from autopar.ir.layout import Shape
 
 from .expansions import LocalCall, Results
 from .families import EACH, FIRST
 from .halo import Halos, HaloWindow, each, halos_added, halos_of, with_halos
 from .local import Arguments, replaced
-from .rule import Call, Emitter, OpRule
+from .rule import Call, OpRule
 from .template import Linear, Name, Named, assemble, roles
 
 

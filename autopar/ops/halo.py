@@ -11,10 +11,11 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from autopar.ir.emitter import Emitter
 from autopar.ir.graph import Ref
 
 from .expansions import LocalCall
-from .rule import Call, Emitter
+from .rule import Call
 
 
 @dataclass(frozen=True, slots=True)

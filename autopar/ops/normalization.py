@@ -9,13 +9,14 @@ from collections.abc import Sequence
 
 import torch
 
+from autopar.ir.emitter import Emitter
 from autopar.ir.graph import Ref, TensorMeta
 from autopar.ir.layout import Shape
 
 from .expansions import NARROW, LocalCall, Results, all_reduce, cast, in_output_dtypes, wide
 from .families import FIRST
 from .local import Arguments, replaced
-from .rule import Call, Emitter, OpRule
+from .rule import Call, OpRule
 from .template import Name, Named, assemble, roles
 
 CHANNEL = "c"

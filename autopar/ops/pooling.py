@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from autopar.ir.emitter import Emitter
 from autopar.ir.graph import Ref, TensorMeta
 from autopar.ir.layout import Shape
 
@@ -12,7 +13,7 @@ from .expansions import Expansion, LocalCall, Results, global_indices
 from .families import FIRST, Rule
 from .halo import Halos, HaloWindow, each, halos_added, halos_of, with_halos
 from .local import Arguments, Local, replaced
-from .rule import Call, Emitter, OpRule, neutral
+from .rule import Call, OpRule, neutral
 from .template import Linear, Name, Named, assemble, roles
 
 

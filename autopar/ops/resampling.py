@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from autopar.ir.emitter import Emitter
 from autopar.ir.graph import Ref
 from autopar.ir.layout import Shape
 
@@ -12,7 +13,7 @@ from .families import FIRST, Rule
 from .halo import HaloWindow, at_end, halo_added, slice_of, with_halo
 from .local import Arguments, Local, replaced
 from .pooling import leading
-from .rule import Call, Emitter, OpRule
+from .rule import Call, OpRule
 from .rules import Entry, aten
 from .template import Name, Named, assemble
 

@@ -25,7 +25,7 @@ from autopar.files.kinds import Count, Size
 from autopar.files.typed import read, schema
 from autopar.ir.graph import JointGraph
 from autopar.ir.program import Program
-from autopar.passes.lower.bucket import LIMIT_BYTES
+from autopar.passes.lower.lowering import LIMIT_BYTES
 
 from .account import Account
 from .provenance import Provenance
@@ -168,6 +168,8 @@ class Plan:
     """Where the plan is from: inputs, the cluster's figures, versions, candidates, the command."""
     described: str = ""
     """The digest of the decisions that all tables here are of."""
+    rewrites: str = ""
+    """What was rewritten in the program of the decisions, in order, as `autopar lower` reads it."""
 
     @property
     def bytes(self) -> int:
@@ -264,10 +266,11 @@ class Plan:
         values: dict[str, Any] = _view("history").history(self.planner, self)
         return values
 
-    def program(self) -> Program:
+    def program(self, rewrites: str | None = None) -> Program:
         """The program that each rank runs, written again from the model; `print` shows it as Python. It is the one that
-        `parallelize` runs. Raises ValueError for a plan without its model, as `explain`."""
-        program: Program = self.planner.program(self)
+        `parallelize` runs; or, with other `rewrites` than the plan's, such as "" or "bucket,slice{parts=4}", the one
+        that these write. Raises ValueError for a plan without its model, as `explain`, and for what is no rewrite."""
+        program: Program = self.planner.program(self, rewrites)
         return program
 
     def joint_graph(self) -> JointGraph:

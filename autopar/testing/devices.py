@@ -83,7 +83,7 @@ class DeviceFakes:
             values: dict[str, torch.Tensor] = {}
             for i in program.inputs:
                 values[i.name] = self._empty(local_meta(i.meta, i.layout, program.mesh))
-            for instruction in (*program.forward, *program.backward):
+            for instruction in program.nodes:
                 try:
                     self._run(instruction, program, values)
                 except Exception as error:

@@ -114,6 +114,38 @@ def test_plan_saves_what_show_prints(tmp_path: Path) -> None:
     assert Plan.from_json(json.loads(autopar_("show", str(path), "--json").stdout)) == Plan.load(path)
 
 
+def test_lower_replays_what_a_plan_rewrote(tmp_path: Path) -> None:
+    path, before = tmp_path / "plan.json", tmp_path / "program.txt"
+    arguments = ["plan", "test_cli:build", "--set", "width=8", "--batch", "4", "--mesh", "a=2", "--solver", "fsdp"]
+    assert autopar_(*arguments, "--out", str(path)).exit_code == 0
+    plan = Plan.load(path)
+    written = autopar_("lower", str(path), "--passes", "", "--out", str(before))
+    assert written.exit_code == 0, written.output
+    lowered = autopar_("lower", str(before), "--passes", plan.rewrites, "--cluster", plan.cluster)
+    assert lowered.exit_code == 0, lowered.output
+    assert lowered.stdout == autopar_("lower", str(path)).stdout
+    assert "bucket_1" in lowered.stdout and "bucket_1" not in before.read_text()
+    again = autopar_("lower", str(before))
+    assert again.stdout == before.read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "passes", "message"),
+    [
+        ("mesh a=2\n", "slices", "unknown rewrite 'slices' (did you mean 'slice'?)"),
+        ("mesh a=2\nx = input x: float32[4]\n", "", "line 2 of the program, `x = input x: float32[4]`: it has 0"),
+        ("mesh a=2\n", "slice{at=(('mm',0,2),)}", "slice: the program has no place at mm"),
+        ("forward\n", "", "the program has no mesh: begin with a line such as `mesh dp=2, tp=4`"),
+    ],
+)
+def test_what_cannot_be_lowered_is_said(tmp_path: Path, text: str, passes: str, message: str) -> None:
+    path = tmp_path / "program.txt"
+    path.write_text(text)
+    refused = autopar_("lower", str(path), "--passes", passes)
+    assert refused.exit_code == 2
+    assert message in " ".join(refused.output.split())
+
+
 def test_plan_is_what_the_library_plans() -> None:
     arguments = ["plan", "test_cli:build", "--set", "width=8", "--batch", "4", "--mesh", "a=2", "--cost", "volume"]
     shown = autopar_(*arguments, "--json")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,7 @@ import models
 import pytest
 import ranks
 import torch
-from programs import BYTES, program
+from programs import BYTES
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
@@ -21,6 +20,7 @@ from autopar.api import parallelize
 from autopar.cost.memory import Peak, peak
 from autopar.cost.optimizers import OPTIMIZERS
 from autopar.ir.graph import TensorMeta
+from autopar.ir.text import parsed_program
 from autopar.passes.lower.compact import compact
 from autopar.passes.space.choices import SiteChoice
 from autopar.planning.options import Axes
@@ -45,14 +45,18 @@ Start = Mapping[str, Iterable[SiteChoice]]
 
 def test_values_are_dropped_after_their_last_use() -> None:
     """x and b are held from outside; a and c live at once, and a and d not."""
-    made = program(
+    made = parsed_program(
         """
-        a = aten.mul.Tensor x x
-        c = aten.mul.Tensor a a
-        d = aten.mul.Tensor c c
-        """,
-        dict.fromkeys("xacd", (10,)),
-        outputs=("d",),
+        mesh dp=2
+        x = input x: float32[10] R
+
+        forward
+        a = aten.mul.Tensor(x, x)
+        c = aten.mul.Tensor(a, a)
+        d = aten.mul.Tensor(c, c)
+
+        output d = d: float32[10] R
+        """
     )
     found = peak(made, SGD, "cuda")
     assert (found.inputs, found.outputs, found.temporaries) == (10 * BYTES, 0, 20 * BYTES)
@@ -60,40 +64,43 @@ def test_values_are_dropped_after_their_last_use() -> None:
 
 
 def test_views_share_the_memory_of_their_base() -> None:
-    made = program(
+    made = parsed_program(
         """
-        a = aten.mul.Tensor x x
-        b = aten.reshape.default a
-        """,
-        {"x": (10,), "a": (10,), "b": (10,)},
-        outputs=("b",),
+        mesh dp=2
+        x = input x: float32[10] R
+
+        forward
+        a = aten.mul.Tensor(x, x)
+        b = aten.reshape.default(a, [2, 5])
+
+        output b = b: float32[2, 5] R
+        """
     )
-    reshaped = made.forward[1].__class__(
-        op="aten.reshape.default", args=(*made.forward[1].args, (2, 5)), outputs=("b",)
-    )
-    made = made.__class__(**{**vars(made), "forward": (made.forward[0], reshaped)})
     assert peak(made, SGD, "cuda").bytes == 20 * BYTES
 
 
 def test_what_is_kept_for_backward_and_the_gradients() -> None:
     """p is [10] on each of two ranks, AdamW's moments twice that, with a counter; a is kept, and so is the gathered
     w."""
-    made = program(
+    made = parsed_program(
         """
-        g = collective.all_gather p 0
-        w = collective.wait g
-        a = aten.mul.Tensor w x
-        ---
-        b = aten.mul.Tensor a a
-        r = collective.reduce_scatter b sum 0
-        s = collective.wait r
-        """,
-        {"p": (10,), "g": (20,), "w": (20,), "x": (20,), "a": (20,), "b": (20,), "r": (10,), "s": (10,)},
-        parameters=("p",),
-        saved=("a",),
-        gradients=("s",),
+        mesh dp=2
+        p = parameter p: float32[20] S(0%20)
+        x = input x: float32[20] R
+
+        forward
+        g = collective.all_gather(p, dp)
+        w = collective.wait(g)
+        a = aten.mul.Tensor(w, x)
+
+        backward
+        b = aten.mul.Tensor(a, a)
+        r = collective.reduce_scatter(b, 'sum', dp)
+        s = collective.wait(r)
+
+        gradient p = s: float32[10] R
+        """
     )
-    made = replace(made, outputs=(replace(made.outputs[0], target="p"),))
     # forward: p, x, gathered, a = 10 + 20 + 20 + 20; backward: p, x, b, r and s in one = 10 + 20 + 20 + 10
     assert peak(made, SGD, "cuda").bytes == 70 * BYTES
     assert peak(made, OPTIMIZERS["adamw"], "cuda").bytes == 90 * BYTES + COUNTER_BYTES
@@ -102,14 +109,18 @@ def test_what_is_kept_for_backward_and_the_gradients() -> None:
 
 
 def test_an_all_reduce_in_place_takes_no_more() -> None:
-    made = program(
+    made = parsed_program(
         """
-        a = aten.mul.Tensor x x
-        b = collective.all_reduce a sum 0
-        c = collective.wait b
-        """,
-        dict.fromkeys("xabc", (10,)),
-        outputs=("c",),
+        mesh dp=2
+        x = input x: float32[10] R
+
+        forward
+        a = aten.mul.Tensor(x, x)
+        b = collective.all_reduce(a, 'sum', dp)
+        c = collective.wait(b)
+
+        output c = c: float32[10] R
+        """
     )
     assert peak(made, SGD, "cuda").bytes == 20 * BYTES
 
@@ -266,22 +277,29 @@ def test_the_optimizer_is_part_of_the_peak() -> None:
 
 
 def test_a_slice_that_is_kept_does_not_keep_what_it_was_cut_of() -> None:
-    made = program(
+    made = parsed_program(
         """
-        a = aten.mul.Tensor x x
-        b = aten.slice.Tensor a 0 0 2
-        c = aten.reshape.default b
-        ---
-        d = aten.mul.Tensor c b
-        """,
-        {"x": (20,), "a": (20,), "b": (2,), "c": (2,), "d": (2,)},
-        saved=("c", "b"),
-        gradients=("d",),
+        mesh dp=2
+        x = input x: float32[20] R
+
+        forward
+        a = aten.mul.Tensor(x, x)
+        b = aten.slice.Tensor(a, 0, 0, 2)
+        c = aten.reshape.default(b, [2])
+
+        backward
+        d = aten.mul.Tensor(c, b)
+
+        gradient d = d: float32[2] R
+        """
     )
-    reshaped = replace(made.forward[2], args=(*made.forward[2].args, (2,)))
-    made = replace(made, forward=(*made.forward[:2], reshaped))
     cut = compact(made)
-    assert [i.op for i in cut.forward] == [made.forward[0].op, made.forward[1].op, "aten.clone.default", reshaped.op]
+    assert [i.op for i in cut.forward] == [
+        made.forward[0].op,
+        made.forward[1].op,
+        "aten.clone.default",
+        made.forward[2].op,
+    ]
     x = {"x": torch.arange(20.0)}
     before, after = (simulate_step(p, {}, x) for p in (made, cut))
     assert torch.equal(before.gradients["d"], after.gradients["d"])
@@ -291,16 +309,21 @@ def test_a_slice_that_is_kept_does_not_keep_what_it_was_cut_of() -> None:
 
 
 def test_a_view_of_what_is_kept_anyway_is_not_copied() -> None:
-    made = program(
+    made = parsed_program(
         """
-        a = aten.mul.Tensor x x
-        b = aten.slice.Tensor a 0 0 2
-        ---
-        c = aten.mul.Tensor a a
-        d = aten.mul.Tensor b b
-        """,
-        {"x": (20,), "a": (20,), "b": (2,), "c": (20,), "d": (2,)},
-        saved=("a", "b"),
-        gradients=("c", "d"),
+        mesh dp=2
+        x = input x: float32[20] R
+
+        forward
+        a = aten.mul.Tensor(x, x)
+        b = aten.slice.Tensor(a, 0, 0, 2)
+
+        backward
+        c = aten.mul.Tensor(a, a)
+        d = aten.mul.Tensor(b, b)
+
+        gradient c = c: float32[20] R
+        gradient d = d: float32[2] R
+        """
     )
     assert compact(made) is made

@@ -20,6 +20,7 @@ from autopar.cluster.library import named_cluster
 from autopar.cost.liveness import PlacementCache
 from autopar.cost.redistribute import Redistributor, Route
 from autopar.cost.roofline import LocalOperators
+from autopar.ir.emitter import Emitter
 from autopar.ir.graph import WAIT, TensorMeta
 from autopar.ir.layout import (
     Layout,
@@ -39,7 +40,6 @@ from autopar.ir.layout import (
     valid_shape,
 )
 from autopar.ir.program import Program, ProgramInput, ProgramOutput
-from autopar.passes.codegen.emitter import Emitter
 from autopar.passes.codegen.redistribution import Redistribution
 from autopar.planning.searches import hidden_buckets
 from autopar.runtime.simulate import coordinates, run_ranks
@@ -250,9 +250,10 @@ def redistributor(mesh: Shape) -> Redistributor:
 
 def program_of(meta: TensorMeta, route: Route, source: Layout, target: Layout, mesh: Shape) -> Program:
     """What codegen writes where a value "x" is made as `source` and wanted as `target`."""
-    emitter = Emitter({"x"})
-    emitter.metas["x"] = TensorMeta(local_shape(meta.shape, source, mesh), meta.dtype)
-    redistribution = Redistribution(emitter=emitter, mesh=mesh, root="x", meta=meta, phase=0)
+    emitter = Emitter(metas={"x": TensorMeta(local_shape(meta.shape, source, mesh), meta.dtype)}, mesh=mesh)
+    redistribution = Redistribution(
+        emit=lambda op, *args: emitter.emit(op, args), metas=emitter.metas, mesh=mesh, whole=meta.shape
+    )
     local = "x"
     for step in route.steps:
         local = redistribution.write(local, step)
@@ -260,7 +261,7 @@ def program_of(meta: TensorMeta, route: Route, source: Layout, target: Layout, m
         axes=tuple("abc"[: len(mesh)]),
         mesh=mesh,
         inputs=(ProgramInput(name="x", role="input", target="x", meta=meta, layout=source),),
-        forward=tuple(emitter.halves[0].written),
+        forward=tuple(emitter.written),
         backward=(),
         saved=(),
         outputs=(ProgramOutput(name=local, role="output", target="x", meta=meta, layout=target),),

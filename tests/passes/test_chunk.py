@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import models
 import pytest
 import torch
-from programs import LAB, program
+from programs import LAB
 from ranks import run
 
 from autopar.cluster.library import named_cluster
 from autopar.cost.streams import timeline
-from autopar.ir.layout import REPLICATE
 from autopar.ir.program import Program
+from autopar.ir.text import parsed_program
 from autopar.passes.codegen.program import codegen
 from autopar.passes.flow import LOWERINGS
 from autopar.passes.lower.bucket import bucket
@@ -28,15 +26,25 @@ from autopar.runtime.simulate import simulate_step
 
 def block(rows: int, width: int = 4) -> Program:
     """relu(relu(sum of x) w), summed over ranks, each with its own w: a stretch between two all-reduces."""
-    text = """a = collective.all_reduce x sum 0
-        b = collective.wait a
-        c = aten.relu.default b
-        d = aten.mm.default c w
-        e = collective.all_reduce d sum 0
-        f = collective.wait e
-        g = aten.relu.default f"""
-    shapes = {**dict.fromkeys("xabcdefg", (rows, width)), "w": (width, width)}
-    return program(text, shapes, parameters=("w",), outputs=("g",))
+    meta = f"float32[{rows}, {width}]"
+    return parsed_program(
+        f"""
+        mesh dp=2
+        w = parameter w: float32[{2 * width}, {width}] S(0%{2 * width})
+        x = input x: {meta} R
+
+        forward
+        a = collective.all_reduce(x, 'sum', dp)
+        b = collective.wait(a)
+        c = aten.relu.default(b)
+        d = aten.mm.default(c, w)
+        e = collective.all_reduce(d, 'sum', dp)
+        f = collective.wait(e)
+        g = aten.relu.default(f)
+
+        output g = g: {meta} R
+        """
+    )
 
 
 @pytest.mark.parametrize("chunks", [2, 4])
@@ -97,25 +105,28 @@ def test_chunks_are_taken_where_the_step_gets_shorter_and_only_there() -> None:
 
 def test_like_stretches_on_other_axes_are_looked_at_apart() -> None:
     """On a slow axis a chunk's transfer hides; on a fast one, where it takes processors, it does not pay."""
-    lines = []
-    for number, axis in enumerate((0, 1)):
-        x, a, b, c, d, e, f, g = (f"{letter}{number}" for letter in "xabcdefg")
-        lines += [
-            f"{x} = aten.neg.default {'x' if number == 0 else 'g0'}",
-            f"{a} = collective.all_reduce {x} sum {axis}",
-            f"{b} = collective.wait {a}",
-            f"{c} = aten.relu.default {b}",
-            f"{d} = aten.mm.default {c} w",
-            f"{e} = collective.all_reduce {d} sum {axis}",
-            f"{f} = collective.wait {e}",
-            f"{g} = aten.relu.default {f}",
-        ]
-    names = ["x", *[line.split()[0] for line in lines]]
-    shapes = {**dict.fromkeys(names, (1024, 512)), "w": (512, 512)}
-    given = program("\n".join(lines), shapes, outputs=("g1",))
-    inputs = tuple(replace(i, layout=(REPLICATE, REPLICATE)) for i in given.inputs)
-    weight = replace(inputs[0], name="w", role="parameter", target="w", meta=given.metas["w"])
-    given = replace(given, axes=("a", "b"), mesh=(2, 2), inputs=(*inputs, weight))
+    stretch = """
+        x{0} = aten.neg.default({2})
+        a{0} = collective.all_reduce(x{0}, 'sum', {1})
+        b{0} = collective.wait(a{0})
+        c{0} = aten.relu.default(b{0})
+        d{0} = aten.mm.default(c{0}, w)
+        e{0} = collective.all_reduce(d{0}, 'sum', {1})
+        f{0} = collective.wait(e{0})
+        g{0} = aten.relu.default(f{0})
+        """
+    given = parsed_program(
+        f"""
+        mesh a=2, b=2
+        x = input x: float32[1024, 512] R R
+        w = parameter w: float32[512, 512] R R
+
+        forward
+        {stretch.format(0, "a", "x")}
+        {stretch.format(1, "b", "g0")}
+        output g1 = g1: float32[1024, 512] R R
+        """
+    )
     made = LOWERINGS["chunk"].on(given, Target(cluster=named_cluster(LAB)))
     in_chunks = {i.args[-1]: "_chunk" in i.outputs[0] for i in made.forward if i.collective}
     assert in_chunks == {0: True, 1: False}

@@ -6,10 +6,10 @@ import models
 import pytest
 import torch
 from pairwise import pairwise
-from programs import program
 
 from autopar.cost.streams import timeline
 from autopar.ir.program import Program
+from autopar.ir.text import parsed_program
 from autopar.passes.codegen.program import codegen
 from autopar.passes.lower.bucket import bucket
 from autopar.passes.lower.overlap import overlap
@@ -26,27 +26,26 @@ def lines(made: Program) -> list[str]:
     return [i.outputs[0] for i in made.forward]
 
 
-def of(text: str, *outputs: str) -> Program:
-    names = {line.split()[0] for line in text.strip().splitlines()}
-    shapes: dict[str, tuple[int, ...]] = dict.fromkeys((*names, "x"), (4,))
-    return program(text, shapes, outputs=outputs)
-
-
 def values(made: Program) -> Simulated:
     return simulate_step(made, {}, {"x": torch.arange(4.0)}, {})
 
 
 def test_what_a_collective_does_not_need_runs_under_it() -> None:
-    made = of(
+    made = parsed_program(
         """
-        w = aten.mul.Tensor x x
-        v = aten.mul.Tensor w w
-        g = aten.neg.default x
-        r = collective.all_reduce g sum 0
-        d = collective.wait r
-        y = aten.mul.Tensor d v
-        """,
-        "y",
+        mesh dp=2
+        x = input x: float32[4] R
+
+        forward
+        w = aten.mul.Tensor(x, x)
+        v = aten.mul.Tensor(w, w)
+        g = aten.neg.default(x)
+        r = collective.all_reduce(g, 'sum', dp)
+        d = collective.wait(r)
+        y = aten.mul.Tensor(d, v)
+
+        output y = y: float32[4] R
+        """
     )
     moved = overlap(made)
     assert lines(moved) == ["g", "r", "w", "v", "d", "y"]
@@ -55,20 +54,25 @@ def test_what_a_collective_does_not_need_runs_under_it() -> None:
 
 def test_no_more_runs_under_a_collective_than_it_takes() -> None:
     """Gradients made long before stay where they are: reductions wait for them, too."""
-    made = of(
+    made = parsed_program(
         """
-        u = aten.mul.Tensor x x
-        s = collective.all_reduce u sum 0
-        v = aten.mul.Tensor x x
-        w = aten.mul.Tensor v v
-        g = aten.neg.default x
-        r = collective.all_reduce g sum 0
-        d = collective.wait r
-        e = collective.wait s
-        t = aten.mul.Tensor d w
-        y = aten.mul.Tensor t e
-        """,
-        "y",
+        mesh dp=2
+        x = input x: float32[4] R
+
+        forward
+        u = aten.mul.Tensor(x, x)
+        s = collective.all_reduce(u, 'sum', dp)
+        v = aten.mul.Tensor(x, x)
+        w = aten.mul.Tensor(v, v)
+        g = aten.neg.default(x)
+        r = collective.all_reduce(g, 'sum', dp)
+        d = collective.wait(r)
+        e = collective.wait(s)
+        t = aten.mul.Tensor(d, w)
+        y = aten.mul.Tensor(t, e)
+
+        output y = y: float32[4] R
+        """
     )
     seconds = {"u": 1.0, "v": 1.0, "w": 1.0, "g": 1.0, "s": 5.0, "r": 0.5}
     assert lines(overlap(made, seconds)) == ["u", "s", "v", "g", "r", "w", "d", "e", "t", "y"]
@@ -77,50 +81,65 @@ def test_no_more_runs_under_a_collective_than_it_takes() -> None:
 
 
 def test_nothing_is_waited_for_sooner_and_collectives_keep_their_order() -> None:
-    made = of(
+    made = parsed_program(
         """
-        r = collective.all_reduce x sum 0
-        w = aten.mul.Tensor x x
-        d = collective.wait r
-        s = collective.all_reduce d sum 0
-        u = aten.mul.Tensor x w
-        e = collective.wait s
-        t = collective.all_reduce e sum 0
-        f = collective.wait t
-        y = aten.mul.Tensor f u
-        """,
-        "y",
+        mesh dp=2
+        x = input x: float32[4] R
+
+        forward
+        r = collective.all_reduce(x, 'sum', dp)
+        w = aten.mul.Tensor(x, x)
+        d = collective.wait(r)
+        s = collective.all_reduce(d, 'sum', dp)
+        u = aten.mul.Tensor(x, w)
+        e = collective.wait(s)
+        t = collective.all_reduce(e, 'sum', dp)
+        f = collective.wait(t)
+        y = aten.mul.Tensor(f, u)
+
+        output y = y: float32[4] R
+        """
     )
     assert lines(overlap(made)) == lines(made)
 
 
 def test_what_starts_ahead_of_its_reader_starts_no_further_ahead() -> None:
-    made = of(
+    made = parsed_program(
         """
-        w = aten.mul.Tensor x x
-        r = collective.all_reduce x sum 0
-        g = aten.neg.default x
-        s = collective.all_reduce g sum 0
-        e = collective.wait s
-        d = collective.wait r
-        y = aten.mul.Tensor d e
-        """,
-        "y",
+        mesh dp=2
+        x = input x: float32[4] R
+
+        forward
+        w = aten.mul.Tensor(x, x)
+        r = collective.all_reduce(x, 'sum', dp)
+        g = aten.neg.default(x)
+        s = collective.all_reduce(g, 'sum', dp)
+        e = collective.wait(s)
+        d = collective.wait(r)
+        y = aten.mul.Tensor(d, e)
+
+        output y = y: float32[4] R
+        """
     )
     assert lines(overlap(made)) == ["g", "s", "w", "r", "e", "d", "y"]
 
 
 def test_what_is_long_under_way_moves_nothing() -> None:
-    made = of(
+    made = parsed_program(
         """
-        w = aten.mul.Tensor x x
-        r = collective.all_reduce x sum 0
-        s = collective.all_reduce w sum 0
-        d = collective.wait r
-        e = collective.wait s
-        y = aten.mul.Tensor d e
-        """,
-        "y",
+        mesh dp=2
+        x = input x: float32[4] R
+
+        forward
+        w = aten.mul.Tensor(x, x)
+        r = collective.all_reduce(x, 'sum', dp)
+        s = collective.all_reduce(w, 'sum', dp)
+        d = collective.wait(r)
+        e = collective.wait(s)
+        y = aten.mul.Tensor(d, e)
+
+        output y = y: float32[4] R
+        """
     )
     assert lines(overlap(made)) == lines(made)
 
@@ -137,19 +156,3 @@ def test_steps_are_the_same_bit_for_bit_and_no_longer(name: str, mesh: dict[str,
         assert all(torch.equal(found[key], wanted[key]) for key in wanted) and found.keys() == wanted.keys()
     seconds, longest = (timeline(p, made.cluster).seconds for p in (after, before))
     assert seconds <= longest * (1 + 1e-9)
-
-
-def test_gradients_of_weights_run_under_the_reductions_of_gradients_of_inputs() -> None:
-    """Par4D IV-A: between the start of such a reduction and its wait stands a product."""
-    made = planner("llama of 4 layers", {"a": 4})
-    written = made.program(made.plan(solver="megatron"))
-    hidden = started = 0
-    under = False
-    for instruction in written.backward:
-        if instruction.collective:
-            started, under = started + 1, True
-        elif instruction.op == "collective.wait":
-            under = False
-        elif instruction.op == "aten.mm.default" and under:
-            hidden, under = hidden + 1, False
-    assert hidden >= 8, f"{hidden} of {started}: two of each layer"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-from programs import program
 from test_bucket import assert_same
 
 from autopar.cluster.library import named_cluster
 from autopar.cost.streams import timeline
 from autopar.ir.program import Program
+from autopar.ir.text import parsed_program
 from autopar.passes.flow import LOWERINGS
 from autopar.passes.lower.bucket import LIMIT_BYTES, bucket
 from autopar.passes.lower.lowering import Target
@@ -17,19 +17,30 @@ from autopar.runtime.simulate import simulate_step
 
 def layers(width: int) -> Program:
     """A long product, and after it three parameters that are gathered and read one after the other."""
-    text = """a = aten.mm.default x x
-        p1 = collective.all_gather p 0
-        p2 = collective.wait p1
-        b = aten.mul.Tensor a p2
-        q1 = collective.all_gather q 0
-        q2 = collective.wait q1
-        c = aten.mul.Tensor b q2
-        r1 = collective.all_gather r 0
-        r2 = collective.wait r1
-        d = aten.mul.Tensor c r2"""
-    whole = dict.fromkeys(["x", "a", "b", "c", "d", *(f"{n}{i}" for n in "pqr" for i in (1, 2))], (width, width))
-    parts = dict.fromkeys("pqr", (width // 2, width))
-    return program(text, whole | parts, parameters=("p", "q", "r"), outputs=("d",))
+    meta = f"float32[{width}, {width}]"
+    return parsed_program(
+        f"""
+        mesh dp=2
+        p = parameter p: {meta} S(0%{width})
+        q = parameter q: {meta} S(0%{width})
+        r = parameter r: {meta} S(0%{width})
+        x = input x: {meta} R
+
+        forward
+        a = aten.mm.default(x, x)
+        p1 = collective.all_gather(p, dp)
+        p2 = collective.wait(p1)
+        b = aten.mul.Tensor(a, p2)
+        q1 = collective.all_gather(q, dp)
+        q2 = collective.wait(q1)
+        c = aten.mul.Tensor(b, q2)
+        r1 = collective.all_gather(r, dp)
+        r2 = collective.wait(r1)
+        d = aten.mul.Tensor(c, r2)
+
+        output d = d: {meta} R
+        """
+    )
 
 
 def ahead(made: Program) -> int:

@@ -12,6 +12,8 @@ transformers = pytest.importorskip("transformers")
 import golden  # noqa: E402
 from golden_text import differences  # noqa: E402
 
+from autopar.ir.text import parsed_graph, parsed_program, text_of  # noqa: E402
+
 RECORDED = """\
 gpt2 on mesh a=2, b=2 of dgx-h100, by dp
 
@@ -46,6 +48,22 @@ def test_plans_and_programs_are_as_recorded(model: str) -> None:
     quick = [g for g in golden.GOLDENS.values() if g.model == model and g.is_quick]
     told = [sentence for g in quick for sentence in g.differences()]
     assert not told, "\n".join([f"{len(told)} differences:", *told])
+
+
+@pytest.mark.parametrize("model", golden.MODELS)
+def test_their_texts_parse_back(model: str) -> None:
+    """Graphs and programs are printed, parsed and equal, with everything that their instructions say of themselves; and
+    what a plan says was rewritten makes its program of the one before."""
+    graph = golden.captured(model).captured.graph
+    assert parsed_graph(text_of(graph)) == graph
+    quick = [g for g in golden.GOLDENS.values() if g.model == model and g.is_quick]
+    for g in (g for g in quick if "[no plan]" not in g.path.read_text()):
+        plan, program = golden.planned(g)
+        if g.mesh == "2x2":
+            assert golden.planner(model, g.mesh).program(plan, plan.rewrites) == program
+        text = text_of(program)
+        assert parsed_program(text) == program
+        assert text_of(parsed_program(text)) == text, "1, 1.0 and True are equal, and are not the same"
 
 
 def test_every_file_is_of_a_golden_plan_and_every_plan_has_one() -> None:

@@ -92,6 +92,14 @@ def test_the_quickest_of_slices_and_chunks_is_taken(preset: str) -> None:
     assert taken < 0.99 * seconds[0]
 
 
+@pytest.mark.parametrize("preset", ["megatron", "megatron_sp"])
+def test_a_plan_says_what_was_rewritten_in_its_program(preset: str) -> None:
+    made, plan = planner(), planned(preset)
+    assert "{at=" in plan.rewrites, "some collectives run in parts"
+    assert made.program(plan, plan.rewrites) == made.program(plan)
+    assert made.program(plan, "") == made.writer.plain(made.assignment(plan))
+
+
 def test_smaller_buckets_have_nothing_in_parts() -> None:
     made = planner()
     assignment = made.assignment(planned("megatron_sp"))
