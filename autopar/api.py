@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
@@ -15,17 +16,17 @@ from autopar.cluster.machine import Cluster
 from autopar.cost.optimizers import Optimizer
 from autopar.passes.capture.shown import presented
 from autopar.planning.at_rest import Decided
-from autopar.planning.explain.engine import Explainer
 from autopar.planning.given import check_mesh
 from autopar.planning.meshes import mesh_of, meshes
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
 from autopar.planning.presets import PRESETS
-from autopar.planning.progress import Stage
 from autopar.planning.reading import refreshed, request_of
 from autopar.planning.reports import Once
-from autopar.planning.request import AUTO, Options, Request, Shared, takes
+from autopar.planning.request import AUTO, Options, Request, Several, takes
+from autopar.planning.texts import mesh_words
 from autopar.report.comparison import Comparison
+from autopar.report.question import Question, Variant, asked
 from autopar.report.telling import Ticker, following
 from autopar.runtime.agree import all_equal, follow_world_timeout, on_first_rank, raise_together, telling
 from autopar.runtime.modes import Modes
@@ -99,7 +100,7 @@ def plan(
     request = Request(**options)
     if isinstance(mesh_shape, Mapping):
         on = Planner(model, mesh_shape, args, kwargs, loss_fn=loss_fn, request=request)
-        return on.plan().answering(Explainer(lambda: on))
+        return on.plan().answering(lambda: on)
     machine = named_cluster(request.cluster, device_type="cpu")
     if isinstance(mesh_shape, bool) or not (mesh_shape == "auto" or (isinstance(mesh_shape, int) and mesh_shape > 0)):
         raise ValueError(f"mesh_shape is {mesh_shape!r}: give axis names with sizes, a number of devices, or 'auto'")
@@ -112,7 +113,7 @@ def plan(
     request = replace(request, cluster=machine)
     first = Planner(model, candidates[0], args, kwargs, loss_fn=loss_fn, request=request)
     chosen = first.over(candidates, request)
-    return chosen.answering(Explainer(lambda: first.on(chosen.mesh, machine)))
+    return chosen.answering(lambda: first.on(chosen.mesh, machine))
 
 
 @presented()
@@ -137,11 +138,11 @@ def read_plan(
     saved = plan if isinstance(plan, Plan) else Plan.load(plan)
     given = {name: value for name, value in (("cluster", cluster), ("optimizer", optimizer)) if value is not None}
     planner = Planner(model, saved.mesh, args, kwargs, loss_fn=loss_fn, request=request_of(saved, **given))
-    return refreshed(planner, saved).answering(Explainer(lambda: planner))
+    return refreshed(planner, saved).answering(lambda: planner)
 
 
 @presented()
-@takes(Shared)
+@takes(Several)
 def compare(
     model: nn.Module,
     mesh_shape: Mapping[str, int] | Sequence[Mapping[str, int]],
@@ -151,51 +152,46 @@ def compare(
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
     solvers: Sequence[str] | None = None,
     cluster: str | Cluster | Sequence[str | Cluster | None] | None = None,
-    report: Callable[[float, str], None] = lambda part, what: None,
-    **options: Unpack[Shared],
+    **options: Unpack[Several],
 ) -> Comparison:
     """Plans of several solvers and presets side by side, on one mesh and cluster or on each of several. The model is
     captured once.
 
     Arguments as for `plan`; `solvers` are "auto" and all presets if not given. A solver without a plan (no plan keeps
     the limit, a preset does not fit the batch) has its error in the place of a plan. `report` gets the part that is
-    done, from 0 to 1, and what is next. Raises ValueError for arguments that no plan could take.
+    done, from 0 to 1, and what is next; `each` gets what is known so far, after each plan; plans are kept in the file
+    `keep`, if one is given, as `autopar.fit` keeps them. Raises ValueError for arguments that no plan could take.
     """
+    of_request, keep, report, each = asked(options)
     solvers = (AUTO, *PRESETS) if solvers is None else solvers
     if isinstance(solvers, str) or not isinstance(solvers, Sequence):
         raise ValueError(f"solvers is {solvers!r}: give a list of solvers and presets, such as ['auto', 'fsdp']")
-    requests = [Request(solver=solver, **options) for solver in solvers]
+    requests = [Request(solver=solver, **of_request) for solver in solvers]
     shape: Any = mesh_shape
     if not isinstance(shape, (Mapping, Sequence)) or isinstance(shape, str):
         check_mesh(shape)  # which raises: this is no mesh
-    meshes = [mesh_shape] if isinstance(mesh_shape, Mapping) else list(mesh_shape)
+    on = [mesh_shape] if isinstance(mesh_shape, Mapping) else list(mesh_shape)
     several = isinstance(cluster, Sequence) and not isinstance(cluster, str)
     clusters: list[str | Cluster | None] = list(cluster) if several else [cluster]  # type: ignore[arg-type, list-item]
-    if not meshes or not clusters:
+    if not on or not clusters:
         raise ValueError("nothing to compare: give a mesh or more, and a cluster or more (or None)")
-    cases = [(mesh, machine) for machine in clusters for mesh in meshes]
-    for mesh, machine in cases:
+    cases = []
+    for machine, mesh, request in product(clusters, on, requests):
         check_mesh(mesh)
-        named_cluster(machine)
+        place = [mesh_words(mesh)] * (len(on) > 1) + [named_cluster(machine).name] * (len(clusters) > 1)
+        cases.append(
+            Variant(name=" ".join([request.solver, *place]), mesh=mesh, request=replace(request, cluster=machine))
+        )
     report(0.0, "reading the model")
-    request = Request(cluster=cases[0][1], **options)
-    planner = Planner(model, cases[0][0], args, kwargs, loss_fn=loss_fn, request=request)
-    results: dict[str, Plan | str] = {}
-    for number, (mesh, machine) in enumerate(cases):
-        on = planner if number == 0 else planner.on(mesh, machine)
-        sizes = ",".join(f"{axis}={size}" for axis, size in mesh.items())
-        place = [sizes] * (len(meshes) > 1) + [on.cluster.name] * (len(clusters) > 1)
-        for k, request in enumerate(requests):
-            name = " ".join([request.solver, *place])
-            report((number + k / len(requests)) / len(cases), name)
-            stage = Stage(doing=name).part(number / len(cases), (number + 1) / len(cases))
-            stage = stage.part(k / len(requests), (k + 1) / len(requests))
-            try:
-                results[name] = on.planned(replace(request, stage=stage))
-            except ValueError as error:
-                results[name] = str(error)
+    request = Request(cluster=clusters[0], **of_request)
+    planner = Planner(model, on[0], args, kwargs, loss_fn=loss_fn, request=request)
+    known = Comparison({})
+    question = Question(planner, total=max(1, len(cases)), keep=keep, report=report)
+    for answer in question.answers(cases):
+        known = Comparison({**known.results, answer.name: answer.plan or answer.error})
+        each(known)
     report(1.0, "")
-    return Comparison(results)
+    return known
 
 
 @presented()

@@ -27,7 +27,7 @@ from autopar.ir.tree import flatten
 from autopar.ops import core as core  # the operators that are known here
 from autopar.passes.capture.leaves import input_names
 from autopar.passes.capture.recorder import Recorder
-from autopar.passes.capture.step import Step
+from autopar.passes.capture.step import ModelStep
 from autopar.passes.codegen.program import codegen
 from autopar.passes.segments.segment import Segments
 from autopar.passes.space.build import strategies
@@ -56,7 +56,7 @@ def trace(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[JointGraph, Tens
     first: dict[int, str] = {}
     names = {name: first.setdefault(id(x), name) for name, x in named_tensors(model)}
     own = copy.deepcopy(model, {id(x): fake(x) for _, x in named_tensors(model)})
-    step = Step(own, pairs, spec, fakes, mode, names=input_names(model, [*fakes]), canonical=names)
+    step = ModelStep(own, pairs, spec, fakes, mode, names=input_names(model, [*fakes]), canonical=names)
     recorder = Recorder()
     recording = step.record(recorder, nullcontext(False), lambda: recorder)
     graph = recording.graph(recording.functional(), {name: name for name in recorder.constants})

@@ -36,7 +36,7 @@ from lab import (  # noqa: E402
     steps_of,
 )
 
-from autopar import lab  # noqa: E402
+from autopar.extras import lab  # noqa: E402
 
 INTERFACES = Path("/proc/self/net/dev")
 """Of the rank's own network namespace, which /sys does not show."""

@@ -35,7 +35,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 # before this folder, which has a `models` too
-sys.path[:0] = [str(ROOT / "tests")] if str(ROOT / "tests") not in sys.path else []
+sys.path[:0] = [str(ROOT / "tests/support")] if str(ROOT / "tests/support") not in sys.path else []
 sys.path += [str(ROOT / "benchmarks")] if str(ROOT / "benchmarks") not in sys.path else []
 
 MESH = {"dp": 2, "tp": 2}

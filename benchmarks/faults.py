@@ -2,8 +2,9 @@
 
     .venv/bin/python benchmarks/faults.py [--count 20] [--seed 1]
 
-The faults are those of tests/test_handshake.py (a rank that evaluates alone, that swallows an error, that is stopped),
-on random meshes, presets, ranks and steps, with a timeout of 2 s. Every rank must end with an error, and none hang.
+The faults are those of tests/runtime/test_handshake.py (a rank that evaluates alone, that swallows an error, that is
+stopped), on random meshes, presets, ranks and steps, with a timeout of 2 s. Every rank must end with an error, and none
+hang.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path += [str(Path(__file__).parents[1] / "tests" / folder) for folder in ("support", "runtime")]
 import test_handshake as handshake
 from ranks import outcomes
 

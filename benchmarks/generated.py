@@ -3,10 +3,11 @@
     python benchmarks/generated.py --programs 20000 --jobs 2 --out generated.jsonl --findings found
     python benchmarks/generated.py --again found/wrong_01.py --mesh a=2,b=2 --plan "random 17"
 
-A program is a model and what trains it, drawn by `tests/generator.py` from tables of what people write; three steps of
-it are compared with eager PyTorch under random plans on simulated ranks, in slices and chunks too, and as a parallel
-module (`tests/generator_programs.py`). Each seed is a line of `--out`, and a run with the same file goes on from there.
-A failure is shrunk to few statements, and `--findings` holds a file that runs for each that is no repetition.
+A program is a model and what trains it, drawn by `tests/support/generator.py` from tables of what people write; three
+steps of it are compared with eager PyTorch under random plans on simulated ranks, in slices and chunks too, and as a
+parallel module (`tests/support/generator_programs.py`). Each seed is a line of `--out`, and a run with the same file
+goes on from there. A failure is shrunk to few statements, and `--findings` holds a file that runs for each that is no
+repetition.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/support"))
 
 import torch
 from generator import KINDS, OPERATORS, PYTHON, Program, Unfit, built, drawn, shrunk, why_invalid, without

@@ -26,8 +26,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from autopar import lab
 from autopar.cluster.library import named_cluster
+from autopar.extras import lab
 
 FILES = Path(__file__).parent / "lab"
 TIMEOUT_SECONDS = 1500.0
@@ -171,7 +171,7 @@ def by_hand(cell: Cell, batch: Mapping[str, Any]) -> dict[str, tuple[Any, Mappin
     def tensor_parallel(mesh: Any) -> Any:
         model = model_of(cell)
         column, row = STYLES[cell.family]
-        styles: dict[str, Any] = {name: ColwiseParallel for name in column} | {name: RowwiseParallel for name in row}
+        styles: dict[str, Any] = dict.fromkeys(column, ColwiseParallel) | dict.fromkeys(row, RowwiseParallel)
         for layer in layers_of(model):
             parallelize_module(layer, mesh, {name: style() for name, style in styles.items()})
         return model

@@ -125,7 +125,7 @@ def planner(model: str) -> Planner:
 
 def tiny() -> Mapping[str, Callable[[], Planner]]:
     """The models of the tests."""
-    sys.path.insert(0, str(ROOT / "tests"))
+    sys.path.insert(0, str(ROOT / "tests/support"))
     import models
     import zoo
 

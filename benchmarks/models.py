@@ -1,6 +1,6 @@
 """What works for which model: `python benchmarks/models.py [NAME ...] [--random N] [--gloo] [--dropout RATE]`.
 
-For each model of `tests/zoo.py` (or those named): whether it exports, how its layers repeat, how long
+For each model of `tests/support/zoo.py` (or those named): whether it exports, how its layers repeat, how long
 planning takes, and whether loss, every gradient and every buffer of a step equal PyTorch's, under the
 solver's plan, every preset and random plans, on meshes of (4,) and (2, 2) ranks. Ranks are simulated in
 one process, or real with `--gloo`. With `--dropout` every dropout of a model has that rate, and steps
@@ -27,7 +27,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 # in the place of this folder, where `models` is this file
-sys.path[0] = str(ROOT / "tests")
+sys.path[0] = str(ROOT / "tests/support")
 
 MESHES: Mapping[str, dict[str, int]] = {"(4,)": {"a": 4}, "(2, 2)": {"dp": 2, "tp": 2}}
 PRESETS = ("ddp", "fsdp", "megatron", "megatron_sp")
@@ -248,7 +248,7 @@ def page(rows: Sequence[Row], command: str, gloo: bool, dropout: float) -> str:
         "",
         f"Made by `{command}`. Models of `transformers` at tiny sizes ({', '.join(map(str, layers))} layers of each "
         "stack) with random weights, unmodified, and two of `examples/`, "
-        f"{rate}; how each is configured says `tests/zoo.py`.",
+        f"{rate}; how each is configured says `tests/support/zoo.py`.",
         "",
         "- *exports*: operators in the joint graph of forward and backward, and seconds to capture it;",
         "- *repeats*: copies x operators of what is planned once and used for all copies;",

@@ -21,7 +21,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 # in the place of this folder, where `models` is another file
-sys.path[0] = str(ROOT / "tests")
+sys.path[0] = str(ROOT / "tests/support")
 
 
 def rank(hidden: int, rounds: int) -> list[dict[str, Any]]:

@@ -30,7 +30,7 @@ sys.path[0] = str(Path(__file__).parent)
 
 from lab import SLOW, VOCABULARY, Cell, by_hand, calibrated, in_turns, model_of, steps_of  # noqa: E402
 
-from autopar import lab  # noqa: E402
+from autopar.extras import lab  # noqa: E402
 
 TIMEOUT_SECONDS = 900.0
 CLOSE = 0.1

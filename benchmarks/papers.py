@@ -1,8 +1,9 @@
 """The papers' tables and figures beside ours: `python benchmarks/papers.py [--json FILE] [--figure FILE]`.
 
 ATP, Par4D, MeshSlice and CFP. Every figure of ours comes from the links and prices that plans are made with
-(`tests/paper_figures.py`), or from the programs of the presets (`tests/papers.py`). Where ours differs, a line says
-why. Takes ten seconds; the figure, which `--figure` asks for, needs matplotlib: `pip install 'autopar[figure]'`.
+(`tests/support/paper_figures.py`), or from the programs of the presets (`tests/support/papers.py`). Where ours differs,
+a line says why. Takes ten seconds; the figure, which `--figure` asks for, needs matplotlib: `pip install
+'autopar[figure]'`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path[0] = str(Path(__file__).parents[1] / "tests")
+sys.path[0] = str(Path(__file__).parents[1] / "tests/support")
 
 import paper_figures as figures  # noqa: E402
 import papers  # noqa: E402
@@ -166,8 +167,8 @@ def par4d() -> dict[str, Any]:
         "Par4D: a layer's program on data 2, z 2, y 2, x 4 (16 x 512 tokens, hidden 2048, bfloat16)",
         rows,
         [
-            "Eq. 4 to 8 to the byte (tests/test_papers_program.py); Eq. 9 has one gather of weights, as Algorithm 1 "
-            "caches them: without a cache, training gathers twice, and the preset can do either"
+            "Eq. 4 to 8 to the byte (tests/papers/test_papers_program.py); Eq. 9 has one gather of weights, as "
+            "Algorithm 1 caches them: without a cache, training gathers twice, and the preset can do either"
         ],
     )
     return {"worst": worst, "aware": aware, "agnostic": agnostic, "seconds": [[*g, *seconds[g]] for g in aware]}

@@ -1,9 +1,9 @@
 """The papers' figures on overlap, simulated: `python benchmarks/papers_overlap.py [--only PART ...] [--json FILE]`.
 
-MeshSlice's Fig. 9, 13 and 14, Par4D's Fig. 3 and Table III, ATP's Fig. 10 and Table 3, as schedules of each method
-on one rank (`tests/paper_gemms.py`, `tests/paper_layers.py`) that the simulator of `autopar.simulator` runs; CFP's
-Fig. 7 and the free solver against each paper's method as programs of plans. Theirs beside ours; where ours differs,
-a line says why. No device; half a minute for the schedules, and three minutes for the plans.
+MeshSlice's Fig. 9, 13 and 14, Par4D's Fig. 3 and Table III, ATP's Fig. 10 and Table 3, as schedules of each method on
+one rank (`tests/support/paper_gemms.py`, `tests/support/paper_layers.py`) that the simulator of `autopar.simulator`
+runs; CFP's Fig. 7 and the free solver against each paper's method as programs of plans. Theirs beside ours; where ours
+differs, a line says why. No device; half a minute for the schedules, and three minutes for the plans.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-sys.path[:1] = [str(ROOT / "tests"), str(ROOT)]
+sys.path[:1] = [str(ROOT / "tests/support"), str(ROOT)]
 sys.path.append(str(ROOT / "benchmarks"))
 
 import paper_figures as figures  # noqa: E402

@@ -139,7 +139,7 @@ def restarted(planner: Any, timed: Timed, number: int) -> Iterator[Row]:
         search = planner.search(Request(), planner.searches.hiding(planner.effort.hidden_part))
         start = {name: [_plain(draw, of_site)] for name, of_site in choices.items()}
         for names in dict.fromkeys(joined.values()):
-            start.update({name: start[names[0]] for name in names})
+            start.update(dict.fromkeys(names, start[names[0]]))
         descent = search.descent
         try:
             found = descent.descend(start, descent.axes(), purse=descent.purse(descent.effort.descents))

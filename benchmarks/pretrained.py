@@ -23,7 +23,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 # in the place of this folder, where `models` is another file
-sys.path[0] = str(ROOT / "tests")
+sys.path[0] = str(ROOT / "tests/support")
 
 RANKS, STEPS, BATCH, SEQUENCE = 4, 10, 4, 32
 FILE_BYTES = 200_000_000

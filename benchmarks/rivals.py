@@ -369,7 +369,7 @@ def register(name: str) -> None:
 
 
 def main() -> None:
-    sys.path[0] = str(Path(__file__).parents[1] / "tests")
+    sys.path[0] = str(Path(__file__).parents[1] / "tests/support")
     from papers import Layer
 
     with torch.device("meta"):

@@ -33,7 +33,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 # in the place of this folder, where `models` is another file
-sys.path[0] = str(ROOT / "tests")
+sys.path[0] = str(ROOT / "tests/support")
 
 RANKS, MESH, WARM, MOST = 4, (2, 2), 200, 1.02
 BATCH, LAST, SEQUENCE, VOCABULARY = 8, 5, 32, 64

@@ -5,9 +5,9 @@ in many ways, beside contiguous ones.
     python benchmarks/strides.py --without-contract   # kernels as they are: what the contract has to say
     python benchmarks/strides.py --only layer_norm group_norm --draws 60
 
-Arguments are those that the oracle's tests draw (`tests/test_ops.py`), in float64, float32 and bfloat16, with many dims
-of size 1. Each operand is laid out alone, and all of them at random. Operators run in processes of their own: a kernel
-that reads beyond an operand may end one.
+Arguments are those that the oracle's tests draw (`tests/ops/test_ops.py`), in float64, float32 and bfloat16, with many
+dims of size 1. Each operand is laid out alone, and all of them at random. Operators run in processes of their own: a
+kernel that reads beyond an operand may end one.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path += [str(Path(__file__).resolve().parents[1] / "tests" / folder) for folder in ("support", "ops", "")]
 
 import test_ops
 
 from autopar.ir.graph import overload, parameters
 from autopar.ops.contract import prepared_arguments
 from autopar.ops.oracle import LAYOUTS, laid_out
+from autopar.ops.registry import REGISTERED
 from autopar.ops.rules import RULES
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -183,7 +184,7 @@ def main() -> None:
     parser.add_argument("--without-contract", action="store_true", help="give kernels operands as they lie")
     options = parser.parse_args()
     tried, wrong, context = 0, 0, multiprocessing.get_context("fork")
-    for op in RULES.rows:
+    for op in (*RULES.rows, *REGISTERED.own):
         if any(name in op for name in MEANINGLESS) or not any(name in op for name in options.only or ("",)):
             continue
         receive, send = context.Pipe(duplex=False)

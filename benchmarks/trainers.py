@@ -1,9 +1,9 @@
 """50 steps of Trainer, Accelerate and Lightning on ranks beside one process: `python benchmarks/trainers.py`.
 
-What `tests/test_integrations.py` does with few steps: accumulation, clipping, evaluation, smaller last batches, and
-checkpoints after half of the steps (Accelerate: after the first epoch; Lightning: after half of the epochs) that are
-resumed with the same plan and with another one, in float32 and under autocast to bfloat16. Prints the largest relative
-difference to one process of what is logged: losses, norms of gradients, losses of evaluations.
+What `tests/integrations/test_integrations.py` does with few steps: accumulation, clipping, evaluation, smaller last
+batches, and checkpoints after half of the steps (Accelerate: after the first epoch; Lightning: after half of the
+epochs) that are resumed with the same plan and with another one, in float32 and under autocast to bfloat16. Prints the
+largest relative difference to one process of what is logged: losses, norms of gradients, losses of evaluations.
 
 Under autocast, products round to bfloat16, and round differently where they are split. How much that is by itself is
 measured without any rank: one process of plain PyTorch takes the same steps in micro-batches of a half, and of a
@@ -25,7 +25,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 # in the place of this folder, where `models` is another file
-sys.path[0] = str(ROOT / "tests")
+sys.path[:1] = [str(ROOT / "tests" / folder) for folder in ("support", "integrations")]
 
 
 def run(count: int, function: Callable[..., Any], *given: Any) -> list[Any]:

@@ -53,7 +53,7 @@ from lab import (  # noqa: E402
     training_step,
 )
 
-from autopar import lab  # noqa: E402
+from autopar.extras import lab  # noqa: E402
 
 TIMEOUT_SECONDS = 1700.0
 SIZES = {"hidden": 256, "layers": 4, "batch": 8, "sequence": 128}

@@ -8,10 +8,11 @@ the same.
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from autopar.ir.graph import JointGraph, Node, TensorMeta
-from autopar.ir.rewrite import distinct, reading, with_own_metas
+from autopar.ir.graph import JointGraph, Node
+from autopar.ir.rewrite import distinct, reading
+from autopar.ir.rewriter import Rewriter
 
 Region = tuple[int, ...]
 """The numbers of the checkpoints around a node, the outermost first."""
@@ -24,27 +25,25 @@ def checkpoints(graph: JointGraph) -> JointGraph:
     """The graph in which backward makes again what lies in regions, and nothing knows of regions any more."""
     if not any(node.region for node in graph.nodes):
         return graph
-    return _Checkpoints(graph, dict(graph.metas)).run()
+    return _Checkpoints(graph=graph, metas=dict(graph.metas)).run()
 
 
-@dataclass(slots=True)
-class _Checkpoints:
-    graph: JointGraph
-    metas: dict[str, TensorMeta]
+@dataclass(eq=False, kw_only=True)
+class _Checkpoints(Rewriter):
     made: dict[Copy, dict[str, str]] = field(default_factory=dict)
     """Of each copy, its results by those of the node that it makes again."""
-    nodes: list[Node] = field(default_factory=list)
 
     def run(self) -> JointGraph:
         written = {o.target for o in self.graph.outputs if o.role in ("mutation", "update")}
         overwritten = {i.name for i in self.graph.inputs if i.role in ("parameter", "buffer") and i.target in written}
         regions = self._regions(overwritten)
         middle = self.graph.first_backward
-        self.nodes += [replace(node, region=()) for node in self.graph.nodes[:middle]]
+        for node in self.graph.nodes[:middle]:
+            self.keep(node, region=())
         for node in self.graph.nodes[middle:]:
             names = self._again(node, None if node.sequence < 0 else node.region, regions)
-            self.nodes.append(reading(node, names, region=()))
-        return with_own_metas(replace(self.graph, nodes=tuple(self.nodes), metas=self.metas))
+            self.written.append(reading(node, names, region=()))
+        return self.done()
 
     def _regions(self, overwritten: set[str]) -> list[Region]:
         """Where each node of forward lies. What reads a buffer that forward writes could not be made again: it lies
@@ -86,7 +85,7 @@ class _Checkpoints:
             self.metas[fresh[output]] = self.graph.metas[output]
         self.made[copy] = fresh
         outputs = tuple(fresh.get(output, "") for output in node.outputs)
-        self.nodes.append(reading(node, names, outputs=outputs, backward=True, serves=node.name, region=()))
+        self.written.append(reading(node, names, outputs=outputs, backward=True, serves=node.name, region=()))
 
 
 def common(one: Iterable[int], other: Iterable[int]) -> Region:

@@ -6,15 +6,18 @@ plans makes a problem and solves it many times, and is timed in one piece; so is
 (`autopar.planning`).
 """
 
+import ast
 import logging
+import re
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Generic, ParamSpec, TypeVar
 
-from autopar.extensions import Table
+from autopar.cluster.machine import Cluster
+from autopar.extensions import Table, unknown
 from autopar.ir.graph import JointGraph
 from autopar.ir.program import Program
 from autopar.ops import registry as registry  # all rows, and those of users
@@ -29,9 +32,11 @@ from .capture.trace import capture
 from .checkpoints import checkpoints
 from .codegen.precision import written
 from .lower.adopt import adopt
+from .lower.bucket import Bucket
 from .lower.chunk import CHUNKING
-from .lower.compact import compact
-from .lower.lowering import Adopted, Lowering, Target, When, always
+from .lower.compact import Compact
+from .lower.lowering import Adopted, Lowering, Rewrite, Target, When, Written, always, rewritten
+from .lower.overlap import Overlap
 from .lower.prefetch import prefetch
 from .lower.slice import SLICING
 from .masks import without_masks
@@ -145,7 +150,7 @@ LOWERINGS = Table(
             applies="what backward keeps of a larger tensor",
             writes="a copy, so that the rest is not kept with it",
             costs="the copy",
-            adopt=always(lambda program, target: compact(program, target.cache.placements)),
+            adopt=always(Compact()),
             taken="last",
         ),
     ),
@@ -162,6 +167,43 @@ def register_lowering(lowering: Lowering, *, replace: bool = False) -> None:
 def lowerings(taken: When) -> tuple[Lowering, ...]:
     """Those that are taken then, in their order."""
     return tuple(lowering for lowering in LOWERINGS.values() if lowering.taken == taken)
+
+
+REWRITES: dict[str, Rewrite] = {row.name: row for row in (Bucket(), Overlap(), SLICING, CHUNKING, Compact())}
+"""What the lowerings above write, by the names under which it is written again."""
+
+
+def rewrites(text: str) -> tuple[Rewrite, ...]:
+    """The rewrites of a text such as `bucket{limit_bytes=1000000},slice{parts=4}`. A registered lowering is named
+    without arguments, and taken as its row says. Raises ValueError for what is none."""
+    found = []
+    for item in filter(None, re.split(r",(?![^{]*})", text.replace(" ", "").replace("\n", ""))):
+        parts = re.fullmatch(r"([\w.-]+)(?:{(.*)})?", item)
+        if parts is None:
+            raise ValueError(f"{item!r} is no rewrite: write name or name{{argument=value,...}}")
+        name, said = parts.groups()
+        if name not in REWRITES and name not in LOWERINGS:
+            raise ValueError(unknown("rewrite", name, list(dict.fromkeys((*REWRITES, *LOWERINGS)))))
+        rewrite = REWRITES[name] if name in REWRITES else Written(LOWERINGS[name].on)
+        allowed = [f.name for f in fields(rewrite) if f.repr]
+        try:
+            call = ast.parse(f"f({said or ''})", mode="eval").body
+            given = {str(k.arg): ast.literal_eval(k.value) for k in getattr(call, "keywords", ())}
+        except (SyntaxError, ValueError):
+            raise ValueError(f"{item!r} has no arguments that can be read: write name{{argument=value,...}}") from None
+        for argument, value in given.items():
+            if argument not in allowed:
+                raise ValueError(unknown(f"argument of {name}", argument, allowed))
+            if type(value) is not type(getattr(rewrite, argument)):
+                raise ValueError(f"{argument} of {name} is {value!r}: write it as {getattr(rewrite, argument)!r}")
+        found.append(replace(rewrite, **given))
+    return tuple(found)
+
+
+def lowered(program: Program, text: str, cluster: Cluster) -> Program:
+    """The program after the rewrites of a text, by the prices of a cluster. Raises ValueError for what is none, and
+    where one does not fit the program."""
+    return rewritten(program, rewrites(text), Target(cluster=cluster))
 
 
 class Flow(dict[str, float]):
@@ -207,7 +249,7 @@ def changes(before: Program, after: Program) -> str:
 
 
 def _collectives(program: Program) -> Counter[str]:
-    return Counter(i.collective for i in (*program.forward, *program.backward) if i.collective)
+    return Counter(i.collective for i in program.nodes if i.collective)
 
 
 def _listed(counts: Counter[str], sign: str = "") -> str:

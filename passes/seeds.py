@@ -7,11 +7,10 @@ its own, copies of a repeated layer stay alike.
 """
 
 import itertools
-from dataclasses import replace
 
 from autopar.ir.graph import GraphInput, JointGraph, Node, Ref, TensorMeta
-from autopar.ir.rewrite import distinct, inlined, living, with_own_metas
-from autopar.ops.emit import LocalEmitter
+from autopar.ir.rewrite import distinct, inlined
+from autopar.ir.rewriter import Rewriter
 from autopar.ops.randomness import KEY_DTYPE, KEY_SHAPE, draws, dropped, drops_all, seeded
 from autopar.ops.rule import call_of
 
@@ -20,25 +19,20 @@ def seeds(graph: JointGraph) -> JointGraph:
     """The graph with a key for each random operator. Raises ValueError for those that nothing else can do."""
     if not any(draws(node) or drops_all(node) for node in graph.nodes):
         return graph
-    metas = dict(graph.metas)
+    rewriter = Rewriter(graph=graph, metas=dict(graph.metas))
     inputs: list[GraphInput] = []
     refused: dict[str, str] = {}
-    nodes: list[Node] = []
     for node in graph.nodes:
         if drops_all(node):
-            nodes += _written(node, None, metas) or ()
-            continue
-        if not draws(node):
-            nodes.append(node)
-            continue
-        key = distinct(f"seed_{len(inputs)}", metas)
-        metas[key] = TensorMeta(KEY_SHAPE, KEY_DTYPE)
-        inputs.append(GraphInput(name=key, role="seed", target=str(len(inputs))))
-        written = _written(node, key, metas)
-        if written is None:
-            refused[node.module or "(no module)"] = node.op
+            _write(rewriter, node, None)
+        elif not draws(node):
+            rewriter.keep(node)
         else:
-            nodes += written
+            key = distinct(f"seed_{len(inputs)}", rewriter.metas)
+            rewriter.metas[key] = TensorMeta(KEY_SHAPE, KEY_DTYPE)
+            inputs.append(GraphInput(name=key, role="seed", target=str(len(inputs))))
+            if not _write(rewriter, node, key):
+                refused[node.module or "(no module)"] = node.op
     if refused:
         shown = ", ".join(f"{module} ({op})" for module, op in list(refused.items())[:5])
         more = f" and {len(refused) - 5} more" if len(refused) > 5 else ""
@@ -47,19 +41,18 @@ def seeds(graph: JointGraph) -> JointGraph:
             f"model and pass them to it, or call eval() first if it does without them there"
         )
     # an empty tensor that was to be filled is read by nobody now
-    left = living(nodes, (output.name for output in graph.outputs))
-    return with_own_metas(replace(graph, inputs=(*graph.inputs, *inputs), nodes=left, metas=metas))
+    return rewriter.done(inputs=(*graph.inputs, *inputs))
 
 
-def _written(node: Node, key: str | None, metas: dict[str, TensorMeta]) -> list[Node] | None:
-    """The nodes that do what a random node does, or, without a key, a dropout of everything. The results keep their
-    names."""
-    call = call_of(node, metas)
-    number = itertools.count()
-    emitter = LocalEmitter((), metas, lambda hint: distinct(f"{node.name}_{hint}_{next(number)}", metas))
-    results = dropped(emitter, call) if key is None else seeded(emitter, call, Ref(key))
+def _write(rewriter: Rewriter, node: Node, key: str | None) -> bool:
+    """Writes what does what a random node does, or, without a key, a dropout of everything, if there is something. The
+    results keep their names."""
+    call, number, start = call_of(node, rewriter.metas), itertools.count(), len(rewriter.written)
+    rewriter.at(node)
+    rewriter.named = lambda hint: distinct(f"{node.name}_{hint}_{next(number)}", rewriter.metas)
+    results = dropped(rewriter, call) if key is None else seeded(rewriter, call, Ref(key))
     if results is None:
-        return None
+        return False
     names = {ref.name: name for ref, name in zip(results, node.outputs, strict=True) if ref is not None and name}
-    about = {"module": node.module, "backward": node.backward, "sequence": node.sequence, "region": node.region}
-    return [inlined(written, names, **about) for written in emitter.written]
+    rewriter.written[start:] = [inlined(written, names) for written in rewriter.written[start:]]
+    return True

@@ -335,7 +335,7 @@ def located(
 ) -> Callable[[list[torch.Tensor]], Any]:
     """A function of the program's source, whose exceptions say where they come from. `lines` holds the instruction
     on each line of the file that the source was compiled as."""
-    started = {i.outputs[0]: i for i in (*program.forward, *program.backward) if i.collective}
+    started = {i.outputs[0]: i for i in program.nodes if i.collective}
     file = function.__code__.co_filename
 
     def run(arguments: list[torch.Tensor]) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,19 +15,31 @@ from autopar.compat import tensors
 from autopar.compat.distributed import local_tensor
 from autopar.compat.tensors import backward_running, is_observed, is_real, receiver, storage_span
 from autopar.compat.watching import hooks_gradient
+from autopar.extensions import Plug, Table
 from autopar.ir.program import ProgramInput
 from autopar.passes.capture.looks import listed
 from autopar.passes.capture.shown import presented
 
 from .agree import all_alike, digest, together
-from .finite import finite
 from .gathers import Gathers
 from .held import State
 from .inputs import Inputs
 from .pending import Receivers, can_wait, quietly
 from .placements import local_slice
-from .shared import Shared, overlapping
-from .verify import Check
+from .shared import SharedMemory, overlapping
+from .verify import StepCheck
+
+Watch = Callable[[State, str, Sequence[torch.Tensor]], AbstractContextManager[list[Any]]]
+"""Of "forward" or "backward" and what the pass is given: within it the pass runs, and puts its results, in the order of
+the program's, into the list."""
+
+WATCHES = Table("watch", Plug)
+"""Watches over passes, by name."""
+
+
+@contextmanager
+def unwatched(state: State, what: str, inputs: Sequence[torch.Tensor]) -> Iterator[list[Any]]:
+    yield []
 
 
 def prepared_call(state: State, inputs: Inputs) -> _Call:
@@ -138,9 +151,8 @@ class _Call:
     """The outputs, once the caller has them."""
     keys: tuple[torch.Tensor, ...] = ()
     """Of the random operators, once they are drawn."""
-    check: Check | None = None
-    finite: bool = False
-    """Whether its passes raise where their results are not finite."""
+    check: StepCheck | None = None
+    watch: Watch = unwatched
 
     def forward(self) -> tuple[tuple[torch.Tensor | None, ...], tuple[torch.Tensor, ...]]:
         """Run the forward half once: values of outputs and mutations, and what is saved for backward."""
@@ -148,11 +160,11 @@ class _Call:
         self.keys = state.keys()
         self.values += self.keys
         seen = [*self.values] if state.shared is None else []
-        with finite(state, self.finite, "forward", self.values) as made, quietly(state):
+        with self.watch(state, "forward", self.values) as made, quietly(state):
             results, saved = self._run()
             made += results
         if state.shared is None:
-            state.shared = Shared.of(seen, state.mutated, results, saved)
+            state.shared = SharedMemory.of(seen, state.mutated, results, saved)
         with torch.no_grad():
             results, saved = state.shared.apart(results, saved)
             state.write_back(results, state.mutations)
@@ -160,7 +172,7 @@ class _Call:
 
     def _run(self) -> tuple[tuple[torch.Tensor | None, ...], tuple[torch.Tensor, ...]]:
         state, pending = self.state, self.state.pending
-        if not state.holds or self.finite or self.check is not None:
+        if not state.holds or self.watch is not unwatched or self.check is not None:
             return state.executable.forward(self.values)
         gathers: Gathers = pending.gathers.get(state) or pending.gathers.setdefault(state, Gathers(state))
         return gathers.forward(state.executable, self.given, self.values, waits=not pending.reduces)
@@ -181,7 +193,7 @@ class ProgramStep(torch.autograd.Function):
         ctx.save_for_backward(*saved)
         forms = (t.placements if isinstance(t, DTensor) else None for t in differentiable)
         ctx.state, ctx.sources, ctx.returned = state, tuple(zip(call.sources, forms, strict=True)), call.returned
-        ctx.check, ctx.finite, ctx.answer = call.check, call.finite, _Answer(state)
+        ctx.check, ctx.watch, ctx.answer = call.check, call.watch, _Answer(state)
         assert state.shared is not None
         ctx.read = [k for k in state.shared.kept if k < len(call.given) and isinstance(call.given[k], DTensor)]
         ctx.given = [call.given[k] for k in ctx.read]
@@ -243,7 +255,7 @@ class ProgramStep(torch.autograd.Function):
         if unreduced is not None:
             arguments += unreduced.sums
         state.observed.passed(state)
-        with finite(state, ctx.finite, "backward", arguments) as made, quietly(state):
+        with ctx.watch(state, "backward", arguments) as made, quietly(state):
             computed = list(executable.backward(arguments))
             made += computed
         if look:

@@ -13,13 +13,13 @@ from autopar.compat.collectives import all_gather_single, from_host_alone, reduc
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
-class Waited(Protocol):
+class Waitable(Protocol):
     """Something that can be waited for: a `dist.Work`, or several."""
 
     def wait(self) -> Any: ...
 
 
-Pending = tuple[torch.Tensor, Waited]
+Pending = tuple[torch.Tensor, Waitable]
 """A collective under way: its result, and the handle that says when it is there. Both are held until
 then. (With the functional collectives, which keep the handle in a registry, training on gloo in torch
 2.13 aborted now and then on a loaded machine, in the worker of a coalesced all-gather. The cause was
@@ -30,7 +30,7 @@ not established; these calls do not take that path.)"""
 class Extremes:
     """A reduction of `ordered` numbers under way, whose result goes to `target`."""
 
-    work: Waited
+    work: Waitable
     reduced: torch.Tensor
     target: torch.Tensor
 
@@ -44,7 +44,7 @@ class Summed:
     """Parts on their way here, whose sum over dim 0 goes to `target`: gloo's own reduce-scatter is an all-reduce, of
     which each rank keeps its part, and sends twice as much. The sum is the same whatever the order of arrival."""
 
-    work: Waited
+    work: Waitable
     parts: torch.Tensor
     target: torch.Tensor
 
@@ -69,7 +69,7 @@ class Messages:
 class Landing:
     """A transfer under way to the host's memory, from where it goes to `target`."""
 
-    work: Waited
+    work: Waitable
     received: torch.Tensor
     target: torch.Tensor
 
@@ -82,7 +82,7 @@ class Landing:
 class Elsewhere:
     """A reduction under way of which this rank gets nothing: its buffer holds what happened to pass."""
 
-    work: Waited
+    work: Waitable
     target: torch.Tensor
 
     def wait(self) -> None:

@@ -176,7 +176,7 @@ class SourceWriter:
             assert watcher is not None
             watcher(instruction, values)
 
-        all_of = (*program.forward, *program.backward)
+        all_of = program.nodes
         begun = {name: node for node in all_of if node.collective for name in node.outputs}
 
         def clocked(line: int, pending: Pending) -> torch.Tensor:

@@ -31,8 +31,8 @@ from .handshake import Handshake
 from .observed import Observed
 from .pending import Form, Pending
 from .placements import contiguous_stride, is_replicated, is_strided, local_slice, mismatch, placements_of, unpadded
-from .registered import Registered
-from .shared import Shared
+from .registered import RegisteredNames
+from .shared import SharedMemory
 
 
 def step_seed(axes: Sequence[str], groups: Sequence[dist.ProcessGroup | None], device: torch.device) -> torch.Tensor:
@@ -80,7 +80,7 @@ class State:
         self.groups = process_groups(mesh)
         self.executable = self.compiled(program)
         self.inputs = tuple(i for i in program.inputs if i.role not in ("tangent", "seed"))
-        nodes = (*program.forward, *program.backward)
+        nodes = program.nodes
         self.read = {*(name for node in nodes for name in node.inputs), *(o.name for o in program.outputs)}
         """Names of values that the program reads or returns."""
         self.seeds = sum(i.role == "seed" for i in program.inputs)
@@ -103,7 +103,7 @@ class State:
         """What backward writes."""
         self.at_rest = {i.target: i.layout for i in self.inputs if i.role == "parameter"}
         self.constants = {name: t.detach().to(self.device) for name, t in captured.constants.items()}
-        self.registered = Registered()
+        self.registered = RegisteredNames()
         self.mirrors: dict[int, nn.Module] = {}
         self.called = False
         self.task = -1
@@ -122,7 +122,7 @@ class State:
         held = ("buffer", "parameter")
         self.mutated = tuple(k for k, i in enumerate(self.inputs) if i.role in held and i.target in mutated)
         """Which inputs the program writes."""
-        self.shared: Shared | None = None
+        self.shared: SharedMemory | None = None
         self.local_shapes = {i.name: local_shape(i.meta.shape, i.layout, program.mesh) for i in program.inputs}
         """Of what the program is given, padding included."""
         self.wrapped: dict[str, Callable[[torch.Tensor], DTensor]] = {}

@@ -26,7 +26,7 @@ from .waits import Waits
 logger = logging.getLogger("autopar")
 
 
-class Writer(Protocol):
+class ScalarWriter(Protocol):
     """Such as a `SummaryWriter` of TensorBoard."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any: ...
@@ -133,7 +133,7 @@ class Metrics:
         module: ParallelModule,
         *,
         every: int = 10,
-        to: Callable[[Measured], object] | Writer | None = None,
+        to: Callable[[Measured], object] | ScalarWriter | None = None,
         synchronize: bool = False,
     ) -> None:
         if not isinstance(module, ParallelModule):

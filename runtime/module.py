@@ -22,19 +22,18 @@ from autopar.passes.capture.captured import Captured
 from autopar.passes.capture.shown import presented
 
 from .agree import agreed, all_equal, alone, digest, follow_world_timeout, raise_together
-from .call import ProgramStep, prepared_call
+from .call import WATCHES, ProgramStep, prepared_call, unwatched
 from .execute import Executable
 from .guard import OWNERS, Original
 from .held import State
 from .local import LocalBatches
 from .mirrors import Standing, mirrored
 from .modes import Again
-from .muon import Muon
 from .optimizer_states import checkpoints_of
 from .padding import Padder
 from .placements import mismatch
 from .pretrained import Filled
-from .sharded import on_shards
+from .sharded import OPTIMIZERS, on_shards
 from .state_dicts import belong
 from .verify import Verifier
 from .versions import Versions
@@ -110,7 +109,7 @@ class ParallelModule(Filled, Standing):
         belong(root, state)
         vars(self)["_modes"] = Versions(self, plain, state, again, padder)
         vars(self)["_local"] = LocalBatches(state, plain)
-        vars(self)["_verifier"], vars(self)["_finite"] = verifier, False
+        vars(self)["_verifier"], vars(self)["_watch"] = verifier, unwatched
         state.distribute(chain(plain.named_parameters(), plain.named_buffers()))
         OWNERS.claim(model, self)
         vars(self)["_original"] = Original(plain, root, captured.reads)
@@ -178,11 +177,13 @@ class ParallelModule(Filled, Standing):
         """
         state = _state(self)
         given = list(self.parameters() if params is None else params)
-        if kind is not torch.optim.Muon:
-            made = on_shards(kind)(given, **options)  # type: ignore[arg-type]
+        for plug in OPTIMIZERS.values():
+            if kind is plug.value.__base__:
+                layouts: dict[Any, Any] = {state.value(name): state.layout(name) for name in state.aliases}
+                made = plug.value(given, layouts=layouts, mesh=state.mesh, **options)
+                break
         else:
-            layouts: dict[Any, Any] = {state.value(name): state.layout(name) for name in state.aliases}
-            made = Muon(given, layouts=layouts, mesh=state.mesh, **options)
+            made = on_shards(kind)(given, **options)  # type: ignore[arg-type]
         own = set(map(id, self.parameters()))
         if any(id(parameter) not in own for group in made.param_groups for parameter in group["params"]):
             raise ValueError(
@@ -221,7 +222,7 @@ class ParallelModule(Filled, Standing):
         """From the next call on, raise FloatingPointError on all ranks at the end of a forward or backward pass whose
         results hold NaN or an infinity: it names the first instruction that made one, with its module and rank.
         All ranks must call it alike. Steps take several times as long."""
-        vars(self)["_finite"] = bool(on)
+        vars(self)["_watch"] = WATCHES["finite"].value if on else unwatched
 
     @uncompiled
     @presented()
@@ -234,7 +235,7 @@ class ParallelModule(Filled, Standing):
         with handshake.running("forward pass"):
             state = modes.state(request)
             call = prepared_call(state, request.inputs)
-            call.finite = vars(self)["_finite"]
+            call.watch = vars(self)["_watch"]
             verifier: Verifier | None = vars(self)["_verifier"]
             if verifier is not None:
                 call.check = verifier.begin(state, (modes.root, *modes.modules[1:]), request.inputs.tensors)

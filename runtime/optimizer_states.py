@@ -28,7 +28,7 @@ from .agree import exchange
 Optimizers = Sequence[torch.optim.Optimizer]
 
 
-class Place(NamedTuple):
+class StatesPlace(NamedTuple):
     """Where the states of a parameter belong."""
 
     optimizer: torch.optim.Optimizer
@@ -51,11 +51,13 @@ class Asked:
     def of(model: nn.Module, optimizers: Optimizers) -> Asked:
         return Asked(weakref.ref(model), tuple(map(weakref.ref, optimizers)))
 
-    def places(self) -> dict[str, Place]:
+    def places(self) -> dict[str, StatesPlace]:
         """By each name that a parameter has, where its states belong."""
         model, optimizers = self.model(), [o for o in (each() for each in self.optimizers) if o is not None]
         named = () if model is None else model.named_parameters(remove_duplicate=False)
-        places = {id(p): Place(o, group, p) for o in optimizers for group in o.param_groups for p in group["params"]}
+        places = {
+            id(p): StatesPlace(o, group, p) for o in optimizers for group in o.param_groups for p in group["params"]
+        }
         return {plain_name(name): places[id(p)] for name, p in named if id(p) in places}
 
 
@@ -170,7 +172,11 @@ def room_for(
 
 
 def set_states(
-    places: Mapping[str, Place], optimizers: Optimizers, states: Any, held: set[str], by_torch: Callable[[Any], Any]
+    places: Mapping[str, StatesPlace],
+    optimizers: Optimizers,
+    states: Any,
+    held: set[str],
+    by_torch: Callable[[Any], Any],
 ) -> Any:
     """Set what `states` hold, by torch's way, of frozen parameters too; and no states where a checkpoint had none.
     `held` are the parameters of which they hold some, on any rank."""

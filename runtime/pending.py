@@ -24,7 +24,7 @@ from autopar.compat.neutral import without_autocast
 from .execute import clocked_by
 
 
-class State(Protocol):
+class PendingState(Protocol):
     """What a program's state has for gradients that wait (`held.State`)."""
 
     @property
@@ -43,7 +43,7 @@ Form = Literal["step", "micro", "last"]
 
 
 @contextmanager
-def quietly(state: State) -> Iterator[None]:
+def quietly(state: PendingState) -> Iterator[None]:
     """How a half of a program runs: it casts by itself, and its waits are timed if somebody asks."""
     with without_autocast(state.device.type), clocked_by(state.observed.clock):
         yield
@@ -52,12 +52,12 @@ def quietly(state: State) -> Iterator[None]:
 class Unreduced:
     """The sum of what backward passes of one program leave, and the gradients that are to come of it."""
 
-    def __init__(self, state: State, names: frozenset[str]) -> None:
+    def __init__(self, state: PendingState, names: frozenset[str]) -> None:
         self.state, self.names = state, names
         self.sums: list[torch.Tensor] = []
         """Of what enters the program's tail."""
         self.reduced: dict[str, torch.Tensor] | None = None
-        self.claims: WeakValueDictionary[str, Claim] = WeakValueDictionary()
+        self.claims: WeakValueDictionary[str, GradientClaim] = WeakValueDictionary()
 
     def add(self, values: Sequence[torch.Tensor | None]) -> None:
         """Add up what a backward leaves. The first values become the sums."""
@@ -93,7 +93,7 @@ def _own(value: torch.Tensor | None) -> torch.Tensor | None:
 
 
 @dataclass(eq=False)
-class Claim:
+class GradientClaim:
     """A gradient's claim to what comes of the sum."""
 
     unreduced: Unreduced
@@ -107,7 +107,7 @@ class Claim:
 class Sum:
     """What a gradient will be that is not reduced yet."""
 
-    claims: list[Claim]
+    claims: list[GradientClaim]
 
     def __call__(self, held: torch.Tensor | None) -> torch.Tensor:
         for claim in self.claims:
@@ -126,15 +126,15 @@ class Pending:
     """Whether calls ask if gradients may wait: from the first `no_sync()` on."""
     waits: bool = False
     """Whether backward passes have left gradients since one reduced."""
-    unreduced: WeakValueDictionary[State, Unreduced] = field(default_factory=WeakValueDictionary)
+    unreduced: WeakValueDictionary[PendingState, Unreduced] = field(default_factory=WeakValueDictionary)
     """Program -> what its last backward passes left. The gradients keep it alive."""
-    gathers: dict[State, Any] = field(default_factory=dict)
+    gathers: dict[PendingState, Any] = field(default_factory=dict)
     """Program -> what its forward has gathered in this step (`gathers.Gathers`), if that is held."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pending:
         return Pending(reduces=self.reduces, asks=self.asks)
 
-    def form(self, state: State, receivers: Receivers | None) -> Form:
+    def form(self, state: PendingState, receivers: Receivers | None) -> Form:
         """That of a backward whose gradients these parameters take; None if somebody else does, or wants them now."""
         if receivers is None:
             return "step"
@@ -142,7 +142,7 @@ class Pending:
             return "micro"
         return "step" if self.left(state, receivers) is None else "last"
 
-    def left(self, state: State, receivers: Receivers) -> Unreduced | None:
+    def left(self, state: PendingState, receivers: Receivers) -> Unreduced | None:
         """What earlier backward passes left, if these parameters still have all of it in `.grad`."""
         unreduced = self.unreduced.get(state)
         if unreduced is None or unreduced.reduced is not None or unreduced.names != receivers.keys():
@@ -153,13 +153,13 @@ class Pending:
                 return None
         return unreduced
 
-    def leave(self, state: State, receivers: Receivers, values: Sequence[torch.Tensor | None]) -> None:
+    def leave(self, state: PendingState, receivers: Receivers, values: Sequence[torch.Tensor | None]) -> None:
         """Add what a backward leaves to what the last ones left, or begin anew where somebody dropped or read that."""
         unreduced = self.left(state, receivers)
         if unreduced is None:
             unreduced = self.unreduced[state] = Unreduced(state, frozenset(receivers))
             for name, parameter in receivers.items():
-                claim = unreduced.claims[name] = Claim(unreduced, name)
+                claim = unreduced.claims[name] = GradientClaim(unreduced, name)
                 _have(parameter, claim)
         unreduced.add(values)
         self.waits = True
@@ -183,7 +183,7 @@ Receivers = Mapping[str, DTensor]
 """Name -> the parameter to whose `.grad` a backward adds."""
 
 
-def _have(parameter: DTensor, claim: Claim) -> None:
+def _have(parameter: DTensor, claim: GradientClaim) -> None:
     gradient = parameter.grad
     waiting = computation_of(gradient)
     if gradient is None:

@@ -17,7 +17,7 @@ from autopar.compat.wrapping import plain_name
 Registry = dict[str, Any]
 
 
-class Registered:
+class RegisteredNames:
     """What is registered under each name. Programs read parameters as each rank holds them, so that a value that lies
     otherwise (plain, split along another dim, of another dtype) would be read as something else: whatever asks for a
     value gets one as it was put, or a ValueError that says what was found."""

@@ -38,7 +38,7 @@ PARTIAL = ".part"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class FilePlace:
     """Where a value lies in a file."""
 
     value: str
@@ -58,7 +58,7 @@ class File:
     """A safetensors file to be."""
 
     name: str
-    places: tuple[Place, ...]
+    places: tuple[FilePlace, ...]
 
     @property
     def header(self) -> bytes:
@@ -118,7 +118,7 @@ def _file(number: int, count: int, group: list[tuple[str, str, torch.Tensor]]) -
     """Wide elements come first, so that each is aligned."""
     places, offset = [], 0
     for value, name, tensor in sorted(group, key=lambda each: -each[2].dtype.itemsize):
-        places.append(Place(value=value, name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, offset=offset))
+        places.append(FilePlace(value=value, name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, offset=offset))
         offset += places[-1].bytes
     return File(name=SINGLE if count == 1 else f"model-{number:05}-of-{count:05}.safetensors", places=tuple(places))
 

@@ -22,11 +22,15 @@ from torch.distributed.tensor import DTensor
 from autopar.compat.distributed import local_tensor, make_dtensor
 from autopar.compat.optimizing import bare_step
 from autopar.compat.redistributing import full_tensor, redistributed
+from autopar.extensions import Plug, Table
 
 ELEMENTWISE = (
     torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.Adamax, torch.optim.AdamW,
     torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD,
 )  # fmt: skip
+
+OPTIMIZERS = Table("optimizer", Plug)
+"""Those that need more of a parameter than a rank holds: subclasses of torch's, which are given layouts and mesh."""
 
 NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 """States that are one number for a parameter, not one for each of its elements."""
@@ -42,7 +46,7 @@ def on_shards(kind: type[Any]) -> type[Any]:
     if kind not in ELEMENTWISE:
         raise ValueError(
             f"{kind.__name__} is not known to step element by element: create it from parallel.parameters(), as for "
-            f"any model, or give one of Muon, {', '.join(each.__name__ for each in ELEMENTWISE)}"
+            f"any model, or give one of {', '.join([*OPTIMIZERS, *(each.__name__ for each in ELEMENTWISE)])}"
         )
     local_step = bare_step(kind)
 

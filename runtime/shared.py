@@ -13,7 +13,7 @@ from autopar.compat.tensors import memory_of, storage_span
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class SharedMemory:
     """Of a forward half: results that share memory with an input (a parameter, a buffer, a constant, the caller's
     batch) or with another result, and what is saved for backward and lies in a buffer that the program writes.
 
@@ -33,7 +33,7 @@ class Shared:
         written: Sequence[int],
         results: Sequence[torch.Tensor | None],
         saved: Sequence[torch.Tensor],
-    ) -> Shared:
+    ) -> SharedMemory:
         """`written` are the indices of the inputs that are buffers and written by the program."""
         storages = [memory_of(x) for x in given]
         taken, buffers = set(storages), {storages[k] for k in written}
@@ -47,7 +47,7 @@ class Shared:
                 if storage in taken or (storage in kept and is_view(value)):
                     shared.append(index)
                 taken.add(storage)
-        return Shared(
+        return SharedMemory(
             results=tuple(shared),
             saved=tuple(i for i, storage in enumerate(behind) if storage in buffers),
             kept=tuple(i for i, storage in enumerate(storages) if storage in kept),

@@ -94,7 +94,7 @@ def run_ranks(
     and dtype that `program.metas` says.
     """
     outputs = {o.name for o in program.outputs if o.name is not None}
-    instructions = (*program.forward, *program.backward)
+    instructions = program.nodes
     last = last_reads(instructions)
     ranks = {coordinate: dict(values) for coordinate, values in inputs.items()}
     for i, instruction in enumerate(instructions):

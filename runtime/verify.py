@@ -156,7 +156,9 @@ class Verifier:
         self.later = 0
         """The number of the later call, the same on all ranks. State that no first call shows may show in it."""
 
-    def begin(self, state: _State, modules: Sequence[nn.Module], inputs: Mapping[str, torch.Tensor]) -> Check | None:
+    def begin(
+        self, state: _State, modules: Sequence[nn.Module], inputs: Mapping[str, torch.Tensor]
+    ) -> StepCheck | None:
         """What checks the step that begins, or None where it is not checked. Gathers parameters."""
         self.later = self.later or self.steps + 1 + int(state.program.digest, 16) % 100
         self.calls += 1
@@ -183,13 +185,13 @@ class Verifier:
             module.training = other.training
             for name, value in _plain(vars(other), vars(module)).items():
                 vars(module)[name] = Rebound(rebound.memo).within(Rebound(self.memo).within(value))
-        return Check(
+        return StepCheck(
             step=self.calls, state=state, model=model, loss_fn=rebound.of(self.loss_fn), given=given, hooks=hooks
         )
 
 
 @dataclass(kw_only=True)
-class Check:
+class StepCheck:
     """One step beside itself in one process."""
 
     step: int

@@ -59,7 +59,7 @@ class _Version:
 
 
 @dataclass(frozen=True, eq=False)
-class Wanted:
+class WantedProgram:
     """What a call wants of a program. One object for all calls that want the same."""
 
     mode: Mode
@@ -79,11 +79,11 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Request:
+class CallRequest:
     """One call of the module. Where its intent has an error, there is nothing else."""
 
     intent: Intent
-    wanted: Wanted = field(default=None)  # type: ignore[assignment]
+    wanted: WantedProgram = field(default=None)  # type: ignore[assignment]
     inputs: Inputs = field(default=None)  # type: ignore[assignment]
     ready: _Version | None = None
 
@@ -114,8 +114,8 @@ class Versions:
         self.named, self.identities = declared(self.root), captured.reads.identities
         form = Inputs.captured(captured, self.root).form
         self.versions: list[_Version] = [self._version(mode, form, captured, state)]
-        self.chosen: dict[Wanted, _Version] = {}
-        self.wanted: dict[tuple[Any, ...], Wanted] = {}
+        self.chosen: dict[WantedProgram, _Version] = {}
+        self.wanted: dict[tuple[Any, ...], WantedProgram] = {}
         self.device_type = state.device.type
         self.calls, self.recaptures = 0, 0
         self.lent: list[tuple[str, str, torch.Tensor, int]] = []
@@ -140,7 +140,7 @@ class Versions:
                     f"write a clone() of the output"
                 )
 
-    def wants(self, inputs: Inputs) -> Wanted:
+    def wants(self, inputs: Inputs) -> WantedProgram:
         """What a call with these inputs wants of a program, in the mode that the module is in now."""
         gradients, cast = torch.is_grad_enabled(), autocast_dtype(self.device_type)
         training = tuple(m.training for m in self.modules)
@@ -152,10 +152,10 @@ class Versions:
             mode = Mode(training=training, trainable=frozenset(trainable), gradients=gradients, autocast=cast)
             if len(self.wanted) == WANTED_MOST:
                 self.wanted, self.chosen = {}, {}  # programs stay
-            self.wanted[key] = wanted = Wanted(mode=mode, form=inputs.form)
+            self.wanted[key] = wanted = WantedProgram(mode=mode, form=inputs.form)
         return wanted
 
-    def request(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Request:
+    def request(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallRequest:
         """A call, with what is ready for it: the program that served the last such call, if it still does, whatever the
         inputs' values."""
         try:
@@ -169,7 +169,7 @@ class Versions:
             if ready is not None and not ready.guard.holds():
                 ready = None
         except Exception as error:  # on this rank: `Handshake.begin` raises it on all
-            return Request(intent=Intent.failed(error))
+            return CallRequest(intent=Intent.failed(error))
         intent = Intent(
             number=wanted.number,
             text=wanted.text,
@@ -178,9 +178,9 @@ class Versions:
             reads=ready is not None and bool(ready.pinned),
             tensors=inputs.tensors,
         )
-        return Request(intent=intent, wanted=wanted, inputs=inputs, ready=ready)
+        return CallRequest(intent=intent, wanted=wanted, inputs=inputs, ready=ready)
 
-    def state(self, request: Request) -> State:
+    def state(self, request: CallRequest) -> State:
         """What serves a call; the module captures again where nothing is ready for it."""
         wanted, inputs, ready = request.wanted, request.inputs, request.ready
         if ready is None or (ready.pinned and not self._reads(ready, inputs)):
@@ -215,7 +215,7 @@ class Versions:
         )
         return differs is None
 
-    def _choose(self, wanted: Wanted, inputs: Inputs) -> _Version:
+    def _choose(self, wanted: WantedProgram, inputs: Inputs) -> _Version:
         mode = wanted.mode
         changed: list[str] = []
         others: list[_Version] = []
@@ -236,7 +236,7 @@ class Versions:
             report_changed(changed, possible=self.again is not None)
         return self._captured(wanted, inputs)
 
-    def _captured(self, wanted: Wanted, inputs: Inputs) -> _Version:
+    def _captured(self, wanted: WantedProgram, inputs: Inputs) -> _Version:
         """A program for this call, which takes as long as planning does."""
         mode, form = wanted.mode, wanted.form
         if self.again is None:
@@ -268,7 +268,7 @@ class Versions:
             self._drop(min(self.versions[:-1], key=lambda version: version.used))
         return version
 
-    def _report_captured(self, wanted: Wanted, is_served: bool, seconds: float) -> None:
+    def _report_captured(self, wanted: WantedProgram, is_served: bool, seconds: float) -> None:
         """A line for each capture, and a warning when they do not end."""
         differs = self._differs(wanted)
         served = "; an existing program serves it" if is_served else ""
@@ -282,7 +282,7 @@ class Versions:
                 self.recaptures, self.calls + 1, PROGRAMS_MOST, wanted.mode, differs,
             )  # fmt: skip
 
-    def _differs(self, wanted: Wanted) -> str:
+    def _differs(self, wanted: WantedProgram) -> str:
         """In what its inputs differ from those of the last call in the same mode, or in any."""
         same_mode = [version for version in self.versions if version.mode == wanted.mode]
         nearest = max(same_mode or self.versions, key=lambda version: version.used)

@@ -16,10 +16,15 @@ echo "== ruff"
 # The docs are built and types are checked beside the tests, which would leave a core idle now and then.
 NO_MKDOCS_2_WARNING=1 "$bin/python" -m mkdocs build --strict --quiet > build/mkdocs.log 2>&1 & docs=$!
 
-# The three folders are one package; mypy sees it only where they lie as one.
+# The three folders are one package; mypy and import-linter see it only where they lie as one.
 rm -rf build/typing
 mkdir -p build/typing/autopar
 ln -s "$PWD"/autopar/* "$PWD/passes" "$PWD/runtime" build/typing/autopar/
+
+echo "== imports"
+(cd build/typing && exec "$bin/lint-imports" --no-logo --no-cache ../../pyproject.toml) > build/imports.log 2>&1 ||
+    { cat build/imports.log; failed+=" imports"; }
+
 (cd build/typing && exec "$bin/mypy" --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p autopar) \
     > build/mypy.log 2>&1 & mypy=$!
 trap 'kill "$docs" "$mypy" 2> /dev/null || true' EXIT

@@ -7,8 +7,8 @@
 A file holds a plan (its decisions, layouts, collectives, predicted seconds and bytes) and its program: on 4 ranks every
 instruction of the solver's own plan (of `LONG` models, as of other plans, every collective); on 64 ranks counts and
 digests. A preset or a limit that no plan keeps is recorded by its message. All take some minutes;
-`tests/test_golden.py` checks those that are quick to plan. Write them anew only where a plan is meant to change, and
-say in the commit why it does.
+`tests/planning/test_golden.py` checks those that are quick to plan. Write them anew only where a plan is meant to
+change, and say in the commit why it does.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "tests" / "golden"
-sys.path[:0] = [path for path in (str(ROOT / "tests"), str(ROOT / "examples")) if path not in sys.path]
+sys.path[:0] = [path for path in (str(ROOT / "tests/support"), str(ROOT / "examples")) if path not in sys.path]
 
 from golden_text import differences, group_lines, plan_lines, program_lines  # noqa: E402
 
 from autopar.cli.loading import Loaded, load  # noqa: E402
+from autopar.ir.program import Program  # noqa: E402
+from autopar.planning.plan import Plan  # noqa: E402
 from autopar.planning.planner import Planner  # noqa: E402
 
 CLUSTER = "dgx-h100"
@@ -144,15 +146,14 @@ class Golden:
     def text(self) -> str:
         """The file as it is now."""
         lines = [self.title, "", *group_lines(MESHES[self.mesh]), ""]
-        on = planner(self.model, self.mesh)
         try:
-            plan = on.plan(solver=self.solver, memory_limit_bytes=self.limit)
+            plan, program = planned(self)
         except ValueError as error:
             return "\n".join([*lines, "[no plan]", f"message: {error}"]) + "\n"
         small = self.mesh == "2x2"
         own = self.solver == "dp" and self.limit is None and self.model not in LONG
-        program = program_lines(on.program(plan), every_instruction=small and own, every_collective=small)
-        return "\n".join([*lines, *plan_lines(plan, on.captured.graph), "", *program]) + "\n"
+        text = program_lines(program, every_instruction=small and own, every_collective=small)
+        return "\n".join([*lines, *plan_lines(plan, captured(self.model).captured.graph), "", *text]) + "\n"
 
     def differences(self) -> list[str]:
         """Between the file and what is planned now, a sentence each."""
@@ -186,6 +187,14 @@ def captured(model: str) -> Planner:
 @cache
 def planner(model: str, mesh: str) -> Planner:
     return captured(model).on(MESHES[mesh], CLUSTER)
+
+
+@cache
+def planned(golden: Golden) -> tuple[Plan, Program]:
+    """The plan and its program. Raises ValueError where there is none."""
+    on = planner(golden.model, golden.mesh)
+    plan = on.plan(solver=golden.solver, memory_limit_bytes=golden.limit)
+    return plan, on.program(plan)
 
 
 def main() -> int:

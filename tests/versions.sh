@@ -24,7 +24,7 @@ fi
 if [ $# -eq 0 ]; then
     for subject in attention bucket capture checkpoints devices gathered handshake masks optimizers parity regions runtime \
         state; do
-        set -- "$@" "tests/test_$subject.py"
+        set -- "$@" tests/*/"test_$subject.py"
     done
 fi
 

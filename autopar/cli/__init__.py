@@ -38,11 +38,12 @@ class Command:
 COMMANDS: Mapping[str, Command] = {
     "plan": Command("plans", PLANS, "Plan a model on a mesh, without devices."),
     "show": Command("plans", PLANS, "Print a saved plan."),
-    "report": Command("reporting", PLANS, "Write a saved plan as one HTML page, to look at, search and hand on."),
-    "explain": Command("questions", PLANS, "Why something is planned as it is, and what else it could be."),
-    "diff": Command("questions", PLANS, "What changes from one saved plan to another."),
-    "what-if": Command("questions", PLANS, "Plan again with something changed, and show what that changes."),
-    "fit": Command("fitting", PLANS, "Which numbers of devices, meshes and strategies fit a model, ranked."),
+    "lower": Command("plans", PLANS, "Rewrite a program, or that of a saved plan: bucket, slice, chunk and others."),
+    "report": Command("plans", PLANS, "Write a saved plan as one HTML page, to look at, search and hand on."),
+    "explain": Command("plans", PLANS, "Why something is planned as it is, and what else it could be."),
+    "diff": Command("plans", PLANS, "What changes from one saved plan to another."),
+    "what-if": Command("plans", PLANS, "Plan again with something changed, and show what that changes."),
+    "fit": Command("plans", PLANS, "Which numbers of devices, meshes and strategies fit a model, ranked."),
     "compare": Command("plans", PLANS, "Plans of several solvers, presets, meshes and clusters side by side."),
     "simulate": Command("plans", PLANS, "Show how long a step takes, when everything runs, and what overlap hides."),
     "check": Command("plans", PLANS, "Run a model's plan on simulated ranks, and compare it with PyTorch."),
@@ -65,8 +66,12 @@ def _quiet(
 
 def command_of(name: str) -> Any:
     """A command, or a group of them, each with the option of every command."""
-    every = typer.Typer()
-    import_module(f".{COMMANDS[name].module}", __name__).add(every)
+    every, module = typer.Typer(), import_module(f".{COMMANDS[name].module}", __name__)
+    command = getattr(module, f"{name.replace('-', '_')}_command")
+    if isinstance(command, typer.Typer):
+        every.add_typer(command, name=name)
+    else:
+        every.command(name)(command)
     every.command("quiet")(_quiet)
     commands = typer.main.get_group(every).commands
     (option,) = commands["quiet"].params

@@ -1,3 +1,5 @@
+"""`python -m autopar.cli`."""
+
 from . import main
 
 main()

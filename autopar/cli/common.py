@@ -8,6 +8,7 @@ import inspect
 import json
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,12 +23,13 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from autopar.cluster import library
 from autopar.extensions import GROUP, nearest
-from autopar.planning.rendering import comma_separated, markdown, page_width, rendered, tables
 from autopar.planning.request import ASKED, AUTO, NUMBER, Option, check, check_dtype, check_optimizer, options_of
 from autopar.planning.saved import saved
+from autopar.report.rendering import comma_separated, markdown, page_width, rendered
+from autopar.report.sections import Grid, Section
 from autopar.report.telling import Ticker, complain, following, notes
 
-from .later import Later
+from .later import Deferred
 from .usage import BAD_INPUT
 
 if TYPE_CHECKING:
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
     from autopar.report.comparison import Comparison
     from autopar.report.fit import Fit
 else:
-    shown = Later("autopar.passes.capture.shown")
+    shown = Deferred("autopar.passes.capture.shown")
 
 
 P = ParamSpec("P")
@@ -51,10 +53,8 @@ def print_table(
     heads: Sequence[str], rows: Sequence[Sequence[str]], *, keys: int = 1, right: Collection[int] = (), title: str = ""
 ) -> None:
     """Prints a table, in several parts where it is wider than the page; each begins with the first `keys` columns."""
-    width = page_width()
-    parts = tables(heads, rows, width, keys=keys, right=right)
-    texts = [rendered([part], width) for part in parts]
-    typer.echo("\n".join(([f"{title}:"] if title else []) + ["\n\n".join(texts)]))
+    text = rendered([Section("", [Grid(heads, rows, keys, right)])], page_width())
+    typer.echo(f"{title}:\n{text}" if title else text)
 
 
 def reports_bad_input(command: Callable[P, T]) -> Callable[P, T]:
@@ -93,6 +93,16 @@ def integers(text: str, option: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
+READING, DRAWING = "reading the model", "drawing"
+
+
+@contextmanager
+def working(doing: str = READING) -> Iterator[Ticker]:
+    """Says what the planner is doing, and how far it is."""
+    with Ticker(doing, follows=True) as ticker, following(ticker.tell):
+        yield ticker
+
+
 @contextmanager
 def progress(enabled: bool = True) -> Iterator[Callable[[float, str], None]]:
     """Yields a function of the part that is done and the current work, which draws a bar on standard error; lines if
@@ -116,8 +126,43 @@ def progress(enabled: bool = True) -> Iterator[Callable[[float, str], None]]:
             with following(lambda what, part: tell(part, what)):
                 yield tell
     else:
-        with Ticker("starting", follows=True) as ticker, following(ticker.tell):
+        with working("starting") as ticker:
             yield lambda part, what: ticker.tell(what, part)
+
+
+def so_far(ask: Callable[..., T], found: Callable[[T], None], then: str) -> tuple[T, int]:
+    """What a verb answers that makes several plans, of which `found` gets what is known after each; and an exit status:
+    0, or that of a signal, which ends it with what it had. Says what to do `then`."""
+    known: list[T] = []
+
+    def each(answer: T) -> None:
+        found(answer)
+        known.append(answer)
+
+    try:
+        with progress() as tell, _signals_exit():
+            tell(0.0, "reading the model")
+            return ask(report=tell, each=each), 0
+    except SystemExit as ended:
+        if not known:
+            raise
+        notes().print(f"ended early, with what it had: {then}", soft_wrap=True)
+        return known[-1], int(ended.code or 0)
+
+
+@contextmanager
+def _signals_exit() -> Iterator[None]:
+    """Within it, SIGINT and SIGTERM raise SystemExit with the status that a shell gives a process that they end."""
+
+    def ended(number: int, _: Any) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, ended) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 Typed = dict[str, Any]

@@ -9,7 +9,7 @@ from typing import Any
 from autopar.report.telling import Ticker
 
 
-class Later:
+class Deferred:
     """A module that is imported when something of it is first used."""
 
     def __init__(self, name: str) -> None:

@@ -20,33 +20,27 @@ from autopar.planning.texts import bytes_text, seconds_text
 from autopar.report.telling import notes
 
 from .common import AsJson, integers, out, print_table, progress, reports_bad_input, writable
-from .later import Later
+from .later import Deferred
 
 if TYPE_CHECKING:
     import torch
 
-    from autopar import lab
     from autopar.cluster import calibration, measurements
     from autopar.cluster.machine import Cluster, Device, Groups, Level
+    from autopar.extras import lab
     from autopar.runtime import measure
     from autopar.runtime.measure import operators
 else:
-    torch = Later("torch")
-    lab = Later("autopar.lab")
-    calibration = Later("autopar.cluster.calibration")
-    measurements = Later("autopar.cluster.measurements")
-    measure = Later("autopar.runtime.measure")
-    operators = Later("autopar.runtime.measure.operators")
+    torch = Deferred("torch")
+    lab = Deferred("autopar.extras.lab")
+    calibration = Deferred("autopar.cluster.calibration")
+    measurements = Deferred("autopar.cluster.measurements")
+    measure = Deferred("autopar.runtime.measure")
+    operators = Deferred("autopar.runtime.measure.operators")
 
 SMALL_BYTES = 1 << 18
 SHOWN_BYTES = 1 << 20
 LEVEL_HEADS = ("level", "size", "topology", "out of a child", "between two", "latency a step", "launch")
-
-
-def add(app: typer.Typer) -> None:
-    app.command("lab", rich_help_panel="Machines")(lab_command)
-    app.command("calibrate", rich_help_panel="Machines")(calibrate_command)
-    app.command("clusters", rich_help_panel="Machines")(clusters_command)
 
 
 @reports_bad_input

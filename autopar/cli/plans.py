@@ -1,54 +1,62 @@
-"""Commands about plans: plan, compare, simulate, show, check."""
+"""Commands about plans: what makes them, what compares them, and what asks about saved ones."""
 
 from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autopar.planning.rendering import page_width
-from autopar.planning.request import ASKED, AUTO, Request, Source
-from autopar.planning.saved import is_plan
+from autopar import files
+from autopar.planning.request import ASKED, AUTO, Request, Source, quiet
+from autopar.planning.saved import is_plan, saved
+from autopar.report.kept import default_path
+from autopar.report.rendering import page_width
+from autopar.report.telling import notes
 
 from . import common
-from .later import Later
-from .questions import current, opened
-from .working import DRAWING, READING, working
+from .common import DRAWING, READING, working
+from .later import Deferred
 
 if TYPE_CHECKING:
     import torch
 
     from autopar import api, testing
+    from autopar.cluster import library as clusters
+    from autopar.ir import text
+    from autopar.passes import flow
     from autopar.planning import plan as planning
     from autopar.planning import reading
-    from autopar.report import export
+    from autopar.report import difference as differences
+    from autopar.report import export, html
     from autopar.report import figure as figures
+    from autopar.report import fit as fits
     from autopar.report import simulation as simulations
     from autopar.runtime import fx
 
     from . import loading
 else:
-    torch = Later("torch")
-    api = Later("autopar.api")
-    testing = Later("autopar.testing")
-    planning = Later("autopar.planning.plan")
-    reading = Later("autopar.planning.reading")
-    export = Later("autopar.report.export")
-    figures = Later("autopar.report.figure")
-    fx = Later("autopar.runtime.fx")
-    simulations = Later("autopar.report.simulation")
-    loading = Later("autopar.cli.loading")
+    torch = Deferred("torch")
+    api = Deferred("autopar.api")
+    clusters = Deferred("autopar.cluster.library")
+    flow = Deferred("autopar.passes.flow")
+    text = Deferred("autopar.ir.text")
+    testing = Deferred("autopar.testing")
+    planning = Deferred("autopar.planning.plan")
+    reading = Deferred("autopar.planning.reading")
+    differences = Deferred("autopar.report.difference")
+    export = Deferred("autopar.report.export")
+    html = Deferred("autopar.report.html")
+    figures = Deferred("autopar.report.figure")
+    fits = Deferred("autopar.report.fit")
+    simulations = Deferred("autopar.report.simulation")
+    fx = Deferred("autopar.runtime.fx")
+    loading = Deferred("autopar.cli.loading")
 
-
-def add(app: typer.Typer) -> None:
-    app.command("plan", rich_help_panel="Plans")(plan_command)
-    app.command("compare", rich_help_panel="Plans")(compare_command)
-    app.command("simulate", rich_help_panel="Plans")(simulate_command)
-    app.command("show", rich_help_panel="Plans")(show_command)
-    app.command("check", rich_help_panel="Plans")(check_command)
+PLAN = typer.Argument(help="What plan --out wrote.")
 
 
 @common.asks(model=Source, options=Request)
@@ -93,19 +101,23 @@ def compare_command(
     save: Annotated[
         Path | None, typer.Option("--out", help="A folder for the plans, each a file for show, diff and what-if.")
     ] = None,
+    keep: Annotated[
+        Path | None, typer.Option(help="Where to keep what is done, so that the same command goes on from there.")
+    ] = None,
     form: common.Format = None,
     as_json: common.AsJson = False,
 ) -> None:
     """Plans of several solvers, presets, meshes and clusters side by side, best first."""
     form = common.chosen(form, as_json)
     common.drawable(figure)
+    common.writable(keep, "--keep")
     if save is not None and save.exists() and not save.is_dir():
         raise ValueError(f"--out is {save}, a file: give a folder for the plans")
     meshes = [common.mesh_shape(text) for text in mesh]
-    with common.progress() as tell:
-        tell(0.0, "reading the model")
-        clusters, solvers = (list(dict.fromkeys(names or ())) or None for names in (cluster, solver))
-        comparison = loading.ask(api.compare, meshes, model, options, solvers=solvers, cluster=clusters, report=tell)
+    clusters, solvers = (list(dict.fromkeys(names or ())) or None for names in (cluster, solver))
+    ask = partial(loading.ask, api.compare, meshes, model, options, solvers=solvers, cluster=clusters, keep=keep)
+    goes_on = "goes on from there" if keep is not None else "would go on from there with --keep FILE"
+    comparison, status = common.so_far(ask, quiet, f"the same command {goes_on}")
     if figure is not None:
         with working(DRAWING):
             figures.draw(comparison, figure)
@@ -119,8 +131,52 @@ def compare_command(
         typer.echo(comparison.full_text(page_width()))
     else:
         common.print_rows(comparison, form)
-    if not comparison.plans:
-        raise typer.Exit(1)
+    if status or not comparison.plans:
+        raise typer.Exit(status or 1)
+
+
+@common.asks(model=Source, options=Request, without=("solver",))
+def fit_command(
+    model: common.Typed,
+    devices: Annotated[str, typer.Option(help="Numbers of devices, such as 64,256,1024.")],
+    options: common.Typed,
+    strategy: Annotated[
+        list[str] | None, typer.Option(help=f"{common.SOLVER_HELP} Repeatable; the search and presets if not given.")
+    ] = None,
+    axes: Annotated[int, typer.Option(min=1, max=4, help="The most axes of a mesh.")] = 2,
+    keep: Annotated[
+        Path | None, typer.Option(help="Where to keep what is done; in the user's cache if not given.")
+    ] = None,
+    form: common.Format = None,
+    as_json: common.AsJson = False,
+) -> None:
+    """Which numbers of devices, meshes and strategies fit a model, and how fast they are. Continues where it was
+    interrupted, and then prints what it has.
+
+    Example: autopar fit hf:LlamaConfig --dtype bfloat16 --seq 4096 --batch 64 --devices 64,256 --cluster dgx-h100
+    """
+    form = common.chosen(form, as_json)
+    common.writable(keep, "--keep")
+    sizes = common.integers(devices, "--devices")
+    path = keep or default_path()
+    before: dict[int, Any] = {}
+
+    def found(result: fits.Fit) -> None:
+        """Says what is the fastest of its size so far."""
+        for size in result.sizes:
+            best = result.best(size)
+            if best is not None and before.get(size) != best:
+                notes().print(f"{size:,} devices, so far: {fits.trial_words(best)}", markup=False, soft_wrap=True)
+            before[size] = best
+
+    more: dict[str, Any] = {"strategies": strategy or None, "axes": axes, "keep": path}
+    ask = partial(loading.ask, fits.fit, sizes, model, options, **more)
+    result, status = common.so_far(ask, found, "the same command goes on from there")
+    if result.kept:
+        notes().print(f"{result.kept} answers were known from before, kept in {path}", soft_wrap=True)
+    common.print_rows(result, form)
+    if status or not any(trial.fits for trial in result.trials):
+        raise typer.Exit(status or 1)
 
 
 @common.asks(model=Source, options=Request, again=True)
@@ -183,7 +239,7 @@ def simulate_command(
 
 @common.asks(model=Source, again=True, defaults={})
 def show_command(
-    path: Annotated[Path, typer.Argument(help="What plan --out wrote.")],
+    path: Annotated[Path, PLAN],
     model: common.Typed,
     full: common.Full = False,
     program: Annotated[
@@ -236,6 +292,42 @@ def show_command(
 FX = "fx"
 
 
+@common.asks(model=Source, again=True, defaults={})
+def lower_command(
+    source: Annotated[Path, typer.Argument(help="A program that lower wrote, or a plan that plan --out wrote.")],
+    model: common.Typed,
+    passes: Annotated[
+        str | None,
+        typer.Option(help="Rewrites, in order, such as 'bucket,slice{parts=4}'; none: ''. A plan's own, if not given."),
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="Whose prices rewrites go by: a cluster of the library or a TOML file.")
+    ] = None,
+    save: Annotated[Path | None, typer.Option("--out", help="Where to write it, instead of printing it.")] = None,
+) -> None:
+    """Rewrite a program, and print it as a text that this command reads again. Of a plan, it is the plan's program.
+
+    Example: autopar lower plan.json --passes '' --out program.txt
+    """
+    common.writable(save, "--out")
+    if is_plan(str(source)):
+        if cluster is not None:
+            raise ValueError(f"--cluster goes with a program, and {source} is a plan: it has a cluster")
+        plan = current(source, model, needs_model=True)
+        with working("writing the program"):
+            program = plan.program(passes)
+    else:
+        with files.reading(f"{source} is no program", "give one that autopar lower wrote"):
+            program = text.parsed_program(files.text_of(source))
+        program = flow.lowered(program, passes or "", clusters.named_cluster(cluster, device_type="cpu"))
+    written = text.text_of(program)
+    if save is None:
+        typer.echo(written, nl=False)
+    else:
+        save.write_text(written)
+        common.wrote(save)
+
+
 CHECKED = {"batch": 4, "sequence": 16, "dtype": "float64"}
 """Of a small model, in the dtype in which everything is computed."""
 
@@ -274,3 +366,108 @@ def check_command(
     typer.echo(json.dumps(report.to_json()) if as_json else report.text(page_width()))
     if not report.equal:
         raise typer.Exit(1)
+
+
+@common.asks(model=Source, again=True, defaults={})
+def report_command(
+    path: Annotated[Path, PLAN],
+    model: common.Typed,
+    save: Annotated[Path, typer.Option("--out", "-o", help="Where to write the page, such as plan.html.")],
+) -> None:
+    """Write a saved plan as one HTML page that needs no network.
+
+    Example: autopar report plan.json -o plan.html
+    """
+    common.writable(save, "--out")
+    if save.suffix.lower() not in (".html", ".htm"):
+        raise ValueError(f"--out is {save}: give the path of a page, which ends in .html")
+    plan = current(path, model, needs_model=True)
+    with working():
+        html.save_report(plan, save)
+    common.wrote(save)
+
+
+@common.asks(model=Source, again=True, defaults={})
+def explain_command(
+    path: Annotated[Path, PLAN],
+    name: Annotated[str, typer.Argument(help="A parameter, input, module or operator, or a collective and an axis.")],
+    model: common.Typed,
+    replan: Annotated[
+        int, typer.Option(min=0, help="For how many alternatives to plan everything else again: each takes a while.")
+    ] = 0,
+    as_json: common.AsJson = False,
+) -> None:
+    """Why something is planned as it is: what else it could be, and what that would cost.
+
+    Example: autopar explain plan.json lm_head.weight --replan 3
+    """
+    plan = current(path, model, needs_model=True)
+    with working():
+        explanation = plan.explain(name, replan=replan)
+    typer.echo(json.dumps(explanation.to_json()) if as_json else explanation.text(page_width()))
+
+
+@common.reports_bad_input
+def diff_command(before: Annotated[Path, PLAN], after: Annotated[Path, PLAN], as_json: common.AsJson = False) -> None:
+    """What changes from one saved plan to another: the step, the memory, what travels, and what moved. The figures of a
+    plan that was edited are computed again."""
+    for path in (before, after):
+        saved(path)
+    _show(differences.difference(current(before), current(after)), as_json)
+
+
+@common.asks(model=Source, options=Request, again=True, defaults={})
+def what_if_command(
+    path: Annotated[Path, PLAN],
+    options: common.Typed,
+    model: common.Typed,
+    mesh: Annotated[str | None, typer.Option(help="Another mesh, such as dp=4,tp=16.")] = None,
+    save: Annotated[Path | None, typer.Option("--out", help="Where to save the new plan.")] = None,
+    as_json: common.AsJson = False,
+) -> None:
+    """Plan again with something changed, and show what that changes. All that is not given stays as in the plan.
+
+    Example: autopar what-if plan.json --memory-limit 20GiB
+    """
+    common.writable(save, "--out")
+    if mesh is None and not options and not model.keys() - {"model"}:
+        raise ValueError(
+            "what-if was asked nothing: say what would be different, such as --memory-limit 20GiB, --mesh dp=4,tp=2, "
+            "--solver fsdp, --batch 16 or --pin NAME:AXIS=PLACEMENT; autopar what-if --help lists all"
+        )
+    planning.Plan.check_path(save)
+    before = opened(path)
+    source = loading.source_of(before, model, changes=True)
+    on = dict(before.mesh) if mesh is None else common.mesh_shape(mesh)
+    asked = reading.options_of(before)
+    if "constraints" in options:
+        options["constraints"] = {**(asked["constraints"] or {}), **options["constraints"]}
+    with working():
+        after = loading.ask(api.plan, on, model, {**asked, **options}, source=source)
+    after = loading.with_source(after, source)
+    if save is not None:
+        after.save(save)
+        common.wrote(save)
+    _show(differences.difference(before, after), as_json)
+
+
+def _show(told: differences.Difference, as_json: bool) -> None:
+    typer.echo(json.dumps(told.to_json()) if as_json else told.text(page_width()))
+
+
+def opened(path: Path) -> planning.Plan:
+    """A saved plan. What is none is refused before PyTorch is there."""
+    data = saved(path)
+    return planning.Plan.from_json(data, str(path))
+
+
+def current(path: Path, model: common.Typed | None = None, *, needs_model: bool = False) -> planning.Plan:
+    """A saved plan; one that was edited, or `needs_model`, is read with its model, if it or what is typed of the
+    `model` says how it is built. Raises ValueError if a model is needed and nothing says how."""
+    plan = opened(path)
+    source = loading.source_of(plan, model or {}, needed=needs_model)
+    if source is None or not (needs_model or plan.is_edited):
+        return plan
+    with working():
+        loaded = loading.built(source, model or {})
+        return api.read_plan(plan, loaded.model, loaded.args, loaded.kwargs, loss_fn=loaded.loss_fn)

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autopar.files import reading, text_of
-from autopar.planning.rendering import page_width, rendered
 from autopar.planning.request import ASKED, Request, Source
 from autopar.planning.texts import bytes_text, seconds_text
+from autopar.report.rendering import page_width, rendered
+from autopar.report.sections import Lines, Section
 from autopar.report.telling import notes
 
 from . import common
-from .later import Later
+from .later import Deferred
 
 if TYPE_CHECKING:
     from autopar.planning import planner as planners
@@ -25,27 +26,13 @@ if TYPE_CHECKING:
 
     from . import loading
 else:
-    planners = Later("autopar.planning.planner")
-    databases = Later("autopar.profile.database")
-    profiled = Later("autopar.runtime.profiled")
-    profiler = Later("autopar.runtime.profiler")
-    loading = Later("autopar.cli.loading")
+    planners = Deferred("autopar.planning.planner")
+    databases = Deferred("autopar.profile.database")
+    profiled = Deferred("autopar.runtime.profiled")
+    profiler = Deferred("autopar.runtime.profiler")
+    loading = Deferred("autopar.cli.loading")
 
 File = Annotated[Path | None, typer.Option(help=ASKED["profiles"].help)]
-
-
-def add(app: typer.Typer) -> None:
-    app.command("profile", rich_help_panel="Profiled costs")(profile_command)
-    group = typer.Typer(no_args_is_help=True, help="The profile database.")
-    for name, command in (
-        ("list", list_command),
-        ("show", show_command),
-        ("export", export_command),
-        ("import", import_command),
-        ("prune", prune_command),
-    ):
-        group.command(name)(command)
-    app.add_typer(group, name="profiles", rich_help_panel="Profiled costs")
 
 
 @common.asks(model=Source, options=Request, without=("cost",))
@@ -73,7 +60,8 @@ def profile_command(
     if rank == 0:
         if save is not None:
             plan.save(save)
-        typer.echo(f"{plan}\n\n{rendered([str(summary)], page_width())}")
+        told = Section("", [Lines([str(summary)], indent=0)])
+        typer.echo(f"{plan}\n\n{rendered([told], page_width())}")
 
 
 @common.reports_bad_input
@@ -160,3 +148,8 @@ def _opened(path: Path | None) -> databases.Profiles:
     if not path.exists():
         raise ValueError(f"{path}: no profile database there; autopar profile creates one, or give --profiles FILE")
     return databases.Profiles(path)
+
+
+profiles_command = typer.Typer(no_args_is_help=True, help="The profile database.")
+for _name in ("list", "show", "export", "import", "prune"):
+    profiles_command.command(_name)(globals()[f"{_name}_command"])

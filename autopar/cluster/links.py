@@ -83,7 +83,7 @@ def are_of_gloo(algorithms: Algorithms) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class MeasuredKind:
     """What one kind of collective reaches on a level, as measured: a part of its rates, and a latency of its own."""
 
     kind: str
@@ -110,7 +110,7 @@ class Stage:
     latency_seconds: float
     ring: bool = False
     wrapped: bool = False
-    measured: tuple[Measured, ...] = ()
+    measured: tuple[MeasuredKind, ...] = ()
     overlap: float = 0.0
     compute_share: float = 0.0
     level: int = 0

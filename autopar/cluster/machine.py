@@ -20,7 +20,7 @@ from msgspec import Meta
 from autopar.files.kinds import NEEDED_IN_FILES, NOT_IN_FILES, Amount, Name, Part, Rate, Seconds, Share, Size
 
 from .collectives import price
-from .links import ALGORITHMS, KINDS, Algorithms, Factors, Kind, Link, Measured, Stage, interpolated
+from .links import ALGORITHMS, KINDS, Algorithms, Factors, Kind, Link, MeasuredKind, Stage, interpolated
 
 if TYPE_CHECKING:  # a list of clusters does not wait for PyTorch
     import torch
@@ -289,14 +289,14 @@ class Level:
         return max(latency.values()) if isinstance(latency, Mapping) else latency
 
     @property
-    def measured(self) -> tuple[Measured, ...]:
+    def measured(self) -> tuple[MeasuredKind, ...]:
         """What each kind of collective reaches; nothing where all reach all of the rates."""
         if self.efficiency == 1.0 and not isinstance(self.latency_seconds, Mapping):
             return ()
         figures = (self.efficiency, self.latency_seconds)
         by_kind = ({kind: f[kind] if isinstance(f, Mapping) else f for kind in KINDS} for f in figures)
         parts, latencies = by_kind
-        return tuple(Measured(kind=k, efficiency=parts[k], latency_seconds=latencies[k]) for k in KINDS)
+        return tuple(MeasuredKind(kind=k, efficiency=parts[k], latency_seconds=latencies[k]) for k in KINDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

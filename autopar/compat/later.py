@@ -20,7 +20,7 @@ Computation = Callable[[torch.Tensor | None], torch.Tensor]
 _LOCAL: Any = vars(DTensor)["_local_tensor"]
 
 
-class Later(DTensor):
+class LazyDTensor(DTensor):
     """A DTensor whose local tensor is computed when it is first read, and which is a plain DTensor from then on. Its
     shape, dtype and placements are there at once; every operator, optimizer and method reads the local tensor."""
 
@@ -52,7 +52,7 @@ def later(
 ) -> DTensor:
     """A DTensor of which this rank will hold a tensor like `local`."""
     nothing = local.new_empty(()).expand(local.shape)
-    made = Later(nothing, _spec(mesh, tuple(placements), shape, stride, local.dtype), requires_grad=False)  # type: ignore
+    made = LazyDTensor(nothing, _spec(mesh, tuple(placements), shape, stride, local.dtype), requires_grad=False)  # type: ignore
     vars(made).update(_computation=computation, _held=None)
     return made
 
@@ -60,10 +60,10 @@ def later(
 def postpone(dtensor: DTensor, computation: Computation) -> None:
     """Have a DTensor's local tensor computed of the present one when it is read next."""
     vars(dtensor).update(_computation=computation, _held=dtensor._local_tensor)
-    dtensor.__class__ = Later
+    dtensor.__class__ = LazyDTensor
 
 
 def computation_of(tensor: torch.Tensor | None) -> Computation | None:
     """What a tensor waits for; None if it waits for nothing."""
-    computation: Computation | None = vars(tensor)["_computation"] if type(tensor) is Later else None
+    computation: Computation | None = vars(tensor)["_computation"] if type(tensor) is LazyDTensor else None
     return computation

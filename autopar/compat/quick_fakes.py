@@ -20,7 +20,7 @@ class _Kernels(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.made: dict[Any, _Made | None] = {}
+        self.made: dict[Any, _FakeResults | None] = {}
         """What operators make of operands that lie in memory alike, and nothing else decides; None for others."""
         self._fresh: dict[str, Any] = {}
 
@@ -47,7 +47,7 @@ class _Kernels(FakeTensorMode):  # type: ignore[no-untyped-call]
             return made.again(self, args)
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if key is not None and key not in self.made:
-            self.made[key] = _Made.of(func, args, result)
+            self.made[key] = _FakeResults.of(func, args, result)
         return result
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -92,14 +92,14 @@ def _lies(*values: Any) -> tuple[Any, ...] | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Made:
+class _FakeResults:
     """How the results of an operator lie: fresh tensors, or views of its first operand where an offset is given."""
 
     several: type | None
     lies: tuple[tuple[Any, Any, int | None, torch.dtype] | None, ...]
 
     @staticmethod
-    def of(func: Any, args: Any, result: Any) -> _Made | None:
+    def of(func: Any, args: Any, result: Any) -> _FakeResults | None:
         """None where a result is one of the operands, or is more than shape, stride and dtype."""
         unknown = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
         if func.namespace != "aten" or func._schema.is_mutable or any(tag in func.tags for tag in unknown):
@@ -120,7 +120,7 @@ class _Made:
             if x.fake_device != _CPU or (not viewed and x.storage_offset()):
                 return None
             lies.append((tuple(x.shape), x.stride(), int(x.storage_offset()) if viewed else None, x.dtype))
-        return _Made(several, tuple(lies))
+        return _FakeResults(several, tuple(lies))
 
     def again(self, mode: _Kernels, args: Any) -> Any:
         fakes: list[FakeTensor | None] = []

@@ -161,7 +161,6 @@ def by_tensor() -> MutableMapping[torch.Tensor, Any]:
     return WeakTensorKeyDictionary()
 
 
-
 def attention_kernel(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -11,21 +11,21 @@ from typing import NamedTuple
 from autopar.ir.layout import Layout, Placement, Shape, Split, local_shape, local_stride
 
 
-class Copies(NamedTuple):
+class CopyWork(NamedTuple):
     """So many operators, which read and write so many bytes; those that only view take a launch, too."""
 
     bytes: int
     operators: int
 
-    def and_more(self, elements: int, operators: int = 1) -> "Copies":
+    def and_more(self, elements: int, operators: int = 1) -> "CopyWork":
         """With operators that read and write so many elements."""
-        return Copies(self.bytes + elements, self.operators + operators)
+        return CopyWork(self.bytes + elements, self.operators + operators)
 
 
-NONE = Copies(0, 0)
+NONE = CopyWork(0, 0)
 
 
-def copies(kind: str, axis: int, shape: Shape, itemsize: int, before: Layout, after: Layout, mesh: Shape) -> Copies:
+def copies(kind: str, axis: int, shape: Shape, itemsize: int, before: Layout, after: Layout, mesh: Shape) -> CopyWork:
     """Of a step of that kind on a mesh axis between two layouts of a tensor of `shape`: what a rank copies beside the
     collective."""
     n, here, there = mesh[axis], before[axis], after[axis]
@@ -65,12 +65,12 @@ def _lies_apart(shape: Shape, dim: int, above: int) -> bool:
     return math.prod(shape[:dim]) * above > 1
 
 
-def _resized(shape: Shape, dim: int, size: int) -> tuple[Shape, Copies]:
+def _resized(shape: Shape, dim: int, size: int) -> tuple[Shape, CopyWork]:
     """The shape with another size of a dim, and the elements that padding, or dropping it, reads and writes."""
     after = (*shape[:dim], size, *shape[dim + 1 :])
     if shape[dim] == size:
         return after, NONE
     if shape[dim] < size:
-        return after, Copies(math.prod(shape) + math.prod(after), 1)
+        return after, CopyWork(math.prod(shape) + math.prod(after), 1)
     is_view = math.prod(after[:dim]) == 1
-    return after, Copies(0, 1) if is_view else Copies(2 * math.prod(after), 2)
+    return after, CopyWork(0, 1) if is_view else CopyWork(2 * math.prod(after), 2)

@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 
 import torch
 
+from autopar.ir.emitter import on_meta
 from autopar.ir.graph import WAIT, Node, TensorMeta, map_references
 from autopar.ir.layout import local_meta
 from autopar.ir.program import Program
 from autopar.ops import contract
-from autopar.ops.emit import on_meta
 from autopar.ops.rules import RULES
 
 from .lifetimes import Line
@@ -23,7 +23,7 @@ MOST_OPERATORS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class MemoryPlace:
     """Where a tensor lies in its memory. The hash, which every operand needs, is computed once."""
 
     shape: tuple[int, ...]
@@ -68,7 +68,7 @@ class Placed:
 class Result:
     """A view of operand `of`, or, where that is None, memory of its own of so many bytes."""
 
-    placed: Placed
+    placed: MemoryPlace
     of: int | None
     bytes: int
 
@@ -91,16 +91,16 @@ class PlacementCache:
     operators: ClassVar[dict[tuple[Any, ...], Results]] = {}
     """By an instruction's form, its operands and what its kernel needs of them, which is all that it depends on: cached
     for the process."""
-    contiguous: dict[TensorMeta, Placed] = field(default_factory=dict)
+    contiguous: dict[TensorMeta, MemoryPlace] = field(default_factory=dict)
 
-    def fresh(self, meta: TensorMeta) -> Placed:
+    def fresh(self, meta: TensorMeta) -> MemoryPlace:
         """A contiguous value in memory of its own."""
         if meta not in self.contiguous:
             stride = torch.empty(meta.shape, device="meta").stride()
-            self.contiguous[meta] = Placed(meta.shape, stride, 0, meta.dtype)
+            self.contiguous[meta] = MemoryPlace(meta.shape, stride, 0, meta.dtype)
         return self.contiguous[meta]
 
-    def results(self, instruction: Node, operands: tuple[Placed, ...]) -> Results:
+    def results(self, instruction: Node, operands: tuple[MemoryPlace, ...]) -> Results:
         key: tuple[Any, ...] = (instruction.form, operands)
         if instruction.op not in RULES.rows:  # a user may register it again, with other strides that its kernel needs
             key = (*key, *contract.needed_by(instruction.op).items())
@@ -120,7 +120,7 @@ class Memory:
 
     bytes: list[int] = field(default_factory=list)
     storages: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    placed: dict[str, Placed] = field(default_factory=dict)
+    placed: dict[str, MemoryPlace] = field(default_factory=dict)
     unnamed: dict[int, int] = field(default_factory=dict)
     """Node, by its id -> bytes of its results that have no name, and of copies of its operands."""
     cache: PlacementCache = field(default_factory=PlacementCache)
@@ -191,7 +191,7 @@ class Memory:
         self.storages[name] = (result, *held)
 
 
-def _run(instruction: Node, operands: Sequence[Placed]) -> tuple[tuple[Result | None, ...], int]:
+def _run(instruction: Node, operands: Sequence[MemoryPlace]) -> tuple[tuple[Result | None, ...], int]:
     """The op on such operands, run on the meta device, and the bytes of the copies that its kernel needs of them."""
     given = [placed.empty() for placed in operands]
     feed = iter(given)
@@ -204,7 +204,7 @@ def _run(instruction: Node, operands: Sequence[Placed]) -> tuple[tuple[Result | 
         if x is None:
             results.append(None)
             continue
-        placed = Placed(tuple(x.shape), tuple(x.stride()), int(x.storage_offset()), x.dtype)
+        placed = MemoryPlace(tuple(x.shape), tuple(x.stride()), int(x.storage_offset()), x.dtype)
         of = storages.get(x.untyped_storage()._cdata)
         results.append(Result(placed, of, x.untyped_storage().nbytes() if of is None else 0))
     copied = [x for x in _tensors((positional, named)) if x.untyped_storage()._cdata not in storages]

@@ -258,7 +258,7 @@ def _weights(program: Program) -> set[str]:
     """Values that are of parameters alone, and gradients of parameters from the operator that computes them on."""
     weights = {i.name for i in program.inputs if i.role == "parameter"}
     makers: dict[str, Node] = {}
-    for node in (*program.forward, *program.backward):
+    for node in program.nodes:
         names = [name for name in node.outputs if name]
         makers.update(dict.fromkeys(names, node))
         if node.inputs and weights.issuperset(node.inputs):

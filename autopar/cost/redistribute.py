@@ -39,7 +39,7 @@ from autopar.ir.layout import (
     padded_shape,
 )
 
-from .copies import Copies, copies
+from .copies import CopyWork, copies
 
 PACKING = 2
 """Operators of a bucket that put its tensors side by side, and take them apart."""
@@ -56,7 +56,7 @@ class RouteStep:
     before: Layout
     after: Layout
     bytes: int
-    copies: Copies
+    copies: CopyWork
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ class LocalOperators:
         self, program: Program, device: Device, costs: dict[CostKey, Cost], placements: liveness.PlacementCache
     ) -> None:
         self.program, self.metas, self.device = program, program.metas, device
-        instructions = (*program.forward, *program.backward)
+        instructions = program.nodes
         self.read = {name for instruction in instructions for name in instruction.inputs}
         self.memory = liveness.Memory(cache=placements)
         for name in self.read.difference(*(instruction.outputs for instruction in instructions)):

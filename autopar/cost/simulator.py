@@ -41,7 +41,7 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TaskSpan:
     """When a task starts and ends."""
 
     start_seconds: float
@@ -52,7 +52,7 @@ class Span:
         return self.end_seconds - self.start_seconds
 
 
-def scheduled(tasks: Sequence[Task]) -> list[Span]:
+def scheduled(tasks: Sequence[Task]) -> list[TaskSpan]:
     """When each task runs, from 0 on. Tasks of one stream run in their order here. Raises ValueError for a task that
     comes after itself or a later one, or that uses more than there is."""
     return _Simulation(tasks).spans()
@@ -103,7 +103,7 @@ class _Simulation:
             for b in before:
                 self.followers[b].append(i)
 
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[TaskSpan]:
         for i in [i for i, count in enumerate(self.missing) if not count]:
             self._start(i)
         while self.queue or self.moving:
@@ -124,7 +124,7 @@ class _Simulation:
                     heapq.heappush(self.queue, (least, i, True))
                 else:
                     self._end(i)
-        return [Span(start, end) for start, end in zip(self.starts, self.ends, strict=True)]
+        return [TaskSpan(start, end) for start, end in zip(self.starts, self.ends, strict=True)]
 
     def _start(self, i: int) -> None:
         task = self.tasks[i]

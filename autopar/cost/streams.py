@@ -18,7 +18,7 @@ from autopar.ir.program import Program
 
 from . import liveness
 from .roofline import Cost, CostKey, LocalOperators
-from .simulator import Resource, Span, Task, scheduled
+from .simulator import Resource, Task, TaskSpan, scheduled
 from .timeline import COMPUTE, Event, Stall, Timeline
 
 MEMORY = "memory"
@@ -185,7 +185,7 @@ class _Streams:
         moving = cost.seconds - fixed
         return Task(stream=COMPUTE, after=self.barrier, fixed_seconds=fixed, moving_seconds=moving, uses=uses)
 
-    def _events(self, spans: list[Span]) -> Iterator[Event]:
+    def _events(self, spans: list[TaskSpan]) -> Iterator[Event]:
         for task, instruction, backward in self.order:
             if instruction.op != WAIT:
                 yield Event(
@@ -200,7 +200,7 @@ class _Streams:
                     backward=backward,
                 )
 
-    def _stalls(self, spans: list[Span]) -> Iterator[Stall]:
+    def _stalls(self, spans: list[TaskSpan]) -> Iterator[Stall]:
         """Waits for what has not ended when the rank comes to it; at last for what nobody waits for."""
         now, last = 0.0, None
         for issued in self.order:

@@ -10,13 +10,22 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
 GROUP = "autopar.extensions"
 """The group of entry points: functions without arguments that register what a package adds."""
+
+EXTRAS: Mapping[str, Sequence[str]] = {
+    "rule": ("autopar.extras.ctc", "autopar.extras.upsampling"),
+    "way": ("autopar.extras.selected_labels",),
+    "optimizer": ("autopar.extras.muon",),
+    "watch": ("autopar.extras.finite",),
+}
+"""Kind of table -> modules of autopar that add rows to it, and that nothing imports until the table is first read."""
 
 
 Row = TypeVar("Row", bound=Any)
@@ -52,12 +61,24 @@ class Table(Mapping[str, Row]):
         beside: Table[Any] | None = None,
     ) -> None:
         self.kind, self.form, self.functions = kind, form, functions
-        self.own = {row.name: row for row in rows}
+        self.plugged = {row.name: row for row in rows}
+        self.extras = [*EXTRAS.get(kind, ())]
         self.added: dict[str, Row] = {}
         self.beside = beside
         if beside is not None:
             beside.beside = self
         TABLES.append(self)
+
+    @property
+    def own(self) -> dict[str, Row]:
+        """autopar's own rows."""
+        while self.extras:
+            import_module(self.extras.pop())
+        return self.plugged
+
+    def know(self, *rows: Row) -> None:
+        """Plugs rows of autopar's own in."""
+        self.plugged.update((row.name, row) for row in rows)
 
     def add(self, row: Row, *, replace: bool = False) -> None:
         """Adds a row; adding an equal one again is fine. Raises ValueError for an object that is no such row, and for a
@@ -150,3 +171,11 @@ class Installed:
 
 
 INSTALLED = Installed()
+
+
+@dataclass(frozen=True, slots=True)
+class Plug:
+    """A row of one thing: what `name` stands for."""
+
+    name: str
+    value: Any

@@ -71,7 +71,28 @@ def _faults(kind: Any, data: Any, where: str) -> Iterator[str]:
     if get_origin(kind) is Annotated:
         inner = kind.__origin__
         rule = next((meta.extra["rule"] for meta in kind.__metadata__ if meta.extra), None)
-    members, prefix = get_args(inner), f"{where}." if where else ""
+    yield from _faults_of_parts(inner, data, where)
+    try:
+        value = convert(data, kind)
+    except ValidationError as error:
+        because = error.__cause__
+    else:
+        if not _is_nan(value) and (rule is None or rule(value)):
+            return
+        because = None
+    if isinstance(because, ValueError):
+        yield f"{_prefix(where)}{because}"
+    of_words = get_origin(inner) is Literal and isinstance(data, str)
+    near = nearest(data, map(str, get_args(inner))) if of_words else ""
+    yield f"{where or 'it'} is {shown(data)}{near}: {allowed(kind)}"
+
+
+def _prefix(where: str) -> str:
+    return f"{where}." if where else ""
+
+
+def _faults_of_parts(inner: Any, data: Any, where: str) -> Iterator[str]:
+    members, prefix = get_args(inner), _prefix(where)
     if _is_union(inner):
         there = [member for member in members if member is not types.NoneType]
         fitting = [member for member in there if _holds(member, data)] or there[: len(there) == 1]
@@ -97,18 +118,6 @@ def _faults(kind: Any, data: Any, where: str) -> Iterator[str]:
             places = [(part, f"{where}[{n}]", item) for n, (part, item) in enumerate(zip(parts, data, strict=False))]
         for part, place, item in places:
             yield from _faults(part, item, place)
-    try:
-        value = convert(data, kind)
-    except ValidationError as error:
-        because = error.__cause__
-    else:
-        if not _is_nan(value) and (rule is None or rule(value)):
-            return
-        because = None
-    if isinstance(because, ValueError):
-        yield f"{prefix}{because}"
-    near = nearest(data, map(str, members)) if get_origin(inner) is Literal and isinstance(data, str) else ""
-    yield f"{where or 'it'} is {shown(data)}{near}: {allowed(kind)}"
 
 
 def _is_nan(value: Any) -> bool:

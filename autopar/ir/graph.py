@@ -178,6 +178,11 @@ class JointGraph:
         """Index of the first backward node; how many nodes there are, if there is none."""
         return next((i for i, node in enumerate(self.nodes) if node.backward), len(self.nodes))
 
+    @property
+    def halves(self) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
+        """The nodes of forward and backward."""
+        return self.nodes[: self.first_backward], self.nodes[self.first_backward :]
+
     @cached_property
     def parameters(self) -> dict[str, str]:
         """Parameter name -> name of its value."""

@@ -123,6 +123,15 @@ class Program:
         """Equal on two ranks if and only if they run the same program."""
         return hashlib.sha256(str(self).encode()).hexdigest()[:16]
 
+    @property
+    def halves(self) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
+        return self.forward, self.backward
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """The instructions of both halves."""
+        return (*self.forward, *self.backward)
+
     @cached_property
     def trained(self) -> frozenset[str]:
         """Names of the parameters that get a gradient."""
@@ -131,7 +140,7 @@ class Program:
     def collectives(self) -> list[tuple[str, str, int]]:
         """(kind, axis name, bytes of the larger of what goes in and comes out) of each, in order."""
         issued = []
-        for instruction in (*self.forward, *self.backward):
+        for instruction in self.nodes:
             if kind := instruction.collective:
                 sizes = [self.metas[name].bytes for name in (*instruction.inputs, *instruction.outputs)]
                 issued.append((kind, self.axes[instruction.args[-1]], max(sizes)))

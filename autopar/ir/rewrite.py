@@ -2,10 +2,13 @@
 
 import itertools
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from .graph import JointGraph, Node, Ref, TensorMeta, map_references
+from .program import Program
+
+T = TypeVar("T", JointGraph, Program)
 
 
 def numbered(hint: str, *taken: Container[str], start: int = 1) -> str:
@@ -58,31 +61,14 @@ def living(nodes: Sequence[Node], results: Iterable[str | None]) -> tuple[Node, 
     return tuple(reversed(kept))
 
 
-def with_own_metas(graph: JointGraph) -> JointGraph:
-    """The graph without metas of values that it does not have."""
+def needed(nodes: Sequence[Node], results: Iterable[str | None] = ()) -> tuple[str, ...]:
+    """Values that nodes and results read, in the order of reading, and that no node makes."""
+    made = {None, *(name for node in nodes for name in node.outputs)}
+    read = [*(name for node in nodes for name in node.inputs), *results]
+    return tuple(name for name in dict.fromkeys(read) if name is not None and name not in made)
+
+
+def with_own_metas(graph: T) -> T:
+    """The graph, or program, without metas of values that it does not have."""
     names = [*(i.name for i in graph.inputs), *(name for node in graph.nodes for name in node.outputs if name)]
     return replace(graph, metas={name: graph.metas[name] for name in names})
-
-
-@dataclass(eq=False, kw_only=True)
-class NodeWriter:
-    """Writes nodes one by one, and records the metas of their outputs."""
-
-    metas: dict[str, TensorMeta]
-    written: list[Node] = field(default_factory=list)
-
-    def emit(
-        self,
-        op: str,
-        args: tuple[Any, ...],
-        *results: tuple[str, TensorMeta | None],
-        kwargs: tuple[tuple[str, Any], ...] = (),
-        module: str = "",
-        serves: str = "",
-    ) -> str:
-        """Append a node and return the name of its first result. A result that nobody uses has the name "" and no
-        meta."""
-        self.metas.update({name: meta for name, meta in results if meta is not None})
-        outputs = tuple(name for name, _ in results)
-        self.written.append(Node(op=op, args=args, kwargs=kwargs, outputs=outputs, module=module, serves=serves))
-        return results[0][0]

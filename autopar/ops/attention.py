@@ -10,12 +10,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from autopar.ir.emitter import Emitter
 from autopar.ir.graph import Ref, TensorMeta
 from autopar.ir.layout import padded_shape
 
 from .expansions import LocalCall, Results, all_reduce, global_indices
 from .families import Rule
-from .rule import Call, Emitter, OpRule
+from .rule import Call, OpRule
 from .sdpa import composed
 from .template import Linear, Name, Named, assemble, parse, roles, tensor_arguments
 

@@ -6,10 +6,9 @@ index outside of the dim, where one device raises IndexError: an op that splits 
 
 import torch
 
+from autopar.ir.emitter import Emitter
 from autopar.ir.graph import Ref
 from autopar.ir.own import FUNCTIONS
-
-from .rule import Emitter
 
 CHECK = "autopar.in_range.default"
 

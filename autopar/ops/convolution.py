@@ -8,21 +8,22 @@ shard.
 import math
 from collections.abc import Mapping
 
+from autopar.ir.emitter import Emitter
 from autopar.ir.layout import Shape
 
 from .expansions import LocalCall, Results
 from .families import EACH, FIRST
-from .halo import Halos, Window, each, halos_added, halos_of, with_halos
+from .halo import Halos, HaloWindow, each, halos_added, halos_of, with_halos
 from .local import Arguments, replaced
-from .rule import Call, Emitter, OpRule
+from .rule import Call, OpRule
 from .template import Linear, Name, Named, assemble, roles
 
 
-def windows(call: Call) -> tuple[Window, ...]:
+def windows(call: Call) -> tuple[HaloWindow, ...]:
     """One a spatial dim."""
     kernel = dict(zip(roles(call), call.inputs, strict=True))["weight"].shape[2:]
     steps = zip(*(each(call, name, len(kernel)) for name in ("stride", "padding", "dilation")), kernel, strict=True)
-    return tuple(Window(stride, padding, dilation * (size - 1)) for stride, padding, dilation, size in steps)
+    return tuple(HaloWindow(stride, padding, dilation * (size - 1)) for stride, padding, dilation, size in steps)
 
 
 def convolution(call: Call) -> OpRule:

@@ -11,11 +11,12 @@ from typing import Any, TypeAlias
 
 import torch
 
+from autopar.ir.emitter import Emitter
 from autopar.ir.graph import Ref
 from autopar.ir.layout import Layout, Shape, digits_of, padded_shape
 
 from .bounds import checked
-from .rule import Call, Emitter, OpRule
+from .rule import Call, OpRule
 
 Results: TypeAlias = tuple[Ref | None, ...]
 

@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 
+from autopar.ir.emitter import Emitter
 from autopar.ir.graph import Ref
 from autopar.ir.layout import Layout, Routed, local_stride, settled
 from autopar.ir.own import define
 
 from .expansions import LocalCall, Results
 from .families import EACH, FIRST, from_template
-from .rule import Call, Emitter, OpRule, Routing
+from .rule import Call, OpRule, Routing
 from .template import assemble
 
 MM, MM_WEIGHT = "autopar.expert_mm.default", "autopar.expert_mm_weight.default"

@@ -28,24 +28,19 @@ def from_template(
     text: str,
     *,
     linear: Linear = (),
-    expands: tuple[str, ...] = (),
-    contiguous: tuple[str, ...] = (),
-    even: tuple[str, ...] = (),
-    uneven: tuple[str, ...] = (),
-    reductions: dict[str, tuple[str, ...]] | None = None,
     flops: Callable[[Call], float] | None = None,
     contraction: bool = False,
+    **marks: Any,
 ) -> Rule:
-    """The rule that a template says."""
+    """The rule that a template says. `marks` are those of `assemble`: dims that it `expands`, that are `contiguous`,
+    `even`, `uneven`."""
     template = parse(text)
 
     def rule(call: Call) -> OpRule:
         inputs, outputs = template.bind(call)
         count = flops(call) if flops else contraction_flops(inputs, outputs, call) if contraction else 0.0
-        return assemble(
-            call, inputs, outputs, linear=template.positions(call, linear), expands=expands, contiguous=contiguous,
-            even=even, uneven=uneven, reductions=reductions, flops=count, contraction=contraction,
-        )  # fmt: skip
+        sets = template.positions(call, linear)
+        return assemble(call, inputs, outputs, linear=sets, flops=count, contraction=contraction, **marks)
 
     return rule
 
@@ -165,7 +160,7 @@ def keeps_dims(call: Call) -> bool:
 def axes(call: Call, name: str, rank: int) -> tuple[int, ...]:
     """The dims in an argument, non-negative; all of them where it is absent, None or empty."""
     value = call.argument(name) if call.has(name) else None
-    if value is None or value == () or value == []:
+    if value in (None, (), []):
         return tuple(range(rank))
     values = value if isinstance(value, (tuple, list)) else (value,)
     return tuple(sorted(v % rank for v in values)) if rank else ()

@@ -11,14 +11,15 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from autopar.ir.emitter import Emitter
 from autopar.ir.graph import Ref
 
 from .expansions import LocalCall
-from .rule import Call, Emitter
+from .rule import Call
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class HaloWindow:
     """A window along one spatial dim. `before` and `after` are the rows of the halo."""
 
     stride: int
@@ -45,7 +46,7 @@ class Window:
         return max(1, -(-max(self.before, self.after) // self.stride))
 
 
-Halos = Mapping[int, tuple[Window, tuple[int, ...]]]
+Halos = Mapping[int, tuple[HaloWindow, tuple[int, ...]]]
 """Spatial dim -> its windows, and the mesh axes that split it."""
 
 
@@ -56,7 +57,7 @@ def each(call: Call, name: str, spatial: int) -> tuple[int, ...]:
     return values * spatial if len(values) == 1 else values
 
 
-def halos_of(local: LocalCall, windows: Iterable[Window]) -> Halos:
+def halos_of(local: LocalCall, windows: Iterable[HaloWindow]) -> Halos:
     """The halos of the spatial dims that are split and have any."""
     split = {i: window for i, window in enumerate(windows) if f"s{i}" in local.splits}
     return {i: (w, local.splits[f"s{i}"]) for i, w in split.items() if w.before or w.after}
@@ -94,7 +95,7 @@ def at_end(emitter: Emitter, rows: int, axes: tuple[int, ...], step: int) -> Ref
 
 
 def with_halo(
-    emitter: Emitter, value: Ref, dim: int, window: Window, axes: tuple[int, ...], beyond: float | None = 0.0
+    emitter: Emitter, value: Ref, dim: int, window: HaloWindow, axes: tuple[int, ...], beyond: float | None = 0.0
 ) -> Ref:
     """A shard of fine rows with the neighbours' rows around it. Beyond the ends stands `beyond`, or, if that is None,
     the outermost row repeated."""
@@ -118,7 +119,7 @@ def with_halo(
     return emitter.op("aten.cat.default", tuple(parts), dim)
 
 
-def halo_added(emitter: Emitter, value: Ref, dim: int, window: Window, axes: tuple[int, ...]) -> Ref:
+def halo_added(emitter: Emitter, value: Ref, dim: int, window: HaloWindow, axes: tuple[int, ...]) -> Ref:
     """The transpose of `with_halo`: a shard's rows plus those of the neighbours' halos."""
     before, after = window.before, window.after
     end = emitter.meta(value).shape[dim] - after

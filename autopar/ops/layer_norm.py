@@ -6,12 +6,13 @@ forward, and one backward: what 2D tensor parallelism does between its products.
 
 import math
 
+from autopar.ir.emitter import Emitter
 from autopar.ir.graph import Ref
 
 from .expansions import LocalCall, Results, all_reduce, cast, in_output_dtypes, wide
 from .families import DIMS, FIRST
 from .normalization import moments
-from .rule import Call, Emitter, OpRule
+from .rule import Call, OpRule
 from .template import Named, assemble, roles
 
 

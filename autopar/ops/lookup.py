@@ -4,12 +4,13 @@ from collections.abc import Sequence
 
 import torch
 
+from autopar.ir.emitter import Emitter
 from autopar.ir.graph import Ref, TensorMeta
 from autopar.ir.layout import digits_of
 
 from .expansions import LocalCall, local_indices
 from .families import DIMS
-from .rule import Call, Emitter
+from .rule import Call
 
 PLACE = "place"
 """The factor of the dim in which places are addressed."""

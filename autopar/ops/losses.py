@@ -2,12 +2,13 @@
 
 import torch
 
+from autopar.ir.emitter import Emitter
 from autopar.ir.graph import Ref
 
 from .bounds import checked
 from .expansions import NARROW, LocalCall, Results, all_reduce, cast, local_indices, wide
 from .families import DIMS, FIRST, aligned
-from .rule import Call, Emitter, OpRule
+from .rule import Call, OpRule
 from .template import Named, assemble
 
 NONE, MEAN, SUM = 0, 1, 2

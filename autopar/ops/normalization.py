@@ -9,13 +9,14 @@ from collections.abc import Sequence
 
 import torch
 
+from autopar.ir.emitter import Emitter
 from autopar.ir.graph import Ref, TensorMeta
 from autopar.ir.layout import Shape
 
 from .expansions import NARROW, LocalCall, Results, all_reduce, cast, in_output_dtypes, wide
 from .families import FIRST
 from .local import Arguments, replaced
-from .rule import Call, Emitter, OpRule
+from .rule import Call, OpRule
 from .template import Name, Named, assemble, roles
 
 CHANNEL = "c"
@@ -70,7 +71,7 @@ def batch_norm_backward(call: Call) -> OpRule:
     return assemble(
         call, inputs, outputs, linear=FIRST, expands=others, uneven=others,
         padding={(i, name): 0 for i in (0, 1) for name in others},
-        reductions={name: ("", "", "") for name in others},
+        reductions=dict.fromkeys(others, ("", "", "")),
     )  # fmt: skip
 
 
@@ -195,7 +196,7 @@ def group_norm(call: Call) -> OpRule:
     return assemble(
         call, [names, *weights], [named if meta else () for named, meta in zip(outputs, call.outputs, strict=True)],
         expands=spatial, uneven=spatial, padding={(0, name): 0 for name in spatial},
-        reductions={name: ("", "", "") for name in spatial},
+        reductions=dict.fromkeys(spatial, ("", "", "")),
     )  # fmt: skip
 
 

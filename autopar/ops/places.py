@@ -10,13 +10,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from autopar.ir.emitter import Emitter
 from autopar.ir.graph import Ref
 
 from .bounds import checked
 from .expansions import Expansion, LocalCall, Results
 from .families import DIMS, FIRST, Rule
 from .lookup import PLACE, dim_of, dims_of, held, looked_up, place_of, with_dim
-from .rule import Call, Emitter, OpRule
+from .rule import Call, OpRule
 from .template import Linear, Named, assemble, unsplit
 
 

@@ -5,14 +5,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from autopar.ir.emitter import Emitter
 from autopar.ir.graph import Ref, TensorMeta
 from autopar.ir.layout import Shape
 
 from .expansions import Expansion, LocalCall, Results, global_indices
 from .families import FIRST, Rule
-from .halo import Halos, Window, each, halos_added, halos_of, with_halos
+from .halo import Halos, HaloWindow, each, halos_added, halos_of, with_halos
 from .local import Arguments, Local, replaced
-from .rule import Call, Emitter, OpRule, neutral
+from .rule import Call, OpRule, neutral
 from .template import Linear, Name, Named, assemble, roles
 
 
@@ -102,13 +103,13 @@ def _fine_and_coarse(call: Call) -> tuple[TensorMeta, TensorMeta]:
     return metas["self"], coarse
 
 
-def _windows(call: Call, spatial: int) -> tuple[Window, ...]:
+def _windows(call: Call, spatial: int) -> tuple[HaloWindow, ...]:
     """One a spatial dim."""
     kernel = each(call, "kernel_size", spatial)
     stride = each(call, "stride", spatial) or kernel
     dilation = each(call, "dilation", spatial) if call.has("dilation") else (1,) * spatial
     steps = zip(kernel, stride, each(call, "padding", spatial), dilation, strict=True)
-    return tuple(Window(step, padding, apart * (size - 1)) for size, step, padding, apart in steps)
+    return tuple(HaloWindow(step, padding, apart * (size - 1)) for size, step, padding, apart in steps)
 
 
 def size_of_output(spatial: int) -> Local:
@@ -178,7 +179,7 @@ def max_pool_backward(spatial: int) -> Expansion:
 
 
 @dataclass(frozen=True, slots=True)
-class _Along:
+class _PlaneDim:
     """One dim of the plane: its global size, the rows of a shard, those with the halo, `before` of them before the
     shard's own, and the mesh axes that split it."""
 
@@ -189,19 +190,19 @@ class _Along:
     axes: tuple[int, ...]
 
 
-def _along(local: LocalCall, emitter: Emitter, spatial: int, source: Ref, plane: Sequence[int]) -> list[_Along]:
+def _along(local: LocalCall, emitter: Emitter, spatial: int, source: Ref, plane: Sequence[int]) -> list[_PlaneDim]:
     sizes, own = _fine_and_coarse(local.call)[0].shape[-spatial:], emitter.meta(source).shape[-spatial:]
     halos = _halos(local, spatial)
     before = [halos[i][0].before if i in halos else 0 for i in range(spatial)]
     axes = [local.splits.get(f"s{i}", ()) for i in range(spatial)]
-    return list(map(_Along, sizes, own, plane, before, axes))
+    return list(map(_PlaneDim, sizes, own, plane, before, axes))
 
 
 def _strides(plane: Sequence[int]) -> list[int]:
     return [math.prod(plane[i + 1 :]) for i in range(len(plane))]
 
 
-def _renumbered(emitter: Emitter, indices: Ref, dims: Sequence[_Along], *, to_global: bool) -> Ref:
+def _renumbered(emitter: Emitter, indices: Ref, dims: Sequence[_PlaneDim], *, to_global: bool) -> Ref:
     """Indices into a shard with its halo as indices into the global plane, or back. They stay inside, even where a
     window holds nothing above -inf, or is padding."""
     inner, outer = _strides([d.rows for d in dims]), _strides([d.size for d in dims])
@@ -236,7 +237,7 @@ def _renumbered(emitter: Emitter, indices: Ref, dims: Sequence[_Along], *, to_gl
 # Averages
 
 
-def _is_full(call: Call, window: Window, size: int, count: int) -> bool:
+def _is_full(call: Call, window: HaloWindow, size: int, count: int) -> bool:
     """Whether every window along a dim counts all of its elements."""
     padding = window.before if call.argument("count_include_pad") else 0
     return padding == window.before and window.stride * (count - 1) + window.reach < size + padding + window.before

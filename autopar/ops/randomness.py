@@ -13,12 +13,13 @@ from typing import Any
 import torch
 
 from autopar.ir import randomness
+from autopar.ir.emitter import Emitter
 from autopar.ir.graph import Node, Ref, overload, parameters
 from autopar.ir.layout import Layout, Shape, Split, digits_of, padded_shape
 from autopar.ir.program import RankIndex
 
 from .expansions import Results, cast
-from .rule import Call, Emitter, OpRule
+from .rule import Call, OpRule
 from .template import assemble
 
 KEY_SHAPE, KEY_DTYPE = randomness.KEY_SHAPE, randomness.KEY_DTYPE

@@ -7,12 +7,13 @@ from collections.abc import Callable
 
 import torch
 
+from autopar.ir.emitter import Emitter
 from autopar.ir.graph import Ref
 from autopar.ir.layout import padded_shape
 
 from .expansions import Expansion, LocalCall, Results, all_reduce, cast, filled_beyond, global_indices, wide
 from .families import DIMS, FIRST, Rule, axes, keeps_dims, reduced_dims
-from .rule import Call, Emitter, OpRule, neutral
+from .rule import Call, OpRule, neutral
 from .template import assemble
 
 

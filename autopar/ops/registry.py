@@ -1,7 +1,7 @@
 """Rules that users register for their own operators, beside autopar's rows (`rules`)."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.extensions import Table
@@ -34,6 +34,11 @@ REGISTERED = Table("rule", Registered)
 """What `register_rule` adds to."""
 
 RULES.beside = lambda op: REGISTERED[op].entry if op in REGISTERED else None
+
+
+def know(rows: Mapping[str, Entry]) -> None:
+    """Plugs rows of autopar's extras in."""
+    REGISTERED.know(*(Registered(op, (), entry) for op, entry in rows.items()))
 
 
 def register_rule(

@@ -4,15 +4,17 @@ from collections.abc import Sequence
 
 import torch
 
+from autopar.ir.emitter import Emitter
 from autopar.ir.graph import Ref
 from autopar.ir.layout import Shape
 
 from .expansions import Expansion, LocalCall, Results
 from .families import FIRST, Rule
-from .halo import Window, at_end, halo_added, slice_of, with_halo
+from .halo import HaloWindow, at_end, halo_added, slice_of, with_halo
 from .local import Arguments, Local, replaced
 from .pooling import leading
-from .rule import Call, Emitter, OpRule
+from .rule import Call, OpRule
+from .rules import Entry, aten
 from .template import Name, Named, assemble
 
 
@@ -120,7 +122,7 @@ def local_sizes(spatial: int) -> Local:
 def interpolation(spatial: int, taps: int) -> Expansion:
     """Interpolation with spatial dims split: the halo is resampled too, and its part of the result cut off. At the ends
     the halo repeats the outermost row."""
-    window = Window(1, taps, 2 * taps)
+    window = HaloWindow(1, taps, 2 * taps)
 
     def expand(emitter: Emitter, local: LocalCall) -> Results:
         (value, *_), call = local.args, local.call
@@ -153,7 +155,7 @@ def interpolation(spatial: int, taps: int) -> Expansion:
     return expand
 
 
-def _returned(emitter: Emitter, gradient: Ref, dim: int, window: Window, axes: tuple[int, ...]) -> Ref:
+def _returned(emitter: Emitter, gradient: Ref, dim: int, window: HaloWindow, axes: tuple[int, ...]) -> Ref:
     """The transpose of `with_halo` where it repeats the outermost rows."""
     size = emitter.meta(gradient).shape[dim]
     rows = size - window.before - window.after
@@ -171,6 +173,23 @@ def _returned(emitter: Emitter, gradient: Ref, dim: int, window: Window, axes: t
             parts.append(slice_of(emitter, result, dim, place + 1, rows))
         result = emitter.op("aten.cat.default", tuple(parts), dim)
     return result
+
+
+def upsampled(spatial: int) -> dict[str, Entry]:
+    """Nearest and linear upsampling of this many dims, and their backward ops."""
+    sizes, linear = local_sizes(spatial), ("linear", "bilinear", "trilinear")[spatial - 1]
+    return {
+        **aten(f"upsample_nearest{spatial}d upsample_nearest{spatial}d_backward", Entry(nearest(spatial), sizes)),
+        **aten(
+            f"_upsample_nearest_exact{spatial}d _upsample_nearest_exact{spatial}d_backward",
+            Entry(nearest(spatial, centred=True), sizes),
+        ),
+        **aten(f"upsample_{linear}{spatial}d upsample_{linear}{spatial}d_backward", interpolating(spatial, 1)),
+    }
+
+
+def interpolating(spatial: int, taps: int) -> Entry:
+    return Entry(interpolated(spatial, taps), local_sizes(spatial), interpolation(spatial, taps))
 
 
 def shuffled(*, up: bool) -> Rule:

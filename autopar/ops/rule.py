@@ -9,11 +9,11 @@ the op reduces over it, else replicated. Algorithms know factors; only the table
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from autopar.ir.graph import Node, Ref, TensorMeta, parameters, takes
+from autopar.ir.graph import Node, TensorMeta, parameters, takes
 from autopar.ir.layout import Shape, Split, is_legal, periods_of
 
 Dims = tuple[int | None, ...]
@@ -214,39 +214,3 @@ def call_of(node: Node, metas: Mapping[str, TensorMeta]) -> Call:
         return call
     mask = call.argument("output_mask")
     return replace(call, outputs=tuple(meta if kept else None for meta, kept in zip(outputs, mask, strict=True)))
-
-
-class Emitter(Protocol):
-    """Writes the local program of an expansion. References are to local values."""
-
-    def op(self, op: str, *args: Any, **kwargs: Any) -> Ref:
-        """Append an ATen op with one output."""
-
-    def ops(self, op: str, *args: Any, **kwargs: Any) -> tuple[Ref, ...]:
-        """Append an ATen op with several outputs. One that it leaves out (a masked gradient) has an empty name."""
-
-    def meta(self, value: Ref) -> TensorMeta:
-        """Local shape and dtype."""
-
-    def all_reduce(self, value: Ref, reduction: str, axis: int) -> Ref:
-        """Append an all-reduce over a mesh axis and wait for it."""
-
-    def shift(self, value: Ref, offset: int, axis: int) -> Ref:
-        """Append a shift along a mesh axis and wait for it: the value of the rank `offset` places before this one
-        (negative: behind), zeros where there is no such rank. The value is contiguous."""
-
-    def exchange(self, value: Ref, sizes: Ref, axis: int) -> Ref:
-        """Append an exchange of rows along a mesh axis and wait for it; see `program.COLLECTIVES`. The value is
-        contiguous."""
-
-    def ranks(self, axis: int) -> int:
-        """Size of a mesh axis."""
-
-    def coordinate(self, axis: int, stride: int = 1, constant: int = 0) -> Any:
-        """This rank's coordinate on a mesh axis, times `stride` plus `constant`. An argument for an op (an
-        int at run time that differs by rank)."""
-
-    def offset(self, axes: tuple[int, ...], local_size: int) -> Any:
-        """The global index, in a dim split contiguously by `axes` (outermost first), of this rank's
-        first element, where the rank holds `local_size` elements. An argument for an op (an int at
-        run time that differs by rank)."""

@@ -11,13 +11,14 @@ from functools import cache
 
 import torch
 
+from autopar.ir.emitter import Emitter
 from autopar.ir.graph import overload, parameters, schema
 from autopar.ir.layout import Layout, Shape
 
 from .expansions import Expansion, LocalCall, Results
 from .families import Rule
 from .local import Arguments, Local, Place, unchanged
-from .rule import Call, Emitter, OpRule
+from .rule import Call, OpRule
 from .strides import Preparation
 from .template import unsplit
 

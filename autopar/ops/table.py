@@ -1,5 +1,4 @@
-"""What autopar knows about operators beside those of `core`: a line each, read as there.
-"""
+"""What autopar knows about operators beside those of `core`: a line each, read as there."""
 
 from __future__ import annotations
 
@@ -10,7 +9,6 @@ from autopar.compat.meta_kernels import meta_kernels
 from . import (
     attention,
     convolution,
-    ctc,
     expansions,
     experts,
     layer_norm,
@@ -51,23 +49,6 @@ from .strides import needs
 from .views import repeated, stacked, taken
 
 meta_kernels()
-
-
-def _upsampled(spatial: int) -> dict[str, Entry]:
-    """Nearest and linear upsampling of this many dims, and their backward ops."""
-    sizes, linear = resampling.local_sizes(spatial), ("linear", "bilinear", "trilinear")[spatial - 1]
-    centred = Entry(resampling.nearest(spatial, centred=True), sizes)
-    return {
-        **aten(f"upsample_nearest{spatial}d upsample_nearest{spatial}d_backward",
-                Entry(resampling.nearest(spatial), sizes)),
-        **aten(f"_upsample_nearest_exact{spatial}d _upsample_nearest_exact{spatial}d_backward", centred),
-        **aten(f"upsample_{linear}{spatial}d upsample_{linear}{spatial}d_backward", _interpolated(spatial, 1)),
-    }  # fmt: skip
-
-
-def _interpolated(spatial: int, taps: int) -> Entry:
-    sizes = resampling.local_sizes(spatial)
-    return Entry(resampling.interpolated(spatial, taps), sizes, resampling.interpolation(spatial, taps))
 
 
 _spread = reductions.combined(reductions.real, padding=lambda call: 0.0)
@@ -131,8 +112,8 @@ RULES.know({
     **aten("reflection_pad3d reflection_pad3d_backward replication_pad3d replication_pad3d_backward", Entry(
         pooling.unsplit_planes(3))),
     **aten("im2col col2im", Entry(pooling.columns)),
-    **{op: entry for spatial in (1, 2, 3) for op, entry in _upsampled(spatial).items()},
-    **aten("upsample_bicubic2d upsample_bicubic2d_backward", _interpolated(2, 2)),
+    **resampling.upsampled(1),
+    **resampling.upsampled(2),
     **aten("pixel_shuffle", Entry(resampling.shuffled(up=True))),
     **aten("pixel_unshuffle", Entry(resampling.shuffled(up=False))),
 
@@ -147,8 +128,6 @@ RULES.know({
         expand=attention.backward, strides=needs("logsumexp", rows="grad_out query key value out attn_mask")),
 
     # embedding and losses
-    **own("ctc_loss", Entry(ctc.rule, strides=needs("targets"))),
-    **own("ctc_loss_backward", Entry(ctc.rule_backward, strides=needs("targets"))),
     **aten("mse_loss smooth_l1_loss huber_loss", Entry(loss, expand=expansions.share(loss))),
     **aten("binary_cross_entropy_with_logits", Entry(_logits_loss, expand=expansions.share(_logits_loss))),
     **aten("mse_loss_backward smooth_l1_loss_backward huber_loss_backward", Entry(

@@ -15,6 +15,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -45,17 +46,14 @@ def assemble(
     even: Collection[str] = (),
     uneven: Collection[str] = (),
     padding: Mapping[tuple[int, str], float] | None = None,
-    flops: float = 0.0,
-    inside_bytes: float = 0.0,
-    contraction: bool = False,
-    moves_nothing: bool = False,
-    elementwise: bool = False,
+    **facts: Any,
 ) -> OpRule:
     """The rule with these names on the dims of the call's operands and results.
 
     A factor's size is the size of its dims by their scale, or `sizes[name]` where those differ. Dims that
     differ without an entry there are not split. An output without an input's factor is Partial(sum) in
-    it, unless `reductions[name]` says otherwise, output by output.
+    it, unless `reductions[name]` says otherwise, output by output. `facts` are fields of `OpRule` without
+    names: `flops`, `inside_bytes`, `contraction`, `moves_nothing`, `elementwise`.
     """
     sizes = sizes or {}
     counts: dict[str, int] = {}
@@ -106,14 +104,10 @@ def assemble(
         inputs=input_dims,
         outputs=output_dims,
         linear=_summable(call, linear),
-        flops=flops,
-        inside_bytes=inside_bytes,
-        contraction=contraction,
-        moves_nothing=moves_nothing,
-        elementwise=elementwise,
         padding=tuple((i, indices[name], value) for (i, name), value in (padding or {}).items() if name in indices),
         input_scales=scales(inputs, call.inputs),
         output_scales=scales(outputs, call.outputs),
+        **facts,
     )
 
 

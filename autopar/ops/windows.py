@@ -8,12 +8,13 @@ import math
 
 import torch
 
+from autopar.ir.emitter import Emitter
 from autopar.ir.graph import Ref
 
 from .expansions import LocalCall, Results, global_indices
 from .families import BOTH, FIRST, Rule
 from .lookup import PLACE, along_dim, dim_of, dims_of, looked_up, place_of, with_dim
-from .rule import Call, Emitter, OpRule
+from .rule import Call, OpRule
 from .template import Named, assemble
 from .views import window
 

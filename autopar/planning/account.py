@@ -75,7 +75,7 @@ def least_seconds(space: Space, assignment: Assignment) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class Traffic:
     """Collectives of one kind on one axis that bring one tensor into the layouts that its readers chose, or that the
     operator that makes it holds inside. The tensor stands for those of all copies of a layer."""
 
@@ -88,7 +88,7 @@ class Source:
     seconds: float
 
 
-def sources(space: Space, assignment: Assignment) -> list[Source]:
+def sources(space: Space, assignment: Assignment) -> list[Traffic]:
     """Where the collectives of an account are from."""
     told: dict[tuple[str, str, str, str], list[float]] = {}
     for source in _tally(space, assignment).sources:
@@ -96,7 +96,7 @@ def sources(space: Space, assignment: Assignment) -> list[Source]:
         for i, more in enumerate((source.count, source.bytes, source.seconds)):
             total[i] += more
     return [
-        Source(root=root, module=module, kind=kind, axis=axis, count=int(count), bytes=int(size), seconds=seconds)
+        Traffic(root=root, module=module, kind=kind, axis=axis, count=int(count), bytes=int(size), seconds=seconds)
         for (root, module, kind, axis), (count, size, seconds) in told.items()
     ]
 
@@ -146,7 +146,7 @@ class _Tally:
         self.parameters = self.gradients = self.states = 0
         self.activations = 0.0
         self.kinds: dict[tuple[str, str], list[float]] = {}
-        self.sources: list[Source] = []
+        self.sources: list[Traffic] = []
 
     @property
     def least_seconds(self) -> float:
@@ -231,7 +231,7 @@ class _Tally:
         entry[2] += count * seconds
         self.communication += count * seconds
         self.sources.append(
-            Source(
+            Traffic(
                 root=root or site.name,
                 module=site.module,
                 kind=kind,

@@ -10,8 +10,7 @@ from autopar.passes.space.problem import Assignment
 from autopar.passes.space.space import Space
 
 from .account import parameter_layouts
-from .plan import Plan
-from .record import Advice
+from .plan import Advice, Plan
 from .request import MICRO_BATCHES_MOST
 from .training import GATHERS, Training
 

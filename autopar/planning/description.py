@@ -53,6 +53,7 @@ class Subject:
         exposed_seconds: float,
         least_seconds: float,
         step: Timeline,
+        rewrites: str,
     ) -> Plan:
         """The result of a search as the plan that answers a request, with its step, and what no step undercuts."""
         space, assignment = self.space, result.assignment
@@ -104,6 +105,7 @@ class Subject:
             solve_seconds=result.seconds,
             without_rule=dict(space.without_rule),
             timing=timing(step, items.optimizer_seconds, seconds),
+            rewrites=rewrites,
             provenance=replace(provenance, winner=request.preset or provenance.winner),
         )
         return replace(plan, described=plan.digest)

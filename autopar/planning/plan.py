@@ -8,83 +8,278 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+from collections.abc import Callable, Mapping
 from copy import copy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from msgspec import Meta
 
+from autopar.cost.memory import Peak
 from autopar.files import reading
+from autopar.files.kinds import Count, Size
 from autopar.files.typed import read, schema
 from autopar.ir.graph import JointGraph
 from autopar.ir.program import Program
+from autopar.passes.lower.lowering import LIMIT_BYTES
 
-from .explain.answer import Answers, Explanation
-from .page import full_text, page, page_text, page_width
-from .page.html import notebook_html
-from .record import ParameterPlan, Record, Run, Segment
+from .account import Account
+from .provenance import Provenance
 from .request import LimitFrom
 from .saved import FORMAT, may_be_plan, of_format, saved
 from .texts import bytes_text, seconds_text, table
+from .timing import Timing
+from .training import Training
+
+BucketBytes = Annotated[int, Meta(ge=LIMIT_BYTES // 512, description=f"an integer, at least {LIMIT_BYTES // 512}")]
+"""Smaller buckets save no memory that counts, and each travels alone."""
+
+LIMIT_WORDS: Mapping[LimitFrom, str] = {
+    "given": "as given",
+    "device": "the device's memory less its reserve",
+    "lifted": "no memory limit, as asked",
+    "none": "no memory limit, since the cluster does not say what its devices have",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterPlan:
+    """One parameter: the placements that ranks store, those that operators use, and whether backward keeps what forward
+    gathered or gathers it again. Placements are texts, one per mesh axis: R, S(dim), or S(dim%period) for a periodic
+    split."""
+
+    at_rest: tuple[str, ...]
+    in_use: tuple[tuple[str, ...], ...]
+    gather: str
+    shape: tuple[Count, ...] = field(default=(), compare=False)
+    kind: str = field(default="", compare=False)
+    """What its dims mean (`provenance.kind_of`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """`count` consecutive copies of a repeated segment that decide alike. Copies that `recompute` keep only their
+    borders, and run forward again in backward."""
+
+    count: Size
+    decisions: Mapping[str, str]
+    recompute: bool = False
+
+
+def _gap(bound_seconds: float, seconds: float) -> float | None:
+    return max(0.0, 1 - bound_seconds / seconds) if bound_seconds and seconds else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    name: str
+    runs: tuple[Run, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """A step of so many micro-batches computes `speedup` times as much a second, with the decisions of the plan."""
+
+    micro_batches: Count
+    speedup: float
+
+
+WAITING_PART = 0.25
+"""Ranks that wait for more of the step are worth a warning, and advice."""
+
+
+def _view(module: str) -> Any:
+    """A module of `autopar.report`, which shows plans. It stands above them, and a plan knows it by name alone."""
+    return import_module(f"autopar.report.{module}")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Plan(Record):
-    """A plan, its file, its texts, and its answers. It prints as one page.
+class Plan:
+    """A plan, its file, and what people ask of it. It prints as one page.
 
-    `decisions` and `segments` are the plan; the other fields describe it. `seconds` is the predicted step, in seconds,
-    with overlap, and `bytes` the predicted peak of a rank. `parameters` and `inputs` have placements, one for each mesh
-    axis. `account` itemises the step as if nothing overlapped, `timing` where it goes, `peak` what the memory is.
-    docs/files.md lists every field.
+    `decisions` (and those of the segments' runs) are the plan: site -> choice, in the words of `passes.space.choices`,
+    one for each mesh axis. So is `bucket_bytes`, the most bytes of parameters' gathers and reductions that travel
+    together (`passes.lower.bucket`). All else describes it: `seconds` is the predicted step, in seconds, with overlap,
+    and `bytes` the predicted peak of a rank; `parameters` and `inputs` have placements, one for each mesh axis;
+    `account` itemises the step as if nothing overlapped, `timing` where it goes, `peak` what the memory is. `graph` is
+    the joint graph's digest. docs/files.md lists every field.
     """
 
-    def answering(self, answers: Answers) -> Plan:
-        """The plan with what answers questions about it: it stays in this process."""
+    model: str
+    """The name of the model's class."""
+    graph: str
+    mesh: Mapping[str, Size]
+    """Axis name -> ranks, the outermost first."""
+    cluster: str
+    solver: str
+    """The solver or preset that was asked for; `provenance.winner` says which candidate won."""
+    cost: str
+    """The cost mode that was asked for."""
+    decisions: Mapping[str, str]
+    """Outside of repeated layers."""
+    segments: tuple[Segment, ...]
+    """Repeated layers, as runs of copies that decide alike."""
+    parameters: Mapping[str, ParameterPlan]
+    inputs: Mapping[str, tuple[str, ...]]
+    """Input -> the placements in which a rank takes it, one for each mesh axis."""
+    optimizer: str
+    """Whose states count in the peak."""
+    account: Account
+    """The step as if nothing overlapped, by operators and collectives."""
+    peak: Peak
+    """What a rank holds when it holds the most, in bytes."""
+    bucket_bytes: BucketBytes
+    seconds: float
+    """Predicted, of one training step: the timeline of its program, with what overlaps, and the optimizer."""
+    exposed_seconds: float
+    """The communication that nothing hides."""
+    objective_seconds: float
+    """The solver's objective: the account's seconds, as if nothing overlapped."""
+    lower_bound_seconds: float
+    """No plan of the search space has a step below it; 0 if no bound is known."""
+    solve_seconds: float
+    """How long the search took, on the machine that planned."""
+    objective_bound_seconds: float = 0.0
+    """No plan that was searched has an objective below it, as the solver proved; 0 if it proved nothing."""
+    without_rule: Mapping[str, Count] = field(default_factory=dict)
+    """Operators that are replicated for want of a rule, and how often each is run."""
+    constraints: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """What a person pinned."""
+    memory_limit_bytes: int | float | None = None
+    """The limit on `bytes`, if there is one, and where it is from."""
+    memory_limit_from: LimitFrom = "none"
+    headroom: float = 0.0
+    """The part of a device's limit that the search left free."""
+    range_seconds: tuple[float, float] | None = None
+    """Within which 8 of 10 steps were, of those that were compared with predictions for such a cluster."""
+    training: Training = field(default_factory=Training)
+    """How the step trains; a plan's file says what is not as by default."""
+    checkpoints: Count = 0
+    """The calls of `torch.utils.checkpoint` in a step of the model."""
+    advice: Advice | None = None
+    """What would shorten the waits of ranks, if that was found."""
+    timing: Timing | None = None
+    """Where the step goes, with overlap."""
+    provenance: Provenance | None = None
+    """Where the plan is from: inputs, the cluster's figures, versions, candidates, the command."""
+    described: str = ""
+    """The digest of the decisions that all tables here are of."""
+    rewrites: str = ""
+    """What was rewritten in the program of the decisions, in order, as `autopar lower` reads it."""
+
+    @property
+    def bytes(self) -> int:
+        """Predicted peak of the bytes that a rank holds during a training step."""
+        return self.peak.bytes
+
+    @property
+    def held_in(self) -> str:
+        """The dtype in which the module holds most parameters; "" if the plan does not say it."""
+        return "" if self.provenance is None else self.provenance.dtype
+
+    @property
+    def headroom_bytes(self) -> float | None:
+        """What is left of the limit at the peak; None without a limit."""
+        return None if self.memory_limit_bytes is None else self.memory_limit_bytes - self.bytes
+
+    @property
+    def gap(self) -> float | None:
+        """The part of its step by which a plan's step could be shorter at most; None if no bound is known."""
+        return _gap(self.lower_bound_seconds, self.seconds)
+
+    @property
+    def objective_gap(self) -> float | None:
+        """The part of its objective by which a plan's could be less at most; None if the solver proved nothing."""
+        return _gap(self.objective_bound_seconds, self.objective_seconds)
+
+    @property
+    def waits(self) -> bool:
+        """Whether ranks wait for much of the step."""
+        return self.exposed_seconds > WAITING_PART * self.seconds > 0
+
+    @property
+    def ranks(self) -> int:
+        return math.prod(self.mesh.values())
+
+    @property
+    def is_edited(self) -> bool:
+        """Whether the decisions were changed after the tables were computed, which are of the plan before then."""
+        return bool(self.described) and self.described != self.digest
+
+    @property
+    def utilization(self) -> float | None:
+        """MFU: the model's arithmetic (nothing replicated, nothing recomputed) over what all devices could do in a
+        step at their peak. None if the model's arithmetic is not known, or the devices' peak is not."""
+        ideal = None if self.provenance is None else self.provenance.ideal_seconds
+        return None if ideal is None or not self.seconds else ideal / self.seconds
+
+    @property
+    def digest(self) -> str:
+        """Equal for plans that decide alike, for the same model and mesh."""
+        segments = [asdict(segment) for segment in self.segments]
+        decided = [self.graph, list(self.mesh.items()), sorted(self.decisions.items()), segments, self.bucket_bytes]
+        decided += [self.training.given] * bool(self.training.given)
+        return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:16]
+
+    def answering(self, planner: Callable[[], Any]) -> Plan:
+        """The plan with a planner of its model, which its questions need: it stays in this process."""
         plan = copy(self)
-        plan.__dict__["answers"] = answers
+        plan.__dict__["planner"] = cache(planner)
         return plan
 
     @property
-    def _answers(self) -> Answers | None:
-        answers: Answers | None = self.__dict__.get("answers")
-        return answers
+    def planner(self) -> Any:
+        """The planner of the plan's model (`planning.planner.Planner`). Raises ValueError for a plan without it."""
+        if "planner" not in self.__dict__:
+            raise ValueError(
+                "this plan was read without its model, which questions need: read it with "
+                "autopar.read_plan(path, model, kwargs=batch)"
+            )
+        return self.__dict__["planner"]()
 
-    def explain(self, name: str, *, replan: int = 0) -> Explanation:
-        """Why a parameter, an input, a module, an operator or a collective is planned so: each alternative with all
-        else as it is, in seconds and bytes, what it changes, and what speaks for the choice. The `replan` most
-        promising alternatives are also pinned, with everything else planned again (about as long as planning, each).
+    def explain(self, name: str, *, replan: int = 0) -> Any:
+        """Why a parameter, an input, a module, an operator or a collective is planned so (an
+        `autopar.report.explain.answer.Explanation`): each alternative with all else as it is, in seconds and bytes,
+        what it changes, and what speaks for the choice. The `replan` most promising alternatives are also pinned, with
+        everything else planned again (about as long as planning, each).
 
         `name` is that of a parameter or an input ("lm_head.weight"), of a module ("model.layers.*.mlp"), of an
         operator, as in `decisions`, or a collective on a mesh axis ("all_gather tp"). Raises ValueError for a name that
         the plan does not have, and for a plan without its model: `autopar.read_plan` reads a file with it.
         """
-        return self._opened().explain(self, name, replan=replan)
+        return _view("explain.engine").Explainer(self.planner, self).explain(name, replan=replan)
 
     def anatomy(self) -> Any:
-        """The plan's timeline, its memory over the step, segments, blocks and links (`explain.anatomy.Anatomy`),
-        computed again from the model. Raises ValueError for a plan without its model, as `explain`."""
-        return self._opened().anatomy(self)
+        """The plan's timeline, its memory over the step, segments, blocks and links
+        (`autopar.report.explain.anatomy.Anatomy`), computed again from the model. Raises ValueError for a plan without
+        its model, as `explain`."""
+        return _view("explain.anatomy").anatomy(self.planner, self)
 
-    def program(self) -> Program:
+    def history(self) -> dict[str, Any]:
+        """The steps of planning as values to print, by name, in their order: the `graph` of a step; the `layouts` that
+        each site can take on the slowest axis of the mesh, with all others as in the plan; the `problem` that these
+        are, as a solver sees it; its `solution`; and the `program`. Raises ValueError as `explain`."""
+        values: dict[str, Any] = _view("history").history(self.planner, self)
+        return values
+
+    def program(self, rewrites: str | None = None) -> Program:
         """The program that each rank runs, written again from the model; `print` shows it as Python. It is the one that
-        `parallelize` runs. Raises ValueError for a plan without its model, as `explain`."""
-        return self._opened().program(self)
+        `parallelize` runs; or, with other `rewrites` than the plan's, such as "" or "bucket,slice{parts=4}", the one
+        that these write. Raises ValueError for a plan without its model, as `explain`, and for what is no rewrite."""
+        program: Program = self.planner.program(self, rewrites)
+        return program
 
     def joint_graph(self) -> JointGraph:
         """The model's graph, forward and backward, for which the plan is made. Raises ValueError as `explain`."""
-        return self._opened().joint_graph()
-
-    def _opened(self) -> Answers:
-        if self._answers is None:
-            raise ValueError(
-                "this plan was read without its model, which questions need: read it with "
-                "autopar.read_plan(path, model, kwargs=batch)"
-            )
-        return self._answers
+        graph: JointGraph = self.planner.captured.graph
+        return graph
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "answers"}
+        return {name: value for name, value in self.__dict__.items() if name != "planner"}
 
     def to_json(self) -> dict[str, Any]:
         """What `save` writes: plain dicts, lists, numbers and texts."""
@@ -145,8 +340,8 @@ class Plan(Record):
 
     def text(self, *, full: bool = False, width: int | None = None) -> str:
         """The plan on one page of so many columns (those of the terminal if not given), or all that it says."""
-        width = page_width() if width is None else width
-        return full_text(self, width) if full else page_text(self, width)
+        text: str = _view("page").text_of(self, full=full, width=width)
+        return text
 
     def __str__(self) -> str:
         return self.text()
@@ -159,10 +354,11 @@ class Plan(Record):
         )
 
     def _repr_html_(self) -> str:
-        return notebook_html(self)
+        html: str = _view("page").notebook(self)
+        return html
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield from page(self, options.max_width)
+    def __rich_console__(self, console: Any, options: Any) -> Any:
+        yield from _view("page").page(self, options.max_width)
 
 
 def graph_digest(graph: JointGraph) -> str:

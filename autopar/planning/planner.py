@@ -25,7 +25,7 @@ from autopar.ir.garbage import uncollected
 from autopar.ir.layout import Layout
 from autopar.ir.program import Program
 from autopar.passes.capture.captured import Captured
-from autopar.passes.flow import SEGMENTS, SPACE, Flow
+from autopar.passes.flow import SEGMENTS, SPACE, Flow, lowered
 from autopar.passes.segments.segment import Segments
 from autopar.passes.space.problem import Assignment
 from autopar.passes.space.space import Space
@@ -264,15 +264,18 @@ class Planner:
             exposed_seconds=exposed,
             least_seconds=self.seconds.timed("bound", lambda: self.steps.least_seconds),
             step=step,
+            rewrites=self.writer.rewrites(result.assignment, bucket_bytes),
         )
 
-    def program(self, plan: Plan) -> Program:
-        """The program that runs a plan, with its collectives in buckets.
+    def program(self, plan: Plan, rewrites: str | None = None) -> Program:
+        """The program that runs a plan, with its collectives in buckets; or, with other `rewrites`, as `Plan.program`.
 
         Raises ValueError if the plan does not fit the model or the mesh, or contradicts itself.
         """
         with uncollected():
-            return self.writer.written(self.assignment(plan), plan.bucket_bytes)
+            if rewrites is None:
+                return self.writer.written(self.assignment(plan), plan.bucket_bytes)
+            return lowered(self.writer.plain(self.assignment(plan)), rewrites, self.cluster)
 
     def timeline(self, plan: Plan) -> Timeline:
         """When each instruction of a plan's step runs on the planner's cluster. Raises ValueError as `program`."""

@@ -143,6 +143,10 @@ def check_constraints(constraints: Any) -> None:
                 )
 
 
+def quiet(*told: Any) -> None:
+    """Takes what nobody asked for."""
+
+
 # ------------------------------------------------------------------------------------- values of texts that are typed
 
 
@@ -220,7 +224,7 @@ def _says(**about: Any) -> Mapping[str, Option]:
     return {"option": Option(**about)}
 
 
-class Shared(TypedDict, total=False):
+class Keywords(TypedDict, total=False):
     """The keywords of every verb that plans: fields of `Request`."""
 
     cost: str
@@ -235,7 +239,16 @@ class Shared(TypedDict, total=False):
     profiles: str | Path | None
 
 
-class Options(Shared, total=False):
+class Several(Keywords, total=False):
+    """The keywords of verbs that make several plans: where answers are kept, who is told how far it is, and who gets
+    what is known so far."""
+
+    keep: str | Path | None
+    report: Callable[[float, str], None]
+    each: Callable[[Any], None]
+
+
+class Options(Keywords, total=False):
     """The keywords of verbs that make one plan."""
 
     solver: str
@@ -428,6 +441,7 @@ def options_of(record: Any) -> dict[str, Option]:
 
 
 ASKED, DEFAULTS = options_of(Request), {f.name: f.default for f in fields(Request)}
+DEFAULTS |= {"keep": None, "report": quiet, "each": quiet}
 
 
 def check(name: str, value: Any) -> None:
@@ -443,10 +457,11 @@ def takes(options: type) -> Callable[[F], F]:
     def of(verb: F) -> F:
         signature = inspect.signature(verb)
         own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        kinds = {name: kind.__forward_arg__ for name, kind in options.__annotations__.items()}
         more = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=DEFAULTS[name], annotation=str(kind))
-            for name, kind in inspect.get_annotations(Request).items()
-            if name in options.__annotations__
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kinds[name])
+            for name, default in DEFAULTS.items()
+            if name in kinds
         ]
         names = {p.name for p in (*own, *more)}
 

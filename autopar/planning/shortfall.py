@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TypeVar
 
 from autopar.cost.liveness import PlacementCache
 from autopar.cost.memory import Peak, Phase, phases
@@ -23,8 +22,7 @@ from autopar.passes.space.space import Space
 from autopar.solve.problem import Infeasible
 
 from .given import RANKS_MOST
-
-C = TypeVar("C")
+from .texts import bytes_text
 
 UPDATE = "optimizer step"
 """The phase (`cost.memory`) in which temporaries are the optimizer's."""
@@ -44,7 +42,7 @@ class DoesNotFit(Infeasible):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class Remedy:
     """Of a step: `batch` and `ranks` are factors; `accumulating` holds all gradients through forward and backward, as
     micro-batches do."""
 
@@ -68,21 +66,26 @@ class Shortfall:
     memory: PlacementCache = field(repr=False)
 
     def __str__(self) -> str:
-        peak, optimizer = self.peak, self.space.optimizer.name
+        peak = self.peak
         parts = {
             "parameters": peak.parameters,
             "gradients": peak.gradients,
-            f"optimizer ({optimizer})": peak.optimizer,
+            f"optimizer ({self.space.optimizer.name})": peak.optimizer,
             "buffers and inputs": peak.inputs,
             "outputs": peak.outputs,
             "kept for backward": peak.activations,
             "temporaries": peak.temporaries,
         }
-        composed = ", ".join(f"{name} {size_text(size)}" for name, size in parts.items() if size)
+        composed = ", ".join(f"{name} {bytes_text(size)}" for name, size in parts.items() if size)
         would: list[str] = []
         would_not: list[str] = []
-        for sufficient, words in (self._ranks(), self._batch(), self._micro_batches(), self._optimizer()):
-            (would if sufficient else would_not).append(words)
+        for impossible, changes in self._remedies():
+            if not changes:
+                would_not.append(impossible)
+                continue
+            words, change = self._enough(changes)
+            needed = self.needed(change)
+            (would if needed <= self.limit else would_not).append(f"{words} (about {bytes_text(needed)})")
         advice = f" It would fit with {_either(would)}." if would else " None of the usual remedies is enough alone."
         if would_not:
             advice += f" It would not fit with {_either(would_not)}."
@@ -90,98 +93,79 @@ class Shortfall:
             advice += f" {self._last_resort()}"
         return (
             f"no plan fits in {self._limit()}. The smallest peak that was reached is "
-            f"{size_text(peak.bytes, up=True)} a rank, in {peak.at}: {composed}.{advice}"
+            f"{bytes_text(peak.bytes, up=True)} a rank, in {peak.at}: {composed}.{advice}"
         )
 
     def _limit(self) -> str:
-        device, limit = self.space.cluster.device, size_text(self.limit)
+        device, limit = self.space.cluster.device, bytes_text(self.limit)
         if not self.by_device or device.memory_bytes is None:
             return f"{limit}, the memory limit that was given"
         usable = device.usable_bytes or 0.0
-        memory, reserve = size_text(device.memory_bytes), size_text(device.memory_bytes - usable)
+        memory, reserve = bytes_text(device.memory_bytes), bytes_text(device.memory_bytes - usable)
         headroom = f" and {1.0 - self.limit / usable:.0%} of headroom" if self.limit < usable else ""
         return f"{limit}, the memory of {device.name} ({memory}) less its reserve ({reserve}){headroom}"
 
+    # ---- what would do
+
+    def _remedies(self) -> Iterator[tuple[str, list[tuple[str, Remedy]]]]:
+        """What a person would change: why that cannot be, and else the changes in words, the smallest first."""
+        cluster, own, ranks = self.space.cluster, self.space.optimizer, math.prod(self.space.mesh)
+        whole, devices, batches = self._batch_size, min(cluster.devices, RANKS_MOST), list(self._batches())
+        factors = (2**k for k in range(1, TIMES_MOST.bit_length()))
+        yield (
+            f"more ranks, since {cluster.name} has no more than {devices} devices",
+            [(f"{n * ranks} ranks instead of {ranks}", Remedy(ranks=n)) for n in factors if n * ranks <= devices],
+        )
+        yield (
+            "a smaller batch, which these ranks do not divide",
+            [(f"a batch of {size} instead of {whole}", Remedy(batch=size / whole)) for size in batches],
+        )
+        yield (
+            "micro-batches, which these ranks do not divide",
+            [
+                (
+                    f"{whole // size} micro-batches of {size} whose gradients add up",
+                    Remedy(batch=size / whole, accumulating=True),
+                )
+                for size in batches
+                if whole % size == 0
+            ],
+        )
+        others = sorted(OPTIMIZERS.values(), key=self._states, reverse=True)
+        yield (
+            f"a narrower optimizer, since none keeps less than {own.name}",
+            [
+                (f"the optimizer {other.name} instead of {own.name}", Remedy(optimizer=other))
+                for other in others
+                if self._states(other) < self._states(own)
+            ],
+        )
+
+    def _enough(self, changes: list[tuple[str, Remedy]]) -> tuple[str, Remedy]:
+        """The first change that is enough, or else the first beyond which more of it saves next to nothing."""
+        needed = [self.needed(change) for _, change in changes]
+        wanted = max(self.limit, (1.0 + LITTLE_PART) * needed[-1])
+        return next(change for change, size in zip(changes, needed, strict=True) if size <= wanted)
+
     def _last_resort(self) -> str:
         """What to do where nothing is enough alone: two at once, or else another limit or model."""
-        factors, sizes, narrower = self._factors(), list(self._batches()), self._narrower()
-        for optimizer in narrower:
-            pairs: list[tuple[str, Change]] = []
-            if factors:
-                factor = self._enough(factors)
-                ranks = factor * math.prod(self.space.mesh)
-                pairs.append((f"{ranks} ranks", Change(ranks=factor, optimizer=optimizer)))
-            pairs += [(f"a batch of {n}", Change(batch=n / self._batch_size, optimizer=optimizer)) for n in sizes]
-            for words, change in pairs:
-                if (needed := self.needed(change)) <= self.limit:
-                    return f"Take {words} and the optimizer {optimizer.name} together (about {size_text(needed)})."
-        least = size_text(self.peak.bytes, up=True)
+        (_, ranks), (_, batches), _, (_, optimizers) = self._remedies()
+        for narrower, of in optimizers:
+            for words, change in [*([self._enough(ranks)] if ranks else []), *batches]:
+                if (needed := self.needed(replace(change, optimizer=of.optimizer))) <= self.limit:
+                    both = " and ".join(each.partition(" instead")[0] for each in (words, narrower))
+                    return f"Take {both} together (about {bytes_text(needed)})."
+        least = bytes_text(self.peak.bytes, up=True)
         more = f"devices with {least} to use" if self.by_device else f"a memory limit of at least {least}"
         return f"Give {more}, or a smaller model."
 
-    # ---- what would do
-
-    def _factors(self) -> list[int]:
-        """Times as many ranks, up to what the cluster has and what anyone would take."""
-        ranks, devices = math.prod(self.space.mesh), min(self.space.cluster.devices, RANKS_MOST)
-        return [2**k for k in range(1, TIMES_MOST.bit_length()) if 2**k * ranks <= devices]
-
-    def _enough(self, factors: list[int]) -> int:
-        """The first that is enough, or else the first beyond which more ranks save next to nothing."""
-        needed = {factor: self.needed(Change(ranks=factor)) for factor in factors}
-        wanted = max(self.limit, (1.0 + LITTLE_PART) * needed[factors[-1]])
-        return next(factor for factor in factors if needed[factor] <= wanted)
-
-    def _ranks(self) -> tuple[bool, str]:
-        ranks, devices = math.prod(self.space.mesh), min(self.space.cluster.devices, RANKS_MOST)
-        if not (factors := self._factors()):
-            return False, f"more ranks, since {self.space.cluster.name} has no more than {devices} devices"
-        factor = self._enough(factors)
-        needed = self.needed(Change(ranks=factor))
-        if needed > self.limit:
-            return False, f"more ranks (about {size_text(needed)} on {factor * ranks})"
-        return True, f"{factor * ranks} ranks instead of {ranks} (about {size_text(needed)})"
-
-    def _batch(self) -> tuple[bool, str]:
-        if not (sizes := list(self._batches())):
-            return False, "a smaller batch, which these ranks do not divide"
-        size, needed = self._first(sizes, lambda size: Change(batch=size / self._batch_size))
-        return needed <= self.limit, f"a batch of {size} instead of {self._batch_size} (about {size_text(needed)})"
-
-    def _micro_batches(self) -> tuple[bool, str]:
-        sizes = [size for size in self._batches() if self._batch_size % size == 0]
-        if not sizes:
-            return False, "micro-batches, which these ranks do not divide"
-        size, needed = self._first(sizes, lambda size: Change(batch=size / self._batch_size, accumulating=True))
-        words = f"{self._batch_size // size} micro-batches of {size} whose gradients add up (about {size_text(needed)})"
-        return needed <= self.limit, words
-
-    def _optimizer(self) -> tuple[bool, str]:
-        own = self.space.optimizer
-        if not (narrower := self._narrower()):
-            return False, f"a narrower optimizer, since none keeps less than {own.name}"
-        other, needed = self._first(narrower, lambda other: Change(optimizer=other))
-        return needed <= self.limit, f"the optimizer {other.name} instead of {own.name} (about {size_text(needed)})"
-
-    def _narrower(self) -> list[Optimizer]:
-        """Optimizers that keep less, the widest first."""
-        others = sorted(OPTIMIZERS.values(), key=self._states, reverse=True)
-        return [other for other in others if self._states(other) < self._states(self.space.optimizer)]
-
-    def _first(self, choices: list[C], change: Callable[[C], Change]) -> tuple[C, float]:
-        """The first choice that fits with the bytes that it needs, or else the last one."""
-        for choice in choices:
-            if (needed := self.needed(change(choice))) <= self.limit:
-                break
-        return choice, needed
-
     # ---- what a change leaves
 
-    def needed(self, change: Change) -> float:
+    def needed(self, change: Remedy) -> float:
         """About the peak of the changed step: the largest of its phases."""
         return max(self._needed(phase, change) for phase in self._phases)
 
-    def _needed(self, phase: Phase, change: Change) -> float:
+    def _needed(self, phase: Phase, change: Remedy) -> float:
         """Parameters, gradients and states that the ranks split are split further by more of them. What is computed
         from the batch scales with it, and is split further too. Gathered weights stay as they are."""
         still = self._split_part / change.ranks + 1 - self._split_part
@@ -254,11 +238,3 @@ class Shortfall:
 
 def _either(words: list[str]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])}, or {words[-1]}"
-
-
-def size_text(size: float, *, up: bool = False) -> str:
-    """Bytes in decimal units, as memory is sold, with four digits. `up` rounds up: the text then works as a limit."""
-    unit, of = next(((unit, of) for unit, of in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if size >= of), ("B", 1.0))
-    value = size / of
-    step = 10.0 ** (math.floor(math.log10(value)) - 3) if value > 0 else 1.0
-    return f"{(math.ceil(value / step) if up else round(value / step)) * step:.4g} {unit}"

@@ -13,7 +13,7 @@ from autopar.cost import liveness
 from autopar.cost.memory import Peak, moments
 from autopar.cost.streams import TimelineCache
 from autopar.passes.flow import LOWERINGS
-from autopar.passes.lower.bucket import LIMIT_BYTES
+from autopar.passes.lower.lowering import LIMIT_BYTES
 from autopar.passes.lower.shorten import KEPT, shortened
 from autopar.passes.space.problem import Assignment
 from autopar.passes.space.space import Space

@@ -1,5 +1,6 @@
 """Numbers, lists and tables as people read them."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 
@@ -32,6 +33,11 @@ def by_reason(refused: Iterable[tuple[str, str, str]]) -> list[tuple[list[str], 
     return [(list(own), shared if len(own) > 1 else next(iter(own.values()))) for shared, own in alike.items()]
 
 
+def mesh_words(mesh: Mapping[str, int]) -> str:
+    """As `--mesh` takes it."""
+    return ",".join(f"{axis}={size}" for axis, size in mesh.items())
+
+
 def table(rows: list[tuple[str, ...]]) -> list[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -58,18 +64,24 @@ def digits(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
-def bytes_text(value: float) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if value >= size:
-            return f"{value / size:.2f} {unit}"
-    return f"{value:.0f} B"
+def _binary(value: float) -> tuple[str, int]:
+    return next(
+        ((unit, 2**power) for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)) if value >= 2**power), ("B", 1)
+    )
+
+
+def bytes_text(value: float, *, up: bool = False) -> str:
+    """With two digits after the point. `up` rounds up: the text then works as a limit."""
+    unit, size = _binary(value)
+    places = 100 if size > 1 else 1
+    shown = math.ceil(value / size * places) / places if up else value / size
+    return f"{shown:.2f} {unit}" if size > 1 else f"{shown:.0f} B"
 
 
 def short_bytes(value: float) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if value >= size:
-            return f"{digits(value / size)} {unit}"
-    return f"{value:.0f} B"
+    """With three digits, for pages that are read at a glance."""
+    unit, size = _binary(value)
+    return f"{digits(value / size)} {unit}" if size > 1 else f"{value:.0f} B"
 
 
 def _count(value: float) -> str:

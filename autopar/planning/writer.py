@@ -9,8 +9,7 @@ from autopar.cost import liveness
 from autopar.cost.streams import TimelineCache
 from autopar.ir.program import Program
 from autopar.passes.flow import CODEGEN, LOWERINGS, Flow, lowerings
-from autopar.passes.lower.bucket import LIMIT_BYTES
-from autopar.passes.lower.lowering import Adopted, Lowering, Target, When
+from autopar.passes.lower.lowering import LIMIT_BYTES, Adopted, Lowering, Target, When
 from autopar.passes.lower.shorten import KEPT as LOOKED_AT
 from autopar.passes.lower.shorten import shortened
 from autopar.passes.space.problem import Assignment
@@ -66,6 +65,21 @@ class Writer:
             return self._finished(program, bucket_bytes)
 
         return self._kept(assignment, (copies, "lowered", bucket_bytes, tuple(LOWERINGS.values())), lowered)
+
+    def rewrites(self, assignment: Assignment, bucket_bytes: int) -> str:
+        """What was written of an assignment's plain program, as text (`passes.flow.rewrites`)."""
+        taken: list[tuple[Lowering, Adopted | None]] = [(row, None) for row in lowerings("last")]
+        if bucket_bytes >= LIMIT_BYTES:
+            taken = [*self._quickest(assignment), *taken]
+        first = self._first(assignment, bucket_bytes)
+        said = [str(rewrite) or row.name for row, adopted in first for rewrite in adopted.rewrites]
+        program, target = self._joined(assignment, bucket_bytes, 0), self._target(bucket_bytes)
+        before: Adopted | None = None
+        for row, chosen in taken:
+            program = program if before is None else before.on(program)
+            before = chosen or row.adopt(program, target)
+            said += [str(rewrite.on(program)) or row.name for rewrite in before.rewrites] if before else []
+        return ",".join(said)
 
     def unsplit(self, assignment: Assignment, bucket_bytes: int, copies: int) -> Program:
         """As `written`, but with collectives unsplit."""
@@ -124,7 +138,7 @@ class Writer:
             few = self._few(assignment)
             program, taken = self._after(rows, self.plain(assignment, few), self._target(bucket_bytes))
             self._kept(assignment, (few, "joined", bucket_bytes, rows), lambda: program)
-            return tuple((row, Adopted(given=program, write=lowering.write)) for row, lowering in taken)
+            return tuple((row, replace(adopted, given=program, program=None)) for row, adopted in taken)
 
         return self._latest("first", (bucket_bytes, rows, assignment), adopted)
 

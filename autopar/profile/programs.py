@@ -96,7 +96,7 @@ def structure(program: Program) -> str:
     digest = hashlib.sha256(repr((program.axes, program.mesh)).encode())
     for i in program.inputs:
         digest.update(repr((i.role, str(i.meta), str(i.layout), number(i.name))).encode())
-    for instruction in (*program.forward, *program.backward):
+    for instruction in program.nodes:
         kwargs = [(key, plain(value)) for key, value in instruction.kwargs]
         outputs = [(number(name), str(program.metas[name]) if name else "") for name in instruction.outputs]
         digest.update(repr((instruction.op, plain(instruction.args), kwargs, outputs)).encode())
@@ -346,7 +346,7 @@ def _cases(program: Program) -> list[Case[int]]:
 
 
 def _instructions(program: Program) -> tuple[Node, ...]:
-    return (*program.forward, *program.backward)
+    return program.nodes
 
 
 def _operator_rows(program: Program, measurement: Measurement, machine: str) -> Iterator[OperatorRow]:

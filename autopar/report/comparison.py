@@ -1,18 +1,19 @@
 """Plans side by side."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rich.text import Text
-
 from autopar.planning.plan import Plan
-from autopar.planning.rendering import Row, of_rows, rendered
-from autopar.planning.texts import by_reason, listed
+from autopar.planning.texts import by_reason, listed, mesh_words
+
+from .document import Document
+from .rendering import rendered
+from .sections import Grid, Lines, Row, Section
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(Document):
     """Solver -> plan, or the reason why there is none. Prints as a table, best first: the predicted step, what of it is
     computed and communicated, and the peak of a rank. With several meshes or clusters, names are those of the solver,
     the mesh and the cluster: "fsdp dp=8 dgx-a100"."""
@@ -57,9 +58,6 @@ class Comparison:
         """Both tables, as plain dicts, lists, numbers and texts. `Plan.to_json` has a whole plan."""
         return {"rows": self.rows(), "collectives": self.collectives()}
 
-    def __str__(self) -> str:
-        return self.text()
-
     def alike(self) -> dict[str, list[str]]:
         """Name -> the names of the same plan, that one first; each plan once, best first."""
         first: dict[tuple[str, str, float, int], str] = {}
@@ -69,24 +67,22 @@ class Comparison:
             names.setdefault(first.setdefault(key, name), []).append(name)
         return names
 
-    def text(self, width: int = 80) -> str:
-        """The table in at most so many columns; where it is wider, its columns follow in a second one. The same plan of
-        several stands there once, and so does a reason why there is none."""
+    def sections(self) -> Iterator[Section]:
+        """The table. The same plan of several stands there once, and so does a reason why there is none."""
         alike, plans = self.alike(), self.plans
         rows: list[Row] = [
             {"plan": name, **{c: value for c, value in figures_of(plans[name]).items() if c not in ROWS_ALONE}}
             for name in alike
         ]
-        told = [Text(f"{listed(same)}: the plan of {name} too") for name, (_, *same) in alike.items() if same]
+        told = [f"{listed(same)}: the plan of {name} too" for name, (_, *same) in alike.items() if same]
         refused = by_reason((name.split(" ")[0], name, error) for name, error in self.refused.items())
-        told += [Text(f"{listed(names)}: no plan: {reason}") for names, reason in refused]
-        return rendered([*of_rows(rows, width), *told], width)
+        told += [f"{listed(names)}: no plan: {reason}" for names, reason in refused]
+        yield Section("", [Grid.of(rows), Lines(told, indent=0)])
 
     def full_text(self, width: int = 80) -> str:
         """The table, and what each plan sends."""
-        alike = self.alike()
-        sent = [row for row in self.collectives() if row["plan"] in alike]
-        return f"{self.text(width)}\n\n{rendered(of_rows(sent, width, keys=3), width)}".rstrip()
+        sent = [row for row in self.collectives() if row["plan"] in self.alike()]
+        return rendered([*self.sections(), Section("", [Grid.of(sent, keys=3)])], width)
 
 
 def figures_of(plan: Plan) -> Row:
@@ -101,7 +97,7 @@ ROWS_ALONE = ("solver", "mesh", "cluster", "MFU")
 
 COLUMNS: Mapping[str, Callable[[Plan], float | str | None]] = {
     "solver": lambda plan: plan.solver,
-    "mesh": lambda plan: ",".join(f"{axis}={size}" for axis, size in plan.mesh.items()),
+    "mesh": lambda plan: mesh_words(plan.mesh),
     "cluster": lambda plan: plan.cluster,
     "step_seconds": lambda plan: plan.seconds,
     "peak_memory_bytes": lambda plan: plan.bytes,

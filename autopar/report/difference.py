@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
-from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
-
-from autopar.planning.page.placements import input_rows, joined, parameter_rows
-from autopar.planning.page.sections import PLANS, count_text, memory_parts
-from autopar.planning.page.words import legend
 from autopar.planning.plan import Plan
-from autopar.planning.rendering import Row, rendered
 from autopar.planning.texts import UNITS, digits, listed, short_bytes, starred, together
 
 from .comparison import figures_of
+from .document import Document
+from .page import PLANS, count_text, memory_parts, pinned_text
+from .placements import input_rows, joined, parameter_rows
+from .sections import Grid, Lines, Part, Row, Section
+from .words import legend
 
 ALIKE = 5e-4
 """Figures that differ by less than this part are the same."""
@@ -45,7 +41,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moved:
+class Relocation:
     """What lives differently: names in a module (`count` alike), in words."""
 
     names: str
@@ -54,7 +50,7 @@ class Moved:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Difference:
+class Difference(Document):
     """From the plan `before` to the plan `after`, which stand here with their figures (`comparison.COLUMNS`): what was
     asked differently, figures, collectives, and what moved.
     `models` are both models where they differ: figures are then of different work.
@@ -67,45 +63,30 @@ class Difference:
     asked: tuple[Change, ...]
     figures: tuple[Change, ...]
     collectives: tuple[Change, ...]
-    moved: tuple[Moved, ...]
+    moved: tuple[Relocation, ...]
     gave: tuple[str, ...]
     operators: int | None
     all_operators: int
 
-    def to_json(self) -> dict[str, Any]:
-        """The fields, as plain dicts, lists, numbers and texts."""
-        return asdict(self)
-
-    def __str__(self) -> str:
-        return self.text()
-
-    def text(self, width: int = 80) -> str:
-        """The difference in at most so many columns."""
-        return rendered(self._parts(), width)
-
-    def _parts(self) -> Iterator[Text | Table | Padding]:
+    def sections(self) -> Iterator[Section]:
         if self.models:
-            yield Text(f"plans of two different models, whose figures are of different work: {listed(self.models)}\n")
+            told = f"plans of two different models, whose figures are of different work: {listed(self.models)}"
+            yield Section("", [Lines([told], indent=0)])
         for heading, changes in (("asked", self.asked), ("figures", self.figures), ("traffic", self.collectives)):
             if changes:
-                yield _table(heading, changes)
-                yield Text("")
+                yield Section("", [_grid(heading, changes)])
         if self.moved:
-            yield Text("what is placed differently", style="bold")
+            parts: list[Part] = []
             for row in self.moved[:MOST_ROWS]:
-                yield Padding(Text(row.names), (0, 0, 0, 2))
-                yield Padding(Text(f"{row.before} -> {row.after}"), (0, 0, 0, 4))
+                parts += [Lines([row.names]), Lines([f"{row.before} -> {row.after}"], indent=4)]
             if len(self.moved) > MOST_ROWS:
-                yield Text(f"  and {len(self.moved) - MOST_ROWS} more")
-            for line in legend([text for row in self.moved for text in (row.before, row.after)]):
-                yield Padding(Text(line), (0, 0, 0, 2))
-            yield Text("")
+                parts.append(Lines([f"and {len(self.moved) - MOST_ROWS} more"]))
+            words = legend([text for row in self.moved for text in (row.before, row.after)])
+            yield Section("what is placed differently", [*parts, Lines(words, style="dim")])
         if self.gave:
-            yield Text("what changed", style="bold")
-            for line in self.gave:
-                yield Padding(Text(line), (0, 0, 0, 2))
+            yield Section("what changed", [Lines(self.gave)])
         if not any((self.asked, self.figures, self.collectives, self.moved)):
-            yield Text("the plans are the same")
+            yield Section("", [Lines(["the plans are the same"], indent=0)])
 
 
 def difference(before: Plan, after: Plan) -> Difference:
@@ -158,7 +139,6 @@ def _is_same(old: Value, new: Value) -> bool:
 
 def _asked(plan: Plan) -> Told:
     origin = plan.provenance
-    pins = [f"{name} {axis}={text}" for name, axes in plan.constraints.items() for axis, text in axes.items()]
     told: dict[str, tuple[Value, str]] = {
         "model": (plan.model, ""),
         "mesh": (plan.mesh, ""),
@@ -167,7 +147,7 @@ def _asked(plan: Plan) -> Told:
         "cost": (plan.cost, ""),
         "optimizer": (plan.optimizer, ""),
         "memory limit": (plan.memory_limit_bytes, "bytes"),
-        "pinned": (", ".join(pins) or None, ""),
+        "pinned": (pinned_text(plan) or None, ""),
     }
     if origin is not None:
         told["parameters"] = (float(origin.parameter_count), "count")
@@ -200,7 +180,7 @@ def _collectives(plan: Plan) -> Told:
     return {f"{row.kind} {row.axis}": ({"count": row.count, "bytes": row.bytes}, TRAFFIC) for row in rows}
 
 
-def _moved(before: Plan, after: Plan) -> Iterator[Moved]:
+def _moved(before: Plan, after: Plan) -> Iterator[Relocation]:
     grouped: dict[tuple[str, str, str], list[str]] = {}
     words_before = dict(_words(before))
     for name, words in _words(after):
@@ -216,11 +196,11 @@ def _moved(before: Plan, after: Plan) -> Iterator[Moved]:
         count = max(map(len, ends.values()))
         told = joined(tuple(end.removesuffix(".weight") for end in ends))
         layers_text = f" ({count} layers)" if count > 1 else ""
-        yield Moved(names=f"{module}{layers_text}: {told}" if module else told, before=was, after=words)
+        yield Relocation(names=f"{module}{layers_text}: {told}" if module else told, before=was, after=words)
     inputs = dict(input_rows(before))
     for which, words in input_rows(after):
         if inputs.get(which) not in (None, words):
-            yield Moved(names=which, before=inputs[which], after=words)
+            yield Relocation(names=which, before=inputs[which], after=words)
 
 
 def _words(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -288,15 +268,14 @@ def _recomputed(plan: Plan) -> int:
 # ---- tables
 
 
-def _table(heading: str, changes: tuple[Change, ...]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_edge=False)
+def _grid(heading: str, changes: tuple[Change, ...]) -> Grid:
     figures = heading == "figures"
-    for number, head in enumerate((heading, "before", "after", *(["change"] if figures else []))):
-        table.add_column(head, overflow="fold", justify="right" if figures and number else "left")
-    for change in changes:
-        cells = [f"  {change.what}", _text(change.before, change.unit), _text(change.after, change.unit)]
-        table.add_row(*map(Text, [*cells, *([_by(change)] if figures else [])]))
-    return table
+    rows = [
+        (f"  {c.what}", _text(c.before, c.unit), _text(c.after, c.unit), *([_by(c)] if figures else []))
+        for c in changes
+    ]
+    heads = (heading, "before", "after", *(["change"] if figures else []))
+    return Grid(heads, rows, keys=0, right=range(1, 4) if figures else ())
 
 
 def _text(value: Value, unit: str) -> str:

@@ -2,56 +2,60 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Unpack
 
 import torch
-from rich.console import RenderableType
-from rich.padding import Padding
-from rich.text import Text
 from torch import nn
 
 from autopar.cluster.library import named_cluster
 from autopar.cluster.machine import Cluster
-from autopar.planning.fit.kept import Kept
-from autopar.planning.fit.trial import Trial
-from autopar.planning.fit.trials import Trials, hand_mesh, mesh_words
-from autopar.planning.page.sections import count_text
+from autopar.ir.garbage import uncollected
+from autopar.planning.meshes import AXES, meshes
+from autopar.planning.over import quick_seconds
 from autopar.planning.planner import Planner
 from autopar.planning.presets import PRESETS
-from autopar.planning.rendering import Row, of_rows, rendered
-from autopar.planning.request import AUTO, Request, Shared, check, takes
-from autopar.planning.texts import by_reason, digits, short_seconds
+from autopar.planning.progress import Stage
+from autopar.planning.request import AUTO, Request, Several, check, takes
+from autopar.planning.texts import by_reason, digits, mesh_words, short_seconds
+
+from .document import Document
+from .page import count_text
+from .question import Question, Reply, Variant, asked
+from .sections import Grid, Lines, Row, Section
+
+SCAN, PRESET, SEARCH = 1.0, 1.0, 5.0
+"""How long a descent, a preset and a search take beside each other."""
 
 DEVICES_MOST = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fit:
+class Fit(Document):
     """Trials, by size; within a size the fastest first, then those without a plan. `kept` answers of all were known
     from before. Prints as tables."""
 
     model: str
     cluster: str
-    trials: tuple[Trial, ...]
+    trials: tuple[Reply, ...]
     kept: int = 0
 
     @property
     def unit(self) -> str:
         """What a step computes: tokens, or samples."""
-        return next((trial.unit for trial in self.trials if trial.fits), "samples")
+        return next((trial.work[1] for trial in self.trials if trial.fits), "samples")
 
     @property
     def sizes(self) -> tuple[int, ...]:
         return tuple(dict.fromkeys(trial.devices for trial in self.trials))
 
-    def of(self, devices: int) -> tuple[Trial, ...]:
+    def of(self, devices: int) -> tuple[Reply, ...]:
         """The trials of a size."""
         return tuple(trial for trial in self.trials if trial.devices == devices)
 
-    def best(self, devices: int) -> Trial | None:
+    def best(self, devices: int) -> Reply | None:
         """The fastest that fits on so many devices, or None."""
         return next((trial for trial in self.of(devices) if trial.fits), None)
 
@@ -62,7 +66,7 @@ class Fit:
         """All trials in their order, each a row: what it reaches, or why it does not fit."""
         return [self._row(trial) for trial in self.trials]
 
-    def _row(self, trial: Trial) -> Row:
+    def _row(self, trial: Reply) -> Row:
         rate = trial.items_per_second if trial.fits else None
         size = trial.bytes if trial.fits else trial.needed_bytes
         return {
@@ -79,39 +83,28 @@ class Fit:
             "error": "" if trial.fits else trial.reason,
         }
 
-    def __str__(self) -> str:
-        return self.text()
-
-    def text(self, width: int = 80) -> str:
-        """The tables in at most so many columns."""
-        return rendered(self._parts(width), width)
-
-    def _parts(self, width: int) -> Iterator[RenderableType]:
-        yield Text(f"{self.model} on {self.cluster}", style="bold")
+    def sections(self) -> Iterator[Section]:
+        yield Section(f"{self.model} on {self.cluster}", [])
         if len(self.sizes) > 1:
-            yield Text("\nthe fastest on each number of devices", style="bold")
-            yield from of_rows(self._summary(), width)
+            yield Section("the fastest on each number of devices", [Grid.of(self._summary())])
         for size in self.sizes:
             trials = self.of(size)
             fitting = [trial for trial in trials if trial.fits]
             count = f"{len(fitting)} of {len(trials)} fit" if trials[0].mesh else "NO"
-            yield Text(f"\n{size:,} devices: {count}", style="bold")
-            if fitting:
-                yield from (Padding(part, (0, 0, 0, 2)) for part in of_rows(self._ranked(fitting), width - 2))
-            for names, reason in self._reasons(trials):
-                yield Padding(Text(f"NO  {names}{': ' if names else ''}{reason}"), (0, 0, 0, 2))
+            told = [f"NO  {names}{': ' if names else ''}{reason}" for names, reason in self._reasons(trials)]
+            yield Section(f"{size:,} devices: {count}", [Grid.of(self._ranked(fitting), indent=2), Lines(told)])
 
     def _summary(self) -> list[Row]:
-        bests = [self.best(size) or Trial(devices=size, strategy="NO", error="NO") for size in self.sizes]
+        bests = [self.best(size) or Reply(devices=size, strategy="NO", error="NO") for size in self.sizes]
         without = ("peak_bytes", "limit_bytes", "of_limit_part", "error")
         return [{name: value for name, value in self._row(best).items() if name not in without} for best in bests]
 
-    def _ranked(self, trials: Sequence[Trial]) -> list[Row]:
+    def _ranked(self, trials: Sequence[Reply]) -> list[Row]:
         without = ("devices", f"device_{self.unit}_per_second", "limit_bytes", "error")
         rows = map(self._row, trials)
         return [{"rank": k, **{n: v for n, v in row.items() if n not in without}} for k, row in enumerate(rows, 1)]
 
-    def _reasons(self, trials: Sequence[Trial]) -> Iterator[tuple[str, str]]:
+    def _reasons(self, trials: Sequence[Reply]) -> Iterator[tuple[str, str]]:
         """Trials without a plan, those of one reason together."""
         refused = [trial for trial in trials if not trial.fits]
         names = [f"{trial.strategy} on {mesh_words(trial.mesh)}" if trial.mesh else "" for trial in refused]
@@ -119,7 +112,7 @@ class Fit:
         yield from ((", ".join(alike), reason) for alike, reason in told)
 
 
-def strategy_words(trial: Trial) -> str:
+def strategy_words(trial: Reply) -> str:
     """The strategy; of a search that took a preset's plan, that too."""
     return (
         f"{trial.strategy}: {trial.winner}"
@@ -128,13 +121,13 @@ def strategy_words(trial: Trial) -> str:
     )
 
 
-def trial_words(trial: Trial) -> str:
+def trial_words(trial: Reply) -> str:
     """What a trial reaches, and how."""
-    reached = f"{short_seconds(trial.seconds)}, {digits(trial.items_per_second)} {trial.unit}/s"
+    reached = f"{short_seconds(trial.seconds)}, {digits(trial.items_per_second)} {trial.work[1]}/s"
     return f"{reached} by {strategy_words(trial)} on {mesh_words(trial.mesh)}"
 
 
-@takes(Shared)
+@takes(Several)
 def fit(
     model: nn.Module,
     devices: Sequence[int],
@@ -142,13 +135,10 @@ def fit(
     kwargs: Mapping[str, Any] | None = None,
     *,
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
-    cluster: str | Cluster | None = None,
     strategies: Sequence[str] | None = None,
+    cluster: str | Cluster | None = None,
     axes: int = 2,
-    keep: str | Path | None = None,
-    report: Callable[[float, str], None] = lambda part, what: None,
-    each: Callable[[Fit], None] = lambda known: None,
-    **options: Unpack[Shared],
+    **options: Unpack[Several],
 ) -> Fit:
     """Which meshes and strategies fit a model on each number of `devices`, and how fast they are, the fastest first.
 
@@ -165,6 +155,7 @@ def fit(
 
     Raises ValueError for invalid arguments, and for a model that cannot be captured.
     """
+    of_request, keep, report, each = asked(options)
     sizes = _sizes(devices)
     chosen = tuple(dict.fromkeys((AUTO, *PRESETS) if strategies is None else strategies))
     for strategy in chosen:
@@ -174,20 +165,87 @@ def fit(
     if isinstance(axes, bool) or not isinstance(axes, int) or not 1 <= axes <= 4:
         raise ValueError(f"axes is {axes!r}: give the most axes of a mesh, from 1 to 4")
     machine = named_cluster(cluster, device_type="cpu")
-    request = Request(cluster=machine, **options)
-    kept = Kept(keep)
+    request = Request(cluster=machine, **of_request)
     report(0.0, "reading the model")
     mesh = hand_mesh(machine, min([*sizes, machine.devices]))
     planner = Planner(model, mesh, args, kwargs, loss_fn=loss_fn, request=request)
-    trials = Trials(planner, request, chosen, axes=axes, kept=kept, report=report)
+    question = Question(planner, keep=keep, report=report)
     about = planner.facts.provenance(machine, 1)
     named = f"{planner.facts.name} ({count_text(about.parameter_count)} parameters, {about.dtype})"
     known = Fit(model=named, cluster=machine.name, trials=())
-    for trial in trials.run(sizes):
+    for trial in _trials(question, request, chosen, sizes, axes):
         ranked = sorted((*known.trials, trial), key=lambda t: (sizes.index(t.devices), not t.fits, t.seconds))
-        known = replace(known, trials=tuple(ranked), kept=trials.was_kept)
+        known = replace(known, trials=tuple(ranked), kept=question.was_kept)
         each(known)
+    report(1.0, "")
     return known
+
+
+def _trials(
+    question: Question, request: Request, strategies: Sequence[str], sizes: Sequence[int], axes: int
+) -> Iterator[Reply]:
+    """The trials of each size, in the order in which they are made: the search on the meshes that promise most, and
+    every strategy on that of the machines."""
+    machine, finalists = named_cluster(request.cluster), question.planner.effort.mesh_finalists
+    searches = [name for name in strategies if name not in PRESETS]
+    fitting = [size for size in sizes if size <= machine.devices]
+    for size in sizes:
+        if size not in fitting:
+            yield Reply(devices=size, error=f"cluster {machine.name} has {machine.devices:,} devices")
+    looks = {size: meshes(size, axes) for size in fitting}
+    question.total = max(SCAN, sum(
+        SCAN * len(on) * bool(searches)
+        + SEARCH * len(searches) * (min(len(on), finalists) + (hand_mesh(machine, size) not in on))
+        + PRESET * (len(strategies) - len(searches))
+        for size, on in looks.items()
+    ))  # fmt: skip
+    for size, candidates in looks.items():
+        by_hand = hand_mesh(machine, size)
+        seconds: list[tuple[float, dict[str, int]]] = []
+        for mesh in sorted(candidates, key=lambda mesh: max(mesh.values())) if searches else ():
+            known = sorted(found for found, _ in seconds)
+            below = known[finalists - 1] if len(known) >= finalists else math.inf
+            seconds.append((_looked(question, request, mesh, len(candidates), below), mesh))
+        best = [mesh for _, mesh in sorted(seconds, key=lambda look: look[0])[:finalists]]
+        yield from question.answers(
+            Variant(
+                name=f"{size:,} devices, {strategy} on {mesh_words(mesh)}",
+                mesh=mesh,
+                request=replace(request, solver=strategy),
+                weight=SEARCH if strategy in searches else PRESET,
+            )
+            for strategy in strategies
+            for mesh in _distinct([*(best if strategy in searches else []), by_hand])
+        )
+
+
+def _looked(question: Question, request: Request, mesh: Mapping[str, int], count: int, below: float) -> float:
+    """The seconds of a quick look at one of so many meshes; infinity if nothing fits."""
+
+    def compute(stage: Stage) -> float | None:
+        try:
+            with uncollected():
+                seconds = quick_seconds(question.on(mesh, request), replace(request, stage=stage), count, below)
+        except ValueError:  # the search itself says what is wrong
+            return None
+        return seconds if math.isfinite(seconds) else None
+
+    doing = f"{math.prod(mesh.values()):,} devices, looking at {mesh_words(mesh)}"
+    seconds = question.known(("look", mesh, count, repr(below)), request, compute, SCAN, doing)
+    return math.inf if seconds is None else seconds
+
+
+def _distinct(every: list[dict[str, int]]) -> list[dict[str, int]]:
+    return [mesh for number, mesh in enumerate(every) if mesh not in every[:number]]
+
+
+def hand_mesh(cluster: Cluster, devices: int) -> dict[str, int]:
+    """The mesh that people write by hand: data parallel between machines, tensor parallel within one. (Presets take
+    their axes by these names.)"""
+    inner = cluster.levels[-1].size
+    if devices <= inner or devices % inner or inner == 1:
+        return {AXES[0]: devices}
+    return {"dp": devices // inner, "tp": inner}
 
 
 def _sizes(devices: Any) -> list[int]:
@@ -200,4 +258,4 @@ def _sizes(devices: Any) -> list[int]:
     return list(dict.fromkeys(given))
 
 
-__all__ = ["Fit", "Trial", "fit"]
+__all__ = ["Fit", "fit"]

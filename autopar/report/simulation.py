@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, Unpack
 
 import torch
-from rich.text import Text
 from torch import nn
 
 from autopar.cost.timeline import COMPUTE, Timeline
@@ -15,13 +14,15 @@ from autopar.ir.program import COLLECTIVES
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
 from autopar.planning.reading import refreshed
-from autopar.planning.rendering import Row, of_rows, rendered
 from autopar.planning.request import Options, Request, takes
 from autopar.planning.texts import short_seconds
 
+from .document import Document
+from .sections import Grid, Lines, Row, Section
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Simulation:
+class Simulation(Document):
     """A plan, and the timeline of its program: when each operator and each collective of one rank's step runs, in
     seconds from 0. Prints as a table of collectives with what hides. `timeline.to_chrome()` is a trace for Perfetto."""
 
@@ -51,11 +52,8 @@ class Simulation:
             "communication": [{**asdict(row), "hidden_seconds": row.hidden_seconds} for row in timeline.communication],
         }
 
-    def __str__(self) -> str:
-        return self.text()
-
-    def text(self, width: int = 80) -> str:
-        """The step and its collectives in at most so many columns."""
+    def sections(self) -> Iterator[Section]:
+        """The step, and its collectives."""
         timeline, plan = self.timeline, self.plan
         mesh = " x ".join(f"{axis}={n}" for axis, n in plan.mesh.items())
         figures = {
@@ -80,7 +78,8 @@ class Simulation:
             }
             for row in timeline.communication
         ]  # fmt: skip
-        return rendered([*map(Text, lines), Text(""), *of_rows(rows, width, keys=2)], width)
+        yield Section("", [Lines(lines, indent=0)])
+        yield Section("", [Grid.of(rows, keys=2)])
 
 
 @takes(Options)

@@ -11,37 +11,36 @@ lock step with the others. The reference is eager PyTorch on a copy of the model
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich.console import RenderableType
-from rich.text import Text
 from torch import nn
 
 from autopar.planning.given import check_mesh
-from autopar.planning.rendering import rendered, tables
 from autopar.planning.request import AUTO, Recompute
 from autopar.planning.request import check as check_option
+from autopar.report.document import Document
+from autopar.report.sections import Grid, Lines, Section
 
-from .locate import Difference
+from .locate import Departure
 from .plans import random_assignment
 from .steps import KINDS, relative_error
-from .trial import Row, Trial
+from .trial import EagerTrial, PlanRow
 
 RANDOM_DRAWS = 5
 """Seeds that are tried for a random plan before it is given up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Check:
+class Check(Document):
     """The result of `check`, a row for each plan. Prints as a table."""
 
     mesh: Mapping[str, int]
     steps: int
     tolerance: float
-    rows: tuple[Row, ...]
+    rows: tuple[PlanRow, ...]
 
     @property
     def equal(self) -> bool:
@@ -68,11 +67,8 @@ class Check:
             ],
         }
 
-    def __str__(self) -> str:
-        return self.text()
-
-    def text(self, width: int = 80) -> str:
-        """The table in at most so many columns, and below it what differs."""
+    def sections(self) -> Iterator[Section]:
+        """The table, and below it what differs."""
         kinds = [kind for kind in KINDS if any(kind in row.errors for row in self.rows)]
         rows = [
             (
@@ -84,17 +80,17 @@ class Check:
         ]
         shape = " x ".join(f"{axis}={size}" for axis, size in self.mesh.items())
         heading = f"{self.steps} step{'s' * (self.steps > 1)} on {shape}, largest relative errors beside eager"
-        lines: list[RenderableType] = [Text(f"{heading} (equal up to {self.tolerance:g}):")]
-        lines += tables(("plan", *kinds, ""), rows, width, keys=1)
+        told = []
         for row in self.rows:
             if row.failure:
-                lines.append(Text(f"{row.plan}: {row.failure}"))
+                told.append(f"{row.plan}: {row.failure}")
             if not row.equal and row.step is not None:
                 wrong = [f"{kind} {row.worst[kind]}" for kind in kinds if not row.errors.get(kind, 0) <= row.tolerance]
-                lines.append(Text(f"{row.plan}, step {row.step + 1}: {', '.join(wrong)}"))
+                told.append(f"{row.plan}, step {row.step + 1}: {', '.join(wrong)}")
             if row.first is not None:
-                lines.append(Text(f"{row.plan}: first {row.first}"))
-        return rendered(lines, width)
+                told.append(f"{row.plan}: first {row.first}")
+        title = Lines([f"{heading} (equal up to {self.tolerance:g}):"], indent=0)
+        yield Section("", [title, Grid(("plan", *kinds, ""), rows), Lines(told, indent=0)])
 
 
 def check(
@@ -130,14 +126,14 @@ def check(
     check_option("solver", solver)
     if not isinstance(plans, int) or isinstance(plans, bool) or plans < 0:
         raise ValueError(f"plans is {plans!r}: give the number of random plans, 0 or more")
-    trial = Trial(model, args, kwargs, loss_fn=loss_fn, seed=seed, dtype=dtype, steps=steps, recompute=recompute)
+    trial = EagerTrial(model, args, kwargs, loss_fn=loss_fn, seed=seed, dtype=dtype, steps=steps, recompute=recompute)
     rows = [trial.of_solver(mesh_shape, solver)]
     for number in range(plans):
         rows.append(_random(trial, mesh_shape, seed + RANDOM_DRAWS * number))
     return Check(mesh=dict(mesh_shape), steps=steps, tolerance=trial.tolerance, rows=tuple(rows))
 
 
-def _random(trial: Trial, mesh_shape: Mapping[str, int], seed: int) -> Row:
+def _random(trial: EagerTrial, mesh_shape: Mapping[str, int], seed: int) -> PlanRow:
     """The first feasible random plan of a few seeds. Raises ValueError where there is none."""
     for number in range(seed, seed + RANDOM_DRAWS - 1):
         try:
@@ -147,4 +143,4 @@ def _random(trial: Trial, mesh_shape: Mapping[str, int], seed: int) -> Row:
     return trial.of_random(mesh_shape, seed + RANDOM_DRAWS - 1)
 
 
-__all__ = ["Check", "Difference", "Row", "Trial", "check", "random_assignment", "relative_error"]
+__all__ = ["Check", "Departure", "EagerTrial", "PlanRow", "check", "random_assignment", "relative_error"]

@@ -55,11 +55,11 @@ KERNELS: Mapping[str, Callable[..., Any]] = {
 
 
 def run_on_fakes(program: Program, device_type: str = "cuda") -> None:
-    """Run the program of the first rank on fakes of a device, as `Fakes.run` does."""
-    Fakes(device_type).run(program)
+    """Run the program of the first rank on fakes of a device, as `DeviceFakes.run` does."""
+    DeviceFakes(device_type).run(program)
 
 
-class Fakes:
+class DeviceFakes:
     """Fakes of a device, for any number of programs. Instructions repeat, from layer to layer and from plan to plan:
     one whose operands lie as those of an earlier one did has the results of that one, and does not run again."""
 
@@ -83,7 +83,7 @@ class Fakes:
             values: dict[str, torch.Tensor] = {}
             for i in program.inputs:
                 values[i.name] = self._empty(local_meta(i.meta, i.layout, program.mesh))
-            for instruction in (*program.forward, *program.backward):
+            for instruction in program.nodes:
                 try:
                     self._run(instruction, program, values)
                 except Exception as error:

@@ -16,8 +16,8 @@ import torch
 import torch.utils._pytree as pytree
 
 from autopar.compat.dispatch import Watching
+from autopar.ir.emitter import Emitter
 from autopar.ir.graph import JointGraph, Node, Ref, meta_of
-from autopar.ops.emit import LocalEmitter
 from autopar.ops.lockstep import run
 from autopar.ops.randomness import draws, seeded
 from autopar.ops.rule import Call
@@ -175,7 +175,7 @@ def _drawn(
     metas = {name: meta_of(x) for name, x in (*tensors.items(), ("key", key))}
     call = Call(node, tuple(metas[i] for i in node.inputs), tuple(map(meta_of, targets)))
     number = itertools.count()
-    emitter = LocalEmitter((), metas, lambda hint: f"{hint}_{next(number)}")
+    emitter = Emitter(metas=metas, named=lambda hint: f"{hint}_{next(number)}")
     names = seeded(emitter, call, Ref("key"))
     if names is None:
         raise ValueError(f"{func} draws numbers that no program can draw: draw them outside of the model")

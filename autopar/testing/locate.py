@@ -18,7 +18,7 @@ from .steps import NEGLIGIBLE, relative_error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Difference:
+class Departure:
     """Where a step departs from eager: at an operator of the program, or in what was captured.
 
     `value` is the value of the graph that differs, `operator` what makes it and `module` the module that this belongs
@@ -72,7 +72,7 @@ def first_difference(
     *,
     seed: int,
     tolerance: float,
-) -> Difference | None:
+) -> Departure | None:
     """The first value, in program order, that put together from all ranks is not the graph's own; None if all are."""
     expected = reference_values(graph, held, inputs, tangents, seed)
     nodes = {name: node for node in graph.nodes for name in node.outputs if name}
@@ -92,7 +92,7 @@ def first_difference(
 
 
 class _Stop(Exception):
-    def __init__(self, difference: Difference) -> None:
+    def __init__(self, difference: Departure) -> None:
         super().__init__(difference)
         self.difference = difference
 
@@ -105,7 +105,7 @@ def _difference(
     expected: Mapping[str, Any],
     ranks: Mapping[Shape, Values],
     tolerance: float,
-) -> Difference | None:
+) -> Departure | None:
     reference = expected[name]
     shards = {coordinate: values[name] for coordinate, values in ranks.items()}
     local = tuple(next(iter(shards.values())).shape)
@@ -116,11 +116,11 @@ def _difference(
     try:
         assembled = assemble(shards, tuple(reference.shape), layout, program.mesh, math.inf, name)
     except (AssertionError, RuntimeError) as raised:
-        return Difference(what=str(raised), value=name, operator=node.op, module=node.module)
+        return Departure(what=str(raised), value=name, operator=node.op, module=node.module)
     error = relative_error(assembled, reference, floor)
     if error <= tolerance:
         return None
-    return Difference(
+    return Departure(
         what=f"differs by {error:.3g} of its largest element",
         value=name,
         operator=node.op,

@@ -22,7 +22,7 @@ from autopar.planning.planner import Planner
 from autopar.planning.request import Recompute
 
 from .draws import untouched_random_state
-from .locate import Difference, first_difference, reference_values
+from .locate import Departure, first_difference, reference_values
 from .plans import random_assignment
 from .steps import DRAWS, KINDS, StepResult, eager_steps, errors, read_draws, simulated_steps, tangents_of
 
@@ -37,7 +37,7 @@ graph."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class PlanRow:
     """One plan beside eager. `errors` holds the largest relative error of each of `KINDS` over the steps, up to the
     first at which something differs (`step`), and `worst` the name of the tensor that has it. A plan whose program does
     not run has what stopped it in `failure`."""
@@ -47,7 +47,7 @@ class Row:
     errors: Mapping[str, float] = field(default_factory=dict)
     worst: Mapping[str, str] = field(default_factory=dict)
     step: int | None = None
-    first: Difference | None = None
+    first: Departure | None = None
     failure: str = ""
 
     @property
@@ -55,7 +55,7 @@ class Row:
         return not self.failure and self.step is None
 
 
-class Trial:
+class EagerTrial:
     """Eager's steps of a copy of the model, and what compares programs with them.
 
     Raises ValueError where the model is refused."""
@@ -130,7 +130,7 @@ class Trial:
             self.planners[key] = self.base.on(mesh_shape, None)
         return self.planners[key]
 
-    def of_solver(self, mesh_shape: Mapping[str, int], solver: str) -> Row:
+    def of_solver(self, mesh_shape: Mapping[str, int], solver: str) -> PlanRow:
         """A solver's or preset's plan beside eager. Raises ValueError where it is refused."""
         planner = self.on(mesh_shape)
 
@@ -140,7 +140,7 @@ class Trial:
 
         return self._row(solver, write)
 
-    def of_random(self, mesh_shape: Mapping[str, int], seed: int, *, lower: bool = True) -> Row:
+    def of_random(self, mesh_shape: Mapping[str, int], seed: int, *, lower: bool = True) -> PlanRow:
         """A random plan beside eager, in buckets and in parts where these pay; or as it is."""
         planner = self.on(mesh_shape)
 
@@ -152,17 +152,17 @@ class Trial:
 
         return self._row(f"random {seed}", write)
 
-    def _row(self, name: str, write: Callable[[], tuple[Program, Mapping[str, Layout]]]) -> Row:
+    def _row(self, name: str, write: Callable[[], tuple[Program, Mapping[str, Layout]]]) -> PlanRow:
         """ValueErrors refuse; whatever else is raised is a failure of the plan."""
         try:
             program, laid_out = write()
         except ValueError:
             raise
         except Exception as raised:
-            return Row(plan=name, tolerance=self.tolerance, failure=f"planning: {_shown(raised)}")
+            return PlanRow(plan=name, tolerance=self.tolerance, failure=f"planning: {_shown(raised)}")
         return self.row(name, program, laid_out)
 
-    def row(self, name: str, program: Program, laid_out: Mapping[str, Layout]) -> Row:
+    def row(self, name: str, program: Program, laid_out: Mapping[str, Layout]) -> PlanRow:
         """A program beside eager; `laid_out` says how its values lie (see `codegen.layouts`)."""
         expected, captured = self.expected, self.captured
         inputs = captured.bind(self.args, self.kwargs)
@@ -183,7 +183,7 @@ class Trial:
                 )
         except Exception as raised:
             first = self._located(program, laid_out, held, inputs, 0) if isinstance(raised, AssertionError) else None
-            return Row(plan=name, tolerance=self.tolerance, failure=_shown(raised), first=first)
+            return PlanRow(plan=name, tolerance=self.tolerance, failure=_shown(raised), first=first)
         most: dict[str, float] = {}
         worst: dict[str, str] = {}
         wrong: int | None = None
@@ -197,7 +197,7 @@ class Trial:
                 break
         where = None if wrong is None else self._located(program, laid_out, steps[wrong][0], inputs, wrong)
         ordered = {kind: most[kind] for kind in KINDS if kind in most}
-        return Row(plan=name, tolerance=self.tolerance, errors=ordered, worst=worst, step=wrong, first=where)
+        return PlanRow(plan=name, tolerance=self.tolerance, errors=ordered, worst=worst, step=wrong, first=where)
 
     def _located(
         self,
@@ -206,7 +206,7 @@ class Trial:
         held: Mapping[str, torch.Tensor],
         inputs: Mapping[str, torch.Tensor],
         step: int,
-    ) -> Difference:
+    ) -> Departure:
         """Where a step departs from eager."""
         graph, seed, tangents = self.captured.graph, self.seed + step, tangents_of(program, self.captured)
         with without_autocast("cpu"):
@@ -215,7 +215,7 @@ class Trial:
                     program, laid_out, graph, held, inputs, tangents, seed=seed, tolerance=self.tolerance
                 )
             except Exception as raised:
-                return Difference(what=f"the program does not run to its end: {_shown(raised)}")
+                return Departure(what=f"the program does not run to its end: {_shown(raised)}")
             if difference is not None:
                 return difference
             values = reference_values(graph, held, inputs, tangents, seed)
@@ -227,11 +227,11 @@ class Trial:
             given = StepResult(outputs={o.target: values[o.name]})
             (error,) = errors(given, StepResult(outputs={o.target: theirs[o.target]})).values()
             if not error <= self.tolerance:
-                return Difference(
+                return Departure(
                     what=f"the captured graph is not what the model does: {o.role} {o.target} differs by {error:.3g}",
                     error=error,
                 )
-        return Difference(what="every operator agrees with the captured graph on one device; what leaves it does not")
+        return Departure(what="every operator agrees with the captured graph on one device; what leaves it does not")
 
 
 def _shown(error: BaseException) -> str:

@@ -51,7 +51,7 @@ class FreeBuilder(ProblemBuilder):
 
     def _is_free(self, meta: TensorMeta, produced: Layout, wanted: Layout) -> bool:
         """Whether a layout is had by local slices alone."""
-        if any(here != there and here != REPLICATE for here, there in zip(produced, wanted, strict=True)):
+        if any(here not in (there, REPLICATE) for here, there in zip(produced, wanted, strict=True)):
             return False
         route = self.space.redistributor.route(meta.shape, meta.dtype, produced, wanted)
         return route is not None and all(step.kind == "slice" for step in route.steps)

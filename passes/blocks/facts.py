@@ -9,7 +9,7 @@ from autopar.passes.dependency.affine import AffineMap, Preserved, compose, pres
 from autopar.passes.dependency.operators import dependency, signatures
 
 
-class Facts:
+class RuleFacts:
     """Rules, dependency maps and their compositions by node signature, so that depth costs little."""
 
     def __init__(self, graph: JointGraph, ranks: int) -> None:
@@ -101,7 +101,7 @@ class Facts:
             for name in (self.operands[i] if self.is_contraction(i) else ())
             if name in given and name not in trained and self._is_summed(i, name)
         }
-        self.activations: set[str] = {name for name in trained & given}
+        self.activations = set(trained & given)
         for root in {self.root(name) for name in features}:
             self.activations.add(root)
         for i in range(self.middle):

@@ -14,7 +14,7 @@ from autopar.ir.graph import JointGraph
 from autopar.passes.dependency.affine import identity, surviving
 
 from .block import BlockDim, Blocks, BranchKind, FreeGroup, ParallelBlock, SharedGroup
-from .facts import Facts
+from .facts import RuleFacts
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class Growth:
     claimed. `merge=False` is the paper's form: one contraction a block, first come.
     """
 
-    def __init__(self, facts: Facts, merge: bool) -> None:
+    def __init__(self, facts: RuleFacts, merge: bool) -> None:
         self.facts, self.merge = facts, merge
         self.grouped: set[int] = set()
 
@@ -134,7 +134,7 @@ class Growth:
 
 def blocks(graph: JointGraph, ranks: int, *, merge: bool = True) -> Blocks:
     """CFP Algorithm 1 for P = `ranks`."""
-    facts = Facts(graph, ranks)
+    facts = RuleFacts(graph, ranks)
     claims = Growth(facts, merge).claims()
     groups = _Partition(facts, claims)
     return Blocks(
@@ -149,7 +149,7 @@ def blocks(graph: JointGraph, ranks: int, *, merge: bool = True) -> Blocks:
 class _Partition:
     """Numbers of groups: blocks first, then free groups. -1 is shared."""
 
-    def __init__(self, facts: Facts, claims: Sequence[Claim]) -> None:
+    def __init__(self, facts: RuleFacts, claims: Sequence[Claim]) -> None:
         self.facts, self.claims = facts, claims
         self.group: dict[int, int] = {i: k for k, claim in enumerate(claims) for i in claim.nodes}
         self.reasons: dict[int, str] = {}

@@ -7,7 +7,7 @@ right for calls in which everything that was read comes out the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -154,17 +154,8 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
 
     def _dispatch(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         kind = kind_of(func)
-        if not kind.is_operator:
-            raise ValueError(
-                f"the model has control flow that depends on data, torch's {kind.name}, which one graph cannot hold: "
-                f"write the loop out in Python, or as operators on all of its steps"
-            )
-        if func.namespace in COLLECTIVES:
-            raise ValueError(
-                f"forward calls a collective, {kind.name}, and a parallel module issues all collectives itself: its "
-                f"forward is that of one device on the global batch. Leave it out, and what divides by the number of "
-                f"ranks"
-            )
+        if refusal := _refusal(func):
+            raise ValueError(refusal)
         if kind.reads or sizes_by_values(func, args):
             result = self.read(func, args, kwargs)
             if result is not NotImplemented:
@@ -178,11 +169,8 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
             args = self._placed(args)
         func, args = annotated(func, args)
         kind = kind_of(func)
-        for x in written_by(func, args, kwargs) if kind.writes else ():
-            if is_real(x):
-                raise WritesReal(x)
-            if (path := self._inputs.get(memory_of(x))) is not None:
-                raise WritesInput(path)
+        if kind.writes:
+            self._refuse_writes(written_by(func, args, kwargs))
         if kind.is_product and (raised := raised_by_product(func, args, kwargs)) is not None:
             raise of_eager(raised)
         try:
@@ -201,6 +189,13 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
             written = self.writes[len(self.nodes) - 1]
             self._concrete = {name for name in self._concrete if self.values[name].memory not in written}
         return result
+
+    def _refuse_writes(self, tensors: Iterable[torch.Tensor]) -> None:
+        for x in tensors:
+            if is_real(x):
+                raise WritesReal(x)
+            if (path := self._inputs.get(memory_of(x))) is not None:
+                raise WritesInput(path)
 
     def _unknown(self, tensor: torch.Tensor, lifted: bool) -> str:
         if is_real(tensor) and tensor.requires_grad and torch.is_grad_enabled():
@@ -377,6 +372,22 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
 
 
 _MASKS = (torch.bool, torch.uint8)
+
+
+def _refusal(func: Any) -> str:
+    """Why no graph can hold an operator; empty where it can."""
+    kind = kind_of(func)
+    if not kind.is_operator:
+        return (
+            f"the model has control flow that depends on data, torch's {kind.name}, which one graph cannot hold: "
+            f"write the loop out in Python, or as operators on all of its steps"
+        )
+    if func.namespace in COLLECTIVES:
+        return (
+            f"forward calls a collective, {kind.name}, and a parallel module issues all collectives itself: its "
+            f"forward is that of one device on the global batch. Leave it out, and what divides by the number of ranks"
+        )
+    return ""
 
 
 def _tuples(value: Any) -> Any:

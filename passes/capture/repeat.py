@@ -21,7 +21,7 @@ from .recorder import line_of
 from .step import Recording
 
 
-class Repeated:
+class RepeatedStep:
     """A step and the one after it, compared. `parting` says in words where the second computes something else, and is
     empty where it does not; `read` are values of the first step, not made of constants, that the second reads. `left`
     are tensors that each step left in Python."""

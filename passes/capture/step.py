@@ -97,7 +97,7 @@ class Recording:
         return with_own_metas(replace(graph, inputs=tuple(i for i in graph.inputs if i.name not in unread)))
 
 
-class Step:
+class ModelStep:
     """A model on fakes, its inputs by path, and its loss. `canonical` maps every name of a parameter or buffer to the
     first of the same tensor; `call` is what calls the model, where that is more than a call."""
 

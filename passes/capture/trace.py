@@ -42,10 +42,10 @@ from .leaves import input_names, leaf_of
 from .looks import listed
 from .recorder import line_of
 from .refusals import refusal, unread_refusal
-from .repeat import Repeated
+from .repeat import RepeatedStep
 from .rest import with_rest
 from .shown import line_raised
-from .step import Recording, Step
+from .step import ModelStep, Recording
 from .ways import Generators, OtherWays
 from .witness import Witness, check_memory
 
@@ -116,7 +116,7 @@ def _capture(
         args, kwargs = precision.cast_inputs((args, kwargs))
         return precision.cast_outputs(copy(*args, **kwargs))
 
-    step = Step(
+    step = ModelStep(
         copy,
         pairs,
         input_spec,
@@ -127,7 +127,7 @@ def _capture(
         loss_fn=loss_fn,
         call=call,
     )
-    watched = _Watched(step, here)
+    watched = _WatchedStep(step, here)
     witness = Witness(step.model, loss_fn)
     try:
         first, recorder, functional = _recorded(watched, witness)
@@ -200,11 +200,11 @@ def _capture(
     )
 
 
-class _Watched:
+class _WatchedStep:
     """A step that is recorded with all that a graph must know: where operators come from, what is traced as something
     else, which values are concrete, and which branches on data raise."""
 
-    def __init__(self, step: Step, here: Here) -> None:
+    def __init__(self, step: ModelStep, here: Here) -> None:
         self.step, self.here = step, here
         self.paths: dict[int, str] = {}
         for path, module in step.model.named_modules():
@@ -255,7 +255,7 @@ class _Watched:
         return next((line_of(*line) for line in lines if line is not None), "")
 
 
-def _recorded(step: _Watched, witness: Witness) -> tuple[Recording, StepRecorder, Functional]:
+def _recorded(step: _WatchedStep, witness: Witness) -> tuple[Recording, StepRecorder, Functional]:
     """The step, recorded twice: the second time with the state that the first left. Raises CaptureError where the two
     differ."""
     first, recorder = step.record(witness.watching())
@@ -263,7 +263,7 @@ def _recorded(step: _Watched, witness: Witness) -> tuple[Recording, StepRecorder
     left = [name for tensor in witness.left if (name := recorder.name(tensor)) is not None]
     second, _ = step.record(witness.again())
     functional = first.functional(left)
-    witness.settle(Repeated(first, functional, second, witness.left))
+    witness.settle(RepeatedStep(first, functional, second, witness.left))
     return first, recorder, functional
 
 

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.compat.patching import patched
 from autopar.compat.tensors import is_fake, is_real, is_transformed, memory_of, notes_of, unmodified
+from autopar.extensions import Plug, Table
 
 from .asked import (
     ADDRESSING,
@@ -35,10 +36,12 @@ from .attention import attended
 from .concrete import StepRecorder
 from .here import Here
 from .looks import is_library
-from .selections import Selected, indexed, masked_select, selected_loss
 
 logger = logging.getLogger(__name__)
 _DATA: Any = torch.Tensor.data
+
+WAYS = Table("way", Plug)
+"""What adds to `TRACED`: of the recorder, functions and what is traced in their place."""
 
 
 class OtherWays(TorchFunctionMode):
@@ -51,10 +54,11 @@ class OtherWays(TorchFunctionMode):
         self.generators, self.recorder, self.here = generators, recorder, here
         self.traced: dict[Any, Callable[..., Any]] = {
             **TRACED,
-            F.ctc_loss: functools.partial(selected_loss, recorder),
             _DATA.__set__: recorder.replace,
             **{func: functools.partial(self._read, func) for func in _WHOLE},
         }
+        for way in WAYS.values():
+            self.traced.update(way.value(recorder))
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -63,9 +67,10 @@ class OtherWays(TorchFunctionMode):
         if name == "__get__" and func.__self__ is not _GRAD and is_fake(args[0]):
             return func(*args)  # most calls are of attributes, which need nothing
         func, args, kwargs = self.here.call(func, args, kwargs or {})
-        if Selected in types and func is not F.ctc_loss:
-            with self:
-                return Selected.__torch_function__(func, types, args, kwargs)
+        for kind in types:
+            if func not in getattr(kind, "readers", (func,)):  # a class whose tensors stand for others until these read
+                with self:
+                    return kind.__torch_function__(func, types, args, kwargs)
         name = getattr(func, "__name__", "")
         file = sys._getframe(1).f_code.co_filename
         if message := self._refusal(func, name, args, file):
@@ -213,10 +218,10 @@ def _own_class(base: type[torch.Generator]) -> Any:
         def __instancecheck__(cls, instance: object) -> bool:
             return isinstance(instance, base)
 
-    class Own(base, metaclass=Meta):  # type: ignore[misc, valid-type]
+    class OwnGenerator(base, metaclass=Meta):  # type: ignore[misc, valid-type]
         pass
 
-    return Own
+    return OwnGenerator
 
 
 def as_strided(
@@ -361,12 +366,11 @@ TRACED: Mapping[Any, Callable[..., Any]] = {
     **{
         getattr(holder, way.__name__): way
         for holder in (torch, torch.Tensor)
-        for way in (as_strided, bincount, cov, masked_select, stft)
+        for way in (as_strided, bincount, cov, stft)
     },
     **{func: functools.partial(_dense, func) for func in (F.embedding, F.embedding_bag)},
     **{func: functools.partial(_of_list, func, 0) for func in (torch.tensor, torch.as_tensor)},
     torch.Tensor.new_tensor: functools.partial(_of_list, torch.Tensor.new_tensor, 1),
-    torch.Tensor.__getitem__: indexed,
     torch.Tensor.__deepcopy__: _deep_copy,
     F.multilabel_margin_loss: multilabel_margin_loss,
     F.dropout: dropout,

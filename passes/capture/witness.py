@@ -27,7 +27,7 @@ from autopar.ir.rewrite import distinct
 from .asked import ASKING, SEEDING, refusing, without_files
 from .errors import CaptureError
 from .looks import Drawn, Look, Reads, Same, codes_of, is_library, listed, names_of
-from .repeat import Repeated
+from .repeat import RepeatedStep
 from .state import look
 
 logger = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class Witness:
         yield self.identities
         self.looks.append(self._look())
 
-    def settle(self, steps: Repeated) -> None:
+    def settle(self, steps: RepeatedStep) -> None:
         """Raises CaptureError where a step keeps something for the next: where it computes something else when it runs
         again, or leaves something else in Python; and where it reads what nothing sees into. Warns of what each call
         writes and nobody in the model reads: with a program it keeps the value that it had."""
@@ -291,7 +291,7 @@ def _is_shown(path: str, modules: Mapping[str, nn.Module]) -> bool:
     return owner in modules and not name.startswith("_")
 
 
-def _is_same_tensor(a: Any, b: Any, steps: Repeated) -> bool:
+def _is_same_tensor(a: Any, b: Any, steps: RepeatedStep) -> bool:
     """Whether what stands for a tensor after each of two steps is computed alike."""
     tensors = [token.value for token in (a, b) if isinstance(token, Same) and isinstance(token.value, torch.Tensor)]
     return len(tensors) == 2 and steps.same(*tensors)

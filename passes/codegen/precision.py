@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from autopar.ir.emitter import Emitter
 from autopar.ir.graph import CAST, JointGraph, Node, Ref, TensorMeta, readers
 from autopar.ir.layout import local_meta
 from autopar.ir.program import GATHERED, LAYOUT, Program, ProgramInput, ProgramOutput
@@ -40,33 +41,30 @@ def with_casts(program: Program, held_in: Mapping[str, torch.dtype], reduced_in:
     return _rested(program, held_in) if held_in or reduced_in is not None else program
 
 
-@dataclass(eq=False)
-class _Casts:
+@dataclass(eq=False, kw_only=True)
+class _Casts(Emitter):
     """Casts in one half of a program, each written once."""
 
-    metas: dict[str, TensorMeta]
-    written: dict[tuple[str, torch.dtype], Node] = field(default_factory=dict)
+    made: dict[tuple[str, torch.dtype], Node] = field(default_factory=dict)
     """(value, dtype) -> what casts it."""
 
     def of(self, name: str, dtype: torch.dtype, suffix: str, module: str = "", serves: str = "") -> str:
         """The name of a value's cast."""
-        if (name, dtype) not in self.written:
+        if (name, dtype) not in self.made:
             cast = distinct(f"{name}_{suffix}", self.metas)
-            self.metas[cast] = TensorMeta(self.metas[name].shape, dtype)
-            self.written[name, dtype] = Node(
-                op=CAST, args=(Ref(name),), kwargs=(("dtype", dtype),), outputs=(cast,), module=module, serves=serves
-            )
-        return self.written[name, dtype].name
+            self.emit(CAST, (Ref(name),), cast, kwargs=(("dtype", dtype),), module=module, serves=serves)
+            self.made[name, dtype] = self.written[-1]
+        return self.made[name, dtype].name
 
     @property
     def names(self) -> dict[str, str]:
         """Value -> its cast."""
-        return {name: cast.name for (name, _), cast in self.written.items()}
+        return {name: cast.name for (name, _), cast in self.made.items()}
 
     def among(self, nodes: Iterable[Node]) -> tuple[Node, ...]:
         """The nodes with each cast right after what makes the value, or first if none of them does."""
         by_value: dict[str, list[Node]] = {}
-        for (name, _), cast in self.written.items():
+        for (name, _), cast in self.made.items():
             by_value.setdefault(name, []).append(cast)
         after = [[node, *(cast for name in node.outputs for cast in by_value.pop(name, ()))] for node in nodes]
         return (*(cast for casts in by_value.values() for cast in casts), *(node for group in after for node in group))
@@ -80,7 +78,7 @@ def _reduced(program: Program, dtype: torch.dtype) -> Program:
         name: TensorMeta(meta.shape, dtype) if name in within and meta.dtype.is_floating_point else meta
         for name, meta in program.metas.items()
     }
-    casts = _Casts(metas)
+    casts = _Casts(metas=metas)
     makers = {name: node for node in program.backward for name in node.outputs}
     for node in nodes:
         for name in node.inputs:
@@ -101,7 +99,7 @@ def _rested(program: Program, held_in: Mapping[str, torch.dtype]) -> Program:
     early = {name for node in program.forward for name in node.inputs}
     early.update(o.name for o in program.outputs if not o.backward and o.name is not None)
     early.update(name for name in program.saved if name not in again)
-    forward, backward, gradients = _Casts(metas), _Casts(metas), _Casts(metas)
+    forward, backward, gradients = (_Casts(metas=metas) for _ in range(3))
     for name, i in held.items():
         for casts, names in ((forward, early), (backward, again)):
             if name in names:

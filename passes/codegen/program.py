@@ -7,15 +7,16 @@ all copies of a repeated segment are those of the first one, renamed (`demand`).
 
 from collections.abc import Mapping
 
+from autopar.ir.emitter import Emitter
 from autopar.ir.layout import REPLICATE, Layout
 from autopar.ir.program import Program, ProgramInput, ProgramOutput
+from autopar.ir.rewrite import needed
 from autopar.passes.space.collapse import from_root
 from autopar.passes.space.problem import Assignment
 from autopar.passes.space.sites import output_name
 from autopar.passes.space.space import Space
 
 from .demand import Demand, Placed, placed, reacquired_roots
-from .emitter import Emitter
 from .values import Values
 
 
@@ -27,7 +28,7 @@ def codegen(space: Space, assignment: Assignment) -> Program:
     """
     items = list(placed(space, assignment))
     demand = Demand.of(space, items, reacquired_roots(space, assignment))
-    values = Values(space, demand, Emitter(space.graph.metas))
+    values = Values(space, demand, Emitter(metas={}, mesh=space.mesh, taken=space.graph.metas))
     inputs: dict[str, Layout] = {}
     outputs: dict[str, Placed] = {}
     gradients: dict[str, list[Placed]] = {}
@@ -87,19 +88,16 @@ def _finish(
         else:
             item = outputs[output_name(number)]
             (read,) = item.site.reads
-            values.emitter.context = ("", f"{output.role} {output.target}")
+            values.emitter.about = {"serves": f"{output.role} {output.target}"}
             phase = int(item.site.backward)
             name = values.view(item.name(read.alias.root), read.alias.steps, item.option.reads[0], phase)
             of_view = from_root(read.alias.steps, item.option.reads[0], space.mesh)
             assert of_view is not None
             layout = of_view
         results.append(ProgramOutput(name=name, role=output.role, target=output.target, meta=meta, layout=layout))
-    forward, backward = (half.written for half in values.emitter.halves)
-    made_in_backward = {name for i in backward for name in i.outputs}
-    made_in_backward.update(i.name for i in graph.inputs if i.role == "tangent")
-    read_in_backward = [name for i in backward for name in i.inputs]
-    read_in_backward += [o.name for o in results if o.backward and o.name is not None]
-    saved = tuple(dict.fromkeys(name for name in read_in_backward if name not in made_in_backward))
+    forward, backward = values.halves
+    tangents = {i.name for i in graph.inputs if i.role == "tangent"}
+    saved = tuple(name for name in needed(backward, [o.name for o in results if o.backward]) if name not in tangents)
     return Program(
         axes=space.axes,
         mesh=space.mesh,
@@ -112,5 +110,5 @@ def _finish(
         saved=saved,
         outputs=tuple(results),
         metas=values.emitter.metas,
-        uneven=frozenset(values.emitter.uneven),
+        uneven=frozenset(values.uneven),
     )

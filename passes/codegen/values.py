@@ -6,9 +6,12 @@ where it is read; what backward recomputes is written where backward first reads
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 from autopar.cost.redistribute import RouteStep
-from autopar.ir.graph import PERMUTE, RESHAPE, Ref, TensorMeta
+from autopar.ir.emitter import Emitter
+from autopar.ir.graph import RESHAPE, Node, Ref
 from autopar.ir.layout import REPLICATE, Layout, Routed, is_routed, local_meta, local_shape
 from autopar.ir.program import COLLECTIVES
 from autopar.ir.rewrite import reading
@@ -19,7 +22,6 @@ from autopar.passes.space.operator_layouts import splits_of
 from autopar.passes.space.space import Space, operand_layouts
 
 from .demand import Demand, Placed
-from .emitter import Emitter
 from .redistribution import Redistribution
 
 
@@ -30,6 +32,10 @@ class Values:
     space: Space
     demand: Demand
     emitter: Emitter
+    halves: tuple[list[Node], list[Node]] = field(default_factory=lambda: ([], []))
+    """What is written of forward and backward."""
+    uneven: set[str] = field(default_factory=set)
+    """Values of as many rows as happen to come."""
     there: tuple[dict[tuple[str, Layout], str], dict[tuple[str, Layout], str]] = field(default_factory=lambda: ({}, {}))
     """Per phase: (root, layout) -> local value."""
     views: tuple[dict[tuple[str, Steps], str], dict[tuple[str, Steps], str]] = field(default_factory=lambda: ({}, {}))
@@ -42,11 +48,19 @@ class Values:
     made: dict[Hashable, tuple[str, ...]] = field(default_factory=dict)
     """What is made where it is read, as far as it is: phase, form, choice and operands -> the local results."""
 
+    def emit(self, phase: int, root: str, op: str, *args: Any) -> str:
+        """Append an instruction that does something to a root, and return the name of its result."""
+        self.emitter.written = self.halves[phase]
+        name = self.emitter.emit(op, args, self.emitter.fresh(root))
+        if args[0].name in self.uneven:
+            self.uneven.add(name)
+        return name
+
     def define(self, root: str, layout: Layout, phase: int, local: str) -> None:
         meta = self.demand.metas[root]
         self.emitter.metas[local] = local_meta(meta, layout, self.space.mesh)
         if is_routed(layout):
-            self.emitter.uneven.add(local)
+            self.uneven.add(local)
         self.there[phase][root, layout] = local
 
     def _get(self, root: str, layout: Layout, phase: int) -> str:
@@ -76,7 +90,10 @@ class Values:
     def _moved(self, root: str, layout: Layout, source: Layout, steps: Sequence[RouteStep], phase: int) -> str:
         local = self._get(root, source, phase)
         redistribution = Redistribution(
-            emitter=self.emitter, mesh=self.space.mesh, root=root, meta=self.demand.metas[root], phase=phase
+            emit=partial(self.emit, phase, root),
+            metas=self.emitter.metas,
+            mesh=self.space.mesh,
+            whole=self.demand.metas[root].shape,
         )
         for step in steps:
             local = redistribution.write(local, step)
@@ -120,19 +137,11 @@ class Values:
         source = self.view(root, steps[:-1], layout, phase)
         here = from_root(steps, layout, self.space.mesh)
         assert here is not None
-        meta = self.emitter.metas[source]
         if kind == RESHAPE:
-            shape = local_shape(after, here, self.space.mesh)
             any_number = {p.dim for p in here if isinstance(p, Routed)}
-            sizes = tuple(-1 if dim in any_number else size for dim, size in enumerate(shape))
-            name = self.emitter.emit(
-                phase, RESHAPE, (Ref(source), sizes), self.emitter.fresh(root), TensorMeta(shape, meta.dtype)
-            )
-        else:
-            shape = tuple(meta.shape[d] for d in before)
-            name = self.emitter.emit(
-                phase, PERMUTE, (Ref(source), before), self.emitter.fresh(root), TensorMeta(shape, meta.dtype)
-            )
+            shape = local_shape(after, here, self.space.mesh)
+            before = tuple(-1 if dim in any_number else size for dim, size in enumerate(shape))
+        name = self.emit(phase, root, kind, Ref(source), before)
         self.views[phase][local, steps] = name
         return name
 
@@ -142,8 +151,8 @@ class Values:
         site, option, mesh = item.site, item.option, self.space.mesh
         call, rule = site.call, site.rule
         assert call is not None and site.node is not None
-        outside = self.emitter.context
-        self.emitter.context = (self.space.graph.nodes[item.order].module, item.name(site.name))
+        outside = self.emitter.about
+        self.emitter.about = {"module": self.space.graph.nodes[item.order].module, "serves": item.name(site.name)}
         operands = [
             self.view(item.name(read.alias.root), read.alias.steps, layout, phase)
             for read, layout in zip(site.reads, option.reads, strict=True)
@@ -157,14 +166,14 @@ class Values:
                 name = names[root] = known.get(root) or self._name(item, root, layout, phase)
                 self.define(item.name(root), layout, phase, name)
         if known:
-            self.emitter.context = outside
+            self.emitter.about = outside
             return
         if site.made:
             self.made[key] = tuple(names.get(root, "") for root in site.makes)
         splits = splits_of(rule, option.choice) if rule is not None else ()
         emission = local_program(call, rule, splits, layouts, option.makes, mesh, site.zeros)
         self._write(item, emission, operands, names, phase)
-        self.emitter.context = outside
+        self.emitter.about = outside
 
     def _name(self, item: Placed, root: str, layout: Layout, phase: int) -> str:
         """The name of a local value: that of the root, unless it is one of several."""
@@ -188,7 +197,7 @@ class Values:
             return names[value]
 
         routed = any(is_routed(layout) for layout in (*item.option.reads, *item.option.makes))
-        writer, constant, (module, serves) = self.emitter.halves[phase], self.constants[phase], self.emitter.context
+        self.emitter.written, constant = self.halves[phase], self.constants[phase]
         for instruction in emission.instructions:
             here = reading(instruction, names)
             # what depends on no operand (a mask of padding) is computed once
@@ -207,12 +216,12 @@ class Values:
                 constant[same] = outputs[0]
                 self.fixed.add(outputs[0])
             if routed:
-                self.emitter.uneven.update(new for new in outputs if new and new not in roots)
-            metas = [(new, emission.metas.get(old)) for old, new in zip(instruction.outputs, outputs, strict=True)]
-            writer.emit(here.op, here.args, *metas, kwargs=here.kwargs, module=module, serves=serves)
+                self.uneven.update(new for new in outputs if new and new not in roots)
+            metas = tuple(map(emission.metas.get, instruction.outputs))
+            self.emitter.emit(here.op, here.args, *outputs, kwargs=here.kwargs, metas=metas)
 
     def gradient(self, owner: Placed) -> str:
         (read,) = owner.site.reads
         module = "" if owner.rename else owner.site.module
-        self.emitter.context = (module, f"gradient of {owner.name(owner.site.name)}")
+        self.emitter.about = {"module": module, "serves": f"gradient of {owner.name(owner.site.name)}"}
         return self.view(owner.name(read.alias.root), read.alias.steps, owner.option.reads[0], 1)

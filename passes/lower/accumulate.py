@@ -13,10 +13,11 @@ three:
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from autopar.ir.emitter import Emitter
 from autopar.ir.graph import CAST, WAIT, Node, Ref, TensorMeta, readers
 from autopar.ir.layout import Layout, Replicate
 from autopar.ir.program import LAYOUT, Program, ProgramInput, ProgramOutput
-from autopar.ir.rewrite import distinct, reading
+from autopar.ir.rewrite import distinct, needed, reading
 
 ADD = "aten.add.Tensor"
 
@@ -46,9 +47,7 @@ def accumulation(program: Program) -> Accumulation:
     reduced = [o for o in program.outputs if o.role == "gradient" and o.target in parameters]
     last = tail(program)
     produced = {name for instruction in last for name in instruction.outputs if name}
-    entering = [name for instruction in last for name in instruction.inputs]
-    entering += [o.name for o in reduced if o.name is not None]
-    names = tuple(dict.fromkeys(name for name in entering if name not in produced))
+    names = needed(last, [o.name for o in reduced])
     metas = dict(program.metas)
     pending = {name: _add_meta(metas, f"{name}_pending", metas[name]) for name in names}
     sums = {name: _add_meta(metas, f"{name}_sum", metas[name]) for name in names}
@@ -136,16 +135,21 @@ def _with_sums(
     program: Program, tail: set[str], pending: Mapping[str, str], sums: Mapping[str, str]
 ) -> tuple[Node, ...]:
     """Backward whose tail reads sums, each added up as soon as its own part is there."""
+    emitter = Emitter(metas={**program.metas, **{total: program.metas[name] for name, total in sums.items()}})
 
-    def added(name: str) -> Node:
-        return Node(op=ADD, args=(Ref(name), Ref(pending[name])), outputs=(sums[name],), serves=name)
+    def add(name: str) -> None:
+        emitter.emit(ADD, (Ref(name), Ref(pending[name])), sums[name], serves=name)
 
     computed = {name for instruction in program.backward for name in instruction.outputs}
-    written = [added(name) for name in sums if name not in computed]
+    for name in sums:
+        if name not in computed:
+            add(name)
     for instruction in program.backward:
-        written.append(reading(instruction, sums) if instruction.name in tail else instruction)
-        written += [added(name) for name in instruction.outputs if name in sums]
-    return tuple(written)
+        emitter.written.append(reading(instruction, sums) if instruction.name in tail else instruction)
+        for name in instruction.outputs:
+            if name in sums:
+                add(name)
+    return tuple(emitter.written)
 
 
 def _add_meta(metas: dict[str, TensorMeta], hint: str, meta: TensorMeta) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from autopar.cluster.collectives import collective_seconds
 from autopar.cost.streams import timeline
@@ -19,9 +20,9 @@ from autopar.cost.timeline import COMPUTE, Timeline, covered
 from autopar.ir.graph import Node, TensorMeta
 from autopar.ir.layout import Split
 from autopar.ir.program import Program
-from autopar.ir.rewrite import last_reads
+from autopar.ir.rewrite import last_reads, with_own_metas
 
-from .lowering import LEAST_GAIN, Adopted, Target, step
+from .lowering import LEAST_GAIN, Adopted, Rewrite, Target, step
 from .parts import in_parts
 from .regions import Metas, Refused, spread
 
@@ -55,18 +56,42 @@ class Place:
 Key = Hashable
 """What instructions, or places, that are alike have in common."""
 
-Places = Callable[[Sequence[Node], Metas, Container[str] | None], Iterator[Place]]
-"""Those of a half, or of some of its collectives, by the names of their results."""
 
+@dataclass(frozen=True, kw_only=True)
+class InParts(Rewrite):
+    """Places in parts: in so many `parts` wherever that can be, or `at` some: the first collective of a place, the
+    number of a way there, and in how many parts, for all places that are alike. Where places lie in each other, that
+    which stands first in `at` is written. A subclass says where places are, and which `numbers` of parts are tried at
+    each to adopt it."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InParts:
-    """A lowering that writes places in parts: where they are, the numbers of parts to try at each, and how what is
-    written is marked."""
+    numbers: ClassVar[tuple[int, ...]]
+    parts: int = 1
+    at: tuple[tuple[str, int, int], ...] = ()
 
-    places: Places
-    parts: tuple[int, ...]
-    label: str
+    def __call__(self, program: Program, target: Target | None = None) -> Program:
+        return self._alike(program).write(program) if self.at else self.everywhere(program, self.parts)
+
+    @staticmethod
+    def places(half: Sequence[Node], metas: Metas, wanted: Container[str] | None = None) -> Iterator[Place]:
+        """Those of a half, or of some of its collectives, by the names of their results."""
+        raise NotImplementedError
+
+    def _alike(self, program: Program) -> Alike:
+        """Raises ValueError for a place that the program does not have."""
+        chosen = {name: Chosen(way, parts, -rank) for rank, (name, way, parts) in enumerate(self.at)}
+        written: dict[Key, Chosen] = {}
+        starts: set[Key] = set()
+        for half in program.halves:
+            for place in self.places(half, program.metas, chosen):
+                best = chosen.pop(place.collective)
+                if best.way >= len(place.ways) or best.parts < 2:
+                    ways = len(place.ways)
+                    raise ValueError(f"{self.name} at {place.collective} has {ways} ways, from 0, and 2 or more parts")
+                written[key_of(half, place, program.metas)] = best
+                starts.update(_form(i, program.metas) for i in half if i.outputs[0] == place.collective)
+        if chosen:
+            raise ValueError(f"{self.name}: the program has no place at {', '.join(chosen)}")
+        return Alike(self, written, frozenset(starts))
 
     def everywhere(self, program: Program, parts: int) -> Program:
         """The program with the lowering wherever it can be taken, in so many parts, quicker or not. One part is the
@@ -96,7 +121,7 @@ class InParts:
                     window, metas = half[first : last + 1], dict(program.metas)
                     try:
                         region = spread(window, metas, [m - first for m in way.members], way.seed, way.cut, parts)
-                        in_parts(window, metas, region, frozenset(), self.label)
+                        in_parts(window, metas, region, frozenset(), self.name)
                     except Refused as refused:
                         why.append(str(refused))
                 if len(why) == len(place.ways):
@@ -113,24 +138,34 @@ class Chosen:
     gain: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Alike:
+@dataclass(frozen=True)
+class Alike(Rewrite):
     """Writes places as `ways` say, by what those that are alike have in common, and as `starts` say, the first
     collectives of these places."""
 
     lowering: InParts
     ways: Mapping[Key, Chosen]
     starts: frozenset[Key]
+    name = ""
 
-    def __call__(self, program: Program) -> Program:
-        wanted = {
-            i.outputs[0]: 1.0
-            for i in (*program.forward, *program.backward)
-            if i.collective and _form(i, program.metas) in self.starts
-        }
-        return _Lowering(
-            program, self.lowering, wanted, lambda writing, key, place, trial: self.ways.get(key)
-        ).program()
+    def __call__(self, program: Program, target: Target | None = None) -> Program:
+        return self.write(program)
+
+    def write(self, program: Program) -> Program:
+        choose = lambda writing, key, place, trial: self.ways.get(key)  # noqa: E731
+        return _Lowering(program, self.lowering, self._wanted(program), choose).program()
+
+    def _wanted(self, program: Program) -> dict[str, float]:
+        return {i.outputs[0]: 1.0 for i in program.nodes if i.collective and _form(i, program.metas) in self.starts}
+
+    def on(self, program: Program) -> InParts:
+        first: dict[Key, str] = {}
+        for half in program.halves:
+            for place in self.lowering.places(half, program.metas, self._wanted(program)):
+                first.setdefault(key_of(half, place, program.metas), place.collective)
+        chosen = sorted((key for key in first if key in self.ways), key=lambda key: -self.ways[key].gain)
+        at = tuple((first[key], self.ways[key].way, self.ways[key].parts) for key in chosen)
+        return replace(self.lowering, at=at)
 
 
 def adopt(lowering: InParts, program: Program, target: Target) -> Adopted | None:
@@ -139,7 +174,7 @@ def adopt(lowering: InParts, program: Program, target: Target) -> Adopted | None
     before = timeline(program, cluster, target.cache)
     windows = replace(target.cache, latest=[])
     links = cluster.links(program.mesh)
-    kinds = {i.outputs[0]: i for i in (*program.forward, *program.backward) if i.collective}
+    kinds = {i.outputs[0]: i for i in program.nodes if i.collective}
     # one collective more takes its latencies at least: what can be hidden is what lies above them
     worth = {
         name: (seconds - least) / before.seconds
@@ -164,7 +199,8 @@ def adopt(lowering: InParts, program: Program, target: Target) -> Adopted | None
     if seconds >= before.seconds * (1 - LEAST_GAIN):
         return None
     what = f"{writing.count} places, {step(before.seconds, seconds)}"
-    return Adopted(given=program, program=written, write=Alike(lowering, ways, frozenset(starts)), what=what)
+    alike = Alike(lowering, ways, frozenset(starts))
+    return Adopted(given=program, program=written, rewrites=(alike,), target=target, what=what)
 
 
 def stood_still(step: Timeline) -> dict[str, float]:
@@ -210,6 +246,12 @@ def _form(instruction: Node, metas: Metas) -> Key:
     return (what, *[metas[name] for name in values if name])
 
 
+def key_of(half: Sequence[Node], place: Place, metas: Metas) -> Key:
+    """What places that are alike have in common."""
+    forms = {m: _form(half[m], metas) for m in {m for way in place.ways for m in way.members}}
+    return tuple((way.cut, *[forms[m] for m in way.members]) for way in place.ways)
+
+
 class _Lowering:
     """`wanted` are the collectives whose places are looked at, with the part of the step that is stood still for each
     (None: all); `choose` says how a place is written."""
@@ -227,7 +269,7 @@ class _Lowering:
 
     def program(self) -> Program:
         forward, backward = (tuple(self._half(half, later)) for half, later in halves_of(self.given))
-        return replace(self.given, forward=forward, backward=backward, metas=self.metas)
+        return with_own_metas(replace(self.given, forward=forward, backward=backward, metas=self.metas))
 
     def _half(self, half: Sequence[Node], later: frozenset[str]) -> list[Node]:
         last_read = last_reads(half)
@@ -240,7 +282,7 @@ class _Lowering:
 
         alike: dict[Key, list[Place]] = {}
         for place in self.lowering.places(half, self.metas, self.wanted):
-            alike.setdefault(self._key(half, place), []).append(place)
+            alike.setdefault(key_of(half, place, self.metas), []).append(place)
         chosen: list[tuple[Place, Chosen]] = []
         for key, group in alike.items():
             if self.wanted is not None and sum(self.wanted[place.collective] for place in group) < LEAST_SHARE:
@@ -260,18 +302,13 @@ class _Lowering:
                 self.count += 1
         return written
 
-    def _key(self, half: Sequence[Node], place: Place) -> Key:
-        """What places that are alike have in common."""
-        forms = {m: _form(half[m], self.metas) for m in {m for way in place.ways for m in way.members}}
-        return tuple((way.cut, *[forms[m] for m in way.members]) for way in place.ways)
-
     def write(self, place: Place, trial: Trial, chosen: Chosen, metas: dict[str, TensorMeta]) -> list[Node] | None:
         """The window of a trial with a place in parts, or None where that cannot be."""
         way = place.ways[chosen.way]
         members = [m - trial.offset for m in way.members]
         try:
             region = spread(trial.window, metas, members, way.seed, way.cut, chosen.parts)
-            return in_parts(trial.window, metas, region, trial.kept, self.lowering.label)
+            return in_parts(trial.window, metas, region, trial.kept, self.lowering.name)
         except Refused:
             return None
 
@@ -287,7 +324,7 @@ class _Lowering:
 
     def quickest(self, place: Place, trial: Trial, seconds: Callable[[Program], float]) -> Chosen | None:
         """All ways in the fewest parts that they can, and the best of them in more."""
-        parts = self.lowering.parts
+        parts = self.lowering.numbers
 
         def priced(chosen: Chosen) -> list[tuple[float, Chosen]]:
             written = self.tried(place, trial, chosen)

@@ -18,50 +18,60 @@ There are four kinds of collectives:
 - all others stay where they are, and are waited for just before their first reader.
 """
 
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from autopar.cluster.collectives import ALONE_BYTES
 from autopar.ir.program import Program
-from autopar.passes.lower.bucketing.gathers import gather
-from autopar.passes.lower.bucketing.packing import BucketWriter
-from autopar.passes.lower.bucketing.reductions import reduce, together
+from autopar.ir.rewrite import with_own_metas
 
-LIMIT_BYTES = 25 * 2**20
+from .bucketing.gathers import gather
+from .bucketing.packing import BucketWriter
+from .bucketing.reductions import reduce, together
+from .lowering import LIMIT_BYTES, Rewrite, Target
 
 
-def bucket(
-    program: Program,
-    bucket_bytes: Sequence[int] = (),
-    *,
-    limit_bytes: int = LIMIT_BYTES,
-    alone_bytes: int = ALONE_BYTES,
-    ahead_bytes: int | None = None,
-    unhidden: Collection[int] = (),
-) -> Program:
+@dataclass(frozen=True)
+class Bucket(Rewrite):
     """The program with its parameter and gradient collectives in buckets, and each wait just before
     the first reader.
 
-    A bucket on mesh axis `a` holds at most `bucket_bytes[a]` (of the larger of what goes in and comes out), and
+    A bucket on mesh axis `a` holds at most `axis_bytes[a]` (of the larger of what goes in and comes out), and
     `limit_bytes` in any case; a collective of `alone_bytes` or more is in no bucket, but starts and ends as one would.
-    Gathers that are started and not yet read have at most `ahead_bytes` (`limit_bytes` if not given), or are two.
+    Gathers that are started and not yet read have at most `ahead_bytes` (0: `limit_bytes`), or are two.
     On the axes `unhidden` nothing is gained by starting early: a bucket of gradients is as large as may be, and holds
     none that travel faster alone (`UNHIDDEN_ALONE_BYTES`).
     """
-    parameters = {i.name for i in program.inputs if i.role == "parameter"}
-    results = [o.name for o in program.outputs if not o.backward and o.name is not None]
-    gradients = [o.name for o in program.outputs if o.name is not None and o.backward]
-    limits = tuple(min(limit_bytes, size) for size in bucket_bytes or (limit_bytes,) * len(program.mesh))
-    writer = BucketWriter(
-        mesh=program.mesh,
-        metas=dict(program.metas),
-        bucket_bytes=limits,
-        limit_bytes=limit_bytes,
-        alone_bytes=min(alone_bytes, limit_bytes),
-        ahead_bytes=ahead_bytes or limit_bytes,
-        unhidden=frozenset(unhidden),
-    )
-    forward = gather(writer, together(writer, program.forward, program.uneven), parameters, [*results, *program.saved])
-    backward = gather(writer, program.backward, parameters, gradients)
-    backward = reduce(writer, backward, gradients)
-    return replace(program, forward=tuple(forward), backward=tuple(backward), metas=writer.metas)
+
+    axis_bytes: tuple[int, ...] = ()
+    limit_bytes: int = LIMIT_BYTES
+    alone_bytes: int = ALONE_BYTES
+    ahead_bytes: int = 0
+    unhidden: tuple[int, ...] = ()
+    name = "bucket"
+
+    def __call__(self, program: Program, target: Target | None = None) -> Program:
+        parameters = {i.name for i in program.inputs if i.role == "parameter"}
+        results = [o.name for o in program.outputs if not o.backward and o.name is not None]
+        gradients = [o.name for o in program.outputs if o.name is not None and o.backward]
+        axis_bytes = self.axis_bytes or (self.limit_bytes,) * len(program.mesh)
+        writer = BucketWriter(
+            mesh=program.mesh,
+            metas=dict(program.metas),
+            bucket_bytes=tuple(min(self.limit_bytes, size) for size in axis_bytes),
+            limit_bytes=self.limit_bytes,
+            alone_bytes=min(self.alone_bytes, self.limit_bytes),
+            ahead_bytes=self.ahead_bytes or self.limit_bytes,
+            unhidden=frozenset(self.unhidden),
+        )
+        joined = together(writer, program.forward, program.uneven)
+        forward = gather(writer, joined, parameters, [*results, *program.saved])
+        backward = gather(writer, program.backward, parameters, gradients)
+        backward = reduce(writer, backward, gradients)
+        return with_own_metas(replace(program, forward=tuple(forward), backward=tuple(backward), metas=writer.metas))
+
+
+def bucket(program: Program, axis_bytes: Sequence[int] = (), **options: Any) -> Program:
+    """The program in buckets, with options of `Bucket`."""
+    return Bucket(tuple(axis_bytes), **options)(program)

@@ -7,6 +7,7 @@ that dim are chains that do not wait for each other. The result is laid side by 
 """
 
 from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
 
 from autopar.ir.graph import Node
 from autopar.ir.layout import Split
@@ -71,4 +72,13 @@ def _between(around: Around, behind: Sequence[int], first: int, last: int) -> se
     return wanted if first in wanted else set()
 
 
-CHUNKING = InParts(places=places, parts=CHUNKS, label="chunk")
+@dataclass(frozen=True, kw_only=True)
+class Chunk(InParts):
+    """Stretches between collectives run in chunks of a dim that all their operators share."""
+
+    places = staticmethod(places)
+    numbers = CHUNKS
+    name = "chunk"
+
+
+CHUNKING = Chunk()

@@ -3,16 +3,29 @@
 A view holds all the memory of its base: a slice of a mask that every rank computes in full would keep the full mask.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from autopar.cost.liveness import Memory, PlacementCache
+from autopar.ir.emitter import Emitter
 from autopar.ir.graph import Node, Ref
 from autopar.ir.program import Program
-from autopar.ir.rewrite import NodeWriter, numbered, reading
+from autopar.ir.rewrite import reading
+
+from .lowering import Rewrite, Target
 
 CLONE = "aten.clone.default"
 LEAST = 2.0
 """A copy is worth it where what would be kept is at least so many times as large."""
+
+
+@dataclass(frozen=True)
+class Compact(Rewrite):
+    """Copies of what is saved of larger tensors."""
+
+    name = "compact"
+
+    def __call__(self, program: Program, target: Target) -> Program:
+        return compact(program, target.cache.placements)
 
 
 def compact(program: Program, cache: PlacementCache | None = None) -> Program:
@@ -41,15 +54,13 @@ def compact(program: Program, cache: PlacementCache | None = None) -> Program:
         return program
     renamed: dict[str, str] = {}
 
-    writer = NodeWriter(metas=dict(program.metas))
+    writer = Emitter(metas=dict(program.metas))
     for instruction in program.forward:
         writer.written.append(reading(instruction, renamed))
         for name in instruction.outputs:
             if name in copied:
-                copy = numbered(f"{name}_kept", writer.metas), program.metas[name]
-                renamed[name] = writer.emit(
-                    CLONE, (Ref(name),), copy, module=instruction.module, serves=instruction.serves
-                )
+                writer.about = {"module": instruction.module, "serves": instruction.serves}
+                renamed[name] = writer.emit(CLONE, (Ref(name),), writer.fresh(f"{name}_kept"))
     return replace(
         program,
         forward=tuple(writer.written),

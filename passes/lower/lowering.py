@@ -1,19 +1,23 @@
-"""A lowering: what it does to a program, and whether that is worth it.
+"""A rewrite of programs; a lowering: which rewrites to take, and whether they are worth it.
 
 The decision is made on a program of few copies of each layer, so that it costs the same at any depth, and is then
 written in all programs of the same operators.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Literal, get_args
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import ClassVar, Literal, get_args
 
 from autopar.cluster.machine import Cluster
 from autopar.cost.streams import TimelineCache, timeline
 from autopar.ir.program import Program
 
-from .bucket import LIMIT_BYTES
 from .regions import Refused
+
+LIMIT_BYTES = 25 * 2**20
+"""The most bytes of a bucket."""
 
 LEAST_GAIN = 1e-2
 """What is saved at least, of the step's seconds: instructions have costs that a timeline leaves out."""
@@ -41,18 +45,59 @@ class Target:
         return timeline(program, self.cluster, self.cache).seconds
 
 
+@dataclass(frozen=True)
+class Rewrite:
+    """From program to program, with a name and arguments. Its text is `name{argument=value,...}`, with the arguments
+    that are not as by default; `passes.flow.rewrites` reads it."""
+
+    name: ClassVar[str]
+
+    def __call__(self, program: Program, target: Target) -> Program:
+        raise NotImplementedError
+
+    def on(self, program: Program) -> Rewrite:
+        """The rewrite that does the same to this program, and has a text."""
+        return self
+
+    def __str__(self) -> str:
+        values = {f.name: (getattr(self, f.name), f.default) for f in fields(self) if f.repr}
+        said = ",".join(f"{name}={value!r}" for name, (value, default) in values.items() if value != default)
+        return (f"{self.name}{{{said}}}" if said else self.name).replace(" ", "")
+
+
+@dataclass(frozen=True)
+class Written(Rewrite):
+    """What a function writes. Its text is the name of the lowering that adopted it."""
+
+    write: Callable[[Program, Target], Program] = field(repr=False)
+    name = ""
+
+    def __call__(self, program: Program, target: Target) -> Program:
+        return self.write(program, target)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adopted:
-    """A lowering that is taken: how it is written in any program of the operators of `given`, where it was looked at;
-    `program` is what became of that one, if it was written already. `what` is for the log."""
+    """A lowering that is taken: the rewrites that write it for a target, in any program of the operators of `given`,
+    where it was looked at; `program` is what became of that one, if it was written already. `what` is for the log."""
 
     given: Program
-    write: Write
+    rewrites: tuple[Rewrite, ...]
+    target: Target
     program: Program | None = None
     what: str = ""
 
     def on(self, program: Program) -> Program:
-        return self.program if self.program is not None and program is self.given else self.write(program)
+        if self.program is not None and program is self.given:
+            return self.program
+        return rewritten(program, self.rewrites, self.target)
+
+
+def rewritten(program: Program, rewrites: Sequence[Rewrite], target: Target) -> Program:
+    """The program after rewrites, one after the other."""
+    for rewrite in rewrites:
+        program = rewrite(program, target)
+    return program
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,24 +129,26 @@ class Lowering:
 
 def always(write: Callable[[Program, Target], Program]) -> Callable[[Program, Target], Adopted]:
     """Takes it, whatever the step comes to."""
-    return lambda program, target: Adopted(given=program, write=lambda other: write(other, target))
+    rewrite = write if isinstance(write, Rewrite) else Written(write)
+    return lambda program, target: Adopted(given=program, rewrites=(rewrite,), target=target)
 
 
 def where_quicker(write: Write) -> Callable[[Program, Target], Adopted | None]:
     """Takes it where that makes the step shorter. What `write` raises `Refused` for is left as it is."""
 
-    def tried(program: Program) -> Program:
+    def tried(program: Program, target: Target) -> Program:
         try:
             return write(program)
         except Refused:
             return program
 
     def adopt(program: Program, target: Target) -> Adopted | None:
-        written = tried(program)
+        written = tried(program, target)
         before, seconds = target.seconds(program), target.seconds(written)
         if written is program or seconds >= before * (1 - LEAST_GAIN):
             return None
-        return Adopted(given=program, program=written, write=tried, what=step(before, seconds))
+        what = step(before, seconds)
+        return Adopted(given=program, program=written, rewrites=(Written(tried),), target=target, what=what)
 
     return adopt
 

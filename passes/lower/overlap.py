@@ -9,10 +9,23 @@ with it the reductions that it leads to.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+from autopar.cost.streams import alone_seconds
 from autopar.ir.graph import WAIT, Node
 from autopar.ir.program import LAYOUT, Program
+
+from .lowering import Rewrite, Target
+
+
+@dataclass(frozen=True)
+class Overlap(Rewrite):
+    """Collectives that are soon waited for start early, by the prices of the target's cluster."""
+
+    name = "overlap"
+
+    def __call__(self, program: Program, target: Target) -> Program:
+        return overlap(program, alone_seconds(program, target.cluster, target.cache))
 
 
 def overlap(program: Program, seconds: Mapping[str, float] | None = None) -> Program:

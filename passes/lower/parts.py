@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from autopar.ir.emitter import Emitter
 from autopar.ir.graph import CONTIGUOUS, PERMUTE, RESHAPE, WAIT, Node, Ref, TensorMeta
 from autopar.ir.layout import REPLICATE, Partial, Shape, Split
 from autopar.ir.program import LAYOUT
-from autopar.ir.rewrite import NodeWriter, inlined
+from autopar.ir.rewrite import inlined
 from autopar.ops.emit import OPERAND, Emission, local_program
 from autopar.ops.rules import rule_of
 
@@ -20,7 +21,7 @@ from .regions import Metas, Refused, Region, adding, factors_of, has_rank, local
 
 
 @dataclass(eq=False, kw_only=True)
-class Pieces(NodeWriter):
+class Pieces(Emitter):
     """The parts of a region's values, by name, and the instructions that make them."""
 
     region: Region
@@ -34,8 +35,10 @@ class Pieces(NodeWriter):
             name += "_"
         return name
 
-    def _emit(self, like: Node, op: str, args: tuple[Any, ...], name: str, meta: TensorMeta) -> str:
-        return self.emit(op, args, (name, meta), module=like.module, serves=like.serves)
+    def _emit(self, like: Node, op: str, args: tuple[Any, ...], name: str, meta: TensorMeta | None = None) -> str:
+        return self.emit(
+            op, args, name, metas=None if meta is None else (meta,), module=like.module, serves=like.serves
+        )
 
     def _shape(self, value: str) -> Shape:
         shape, cut = list(self.metas[value].shape), self.region.cuts[value]
@@ -44,21 +47,16 @@ class Pieces(NodeWriter):
         return tuple(shape)
 
     def _cut_out(self, reader: Node, value: str, source: str, cut: Split, part: int) -> str:
-        parts, (shape, dtype) = self.region.parts, (self.metas[value].shape, self.metas[value].dtype)
-        each, small = cut.period // parts, TensorMeta(self._shape(value), self.metas[value].dtype)
+        parts, shape, name = self.region.parts, self.metas[value].shape, self._name(value, part)
+        each = cut.period // parts
         if cut.period == shape[cut.dim]:
             args = (Ref(source), cut.dim, part * each, (part + 1) * each)
-            return self._emit(reader, "aten.slice.Tensor", args, self._name(value, part), small)
-        above, below = shape[: cut.dim], shape[cut.dim + 1 :]
-        blocks = (*above, shape[cut.dim] // cut.period, parts, each, *below)
-        wide = self._emit(
-            reader, RESHAPE, (Ref(source), blocks), self._name(f"{value}_blocks", part), TensorMeta(blocks, dtype)
-        )
-        taken = (*blocks[: cut.dim + 1], *blocks[cut.dim + 2 :])
-        select = (Ref(wide), cut.dim + 1, part)
-        name = self._name(f"{value}_block", part)
-        one = self._emit(reader, "aten.select.int", select, name, TensorMeta(taken, dtype))
-        return self._emit(reader, RESHAPE, (Ref(one), small.shape), self._name(value, part), small)
+            return self._emit(reader, "aten.slice.Tensor", args, name)
+        blocks = (*shape[: cut.dim], shape[cut.dim] // cut.period, parts, each, *shape[cut.dim + 1 :])
+        wide = self._emit(reader, RESHAPE, (Ref(source), blocks), self._name(f"{value}_blocks", part))
+        block = (Ref(wide), cut.dim + 1, part)
+        one = self._emit(reader, "aten.select.int", block, self._name(f"{value}_block", part))
+        return self._emit(reader, RESHAPE, (Ref(one), self._shape(value)), name)
 
     def _together(self, instruction: Node, value: str, joint: str) -> None:
         """Put all parts of a value together, under the name `joint`."""
@@ -69,24 +67,20 @@ class Pieces(NodeWriter):
             total = parts[0]
             for number, more in enumerate(parts[1:], 1):
                 name = joint if number == len(parts) - 1 else self._name(f"{value}_sum", number)
-                total = Ref(self._emit(instruction, "aten.add.Tensor", (total, more), name, meta))
+                total = Ref(self._emit(instruction, "aten.add.Tensor", (total, more), name))
             return
         assert isinstance(cut, Split)
         size = meta.shape[cut.dim]
         if cut.period == size:
-            self._emit(instruction, "aten.cat.default", (tuple(parts), cut.dim), joint, meta)
+            self._emit(instruction, "aten.cat.default", (tuple(parts), cut.dim), joint)
             return
-        above, below = meta.shape[: cut.dim], meta.shape[cut.dim + 1 :]
-        each = (*above, size // cut.period, 1, cut.period // len(parts), *below)
-        one, all_of_them = TensorMeta(each, meta.dtype), (*each[: cut.dim + 1], len(parts), *each[cut.dim + 2 :])
+        each = (*meta.shape[: cut.dim], size // cut.period, 1, cut.period // len(parts), *meta.shape[cut.dim + 1 :])
         blocks = tuple(
-            Ref(self._emit(instruction, RESHAPE, (part, each), self._name(f"{value}_block", n), one))
+            Ref(self._emit(instruction, RESHAPE, (part, each), self._name(f"{value}_block", n)))
             for n, part in enumerate(parts)
         )
-        together = TensorMeta(all_of_them, meta.dtype)
-        apart = self._name(f"{value}_blocks", 0)
-        self._emit(instruction, "aten.cat.default", (blocks, cut.dim + 1), apart, together)
-        self._emit(instruction, RESHAPE, (Ref(apart), meta.shape), joint, meta)
+        apart = self._emit(instruction, "aten.cat.default", (blocks, cut.dim + 1), self._name(f"{value}_blocks", 0))
+        self._emit(instruction, RESHAPE, (Ref(apart), meta.shape), joint)
 
 
 def in_parts(
@@ -214,9 +208,10 @@ class PartsWriter(Pieces):
             args = (Ref(operands[0]), *instruction.args[1:])
             if instruction.op == RESHAPE:
                 args = (Ref(operands[0]), shape)
-            meta = TensorMeta(shape, self.metas[instruction.outputs[0]].dtype)
-            name = self._name(instruction.outputs[0], part)
-            self.part_names[instruction.outputs[0], part] = self._emit(instruction, instruction.op, args, name, meta)
+            (value,) = instruction.outputs
+            meta = TensorMeta(shape, self.metas[value].dtype)
+            name = self.part_names[value, part] = self._name(value, part)
+            self._emit(instruction, instruction.op, args, name, meta)
             return
         more = adding(instruction.op)
         if isinstance(self.region.cuts[instruction.outputs[0]], Partial) and more and not instruction.kwargs:
@@ -235,7 +230,7 @@ class PartsWriter(Pieces):
         name = value if final else self._name(value, part)
         if final:
             self.joined.add(value)
-        self.part_names[value, part] = self._emit(instruction, op, args, name, self.metas[value])
+        self.part_names[value, part] = self._emit(instruction, op, args, name)
 
     def _local(self, member: int, operands: list[str], part: int) -> None:
         instruction = self.half[member]
@@ -268,7 +263,7 @@ class PartsWriter(Pieces):
             return self.part_names[value, part]
         name = self._cut_out(reader, value, self._source(reader, value, cut), cut, part)
         if reader.collective:
-            name = self._emit(reader, CONTIGUOUS, (Ref(name),), self._name(value, part), self.metas[name])
+            name = self._emit(reader, CONTIGUOUS, (Ref(name),), self._name(value, part))
         self.part_names[value, part] = name
         return name
 

@@ -6,15 +6,13 @@ simulated step is as short as with any. (What backward gathers again, or keeps, 
 plan: Par4D IV-D.)
 """
 
-from functools import partial
-
-from autopar.cost.streams import alone_seconds, timeline
+from autopar.cost.streams import timeline
 from autopar.ir.program import GATHERED, Program
 
 from .adopt import stood_still
-from .bucket import LIMIT_BYTES, bucket
-from .lowering import Adopted, Target
-from .overlap import overlap
+from .bucket import Bucket
+from .lowering import LIMIT_BYTES, Adopted, Rewrite, Target, rewritten
+from .overlap import Overlap
 
 AHEAD_BYTES = (LIMIT_BYTES, 4 * LIMIT_BYTES, 16 * LIMIT_BYTES)
 """Bounds on the gathered bytes that are under way and not yet read."""
@@ -25,19 +23,18 @@ SHORTER = 1e-3
 def prefetch(program: Program, target: Target) -> Adopted:
     """In buckets, collectives started early, and gathers of parameters as early as they pay. With buckets below the
     usual size, taken to save memory, at most one is ahead."""
-    if target.limit_bytes < LIMIT_BYTES:
-        return Adopted(given=program, write=partial(_written, target, target.limit_bytes))
-    if not target.trials:
-        return Adopted(given=program, write=partial(_written, target, AHEAD_BYTES[0]))
+    if target.limit_bytes < LIMIT_BYTES or not target.trials:
+        ahead = _ahead(target, min(target.limit_bytes, LIMIT_BYTES))
+        return Adopted(given=program, rewrites=ahead, target=target)
     bound, lowered = _furthest(program, target)
     what = f"gathers {bound >> 20} MiB ahead"
-    return Adopted(given=program, program=lowered, write=partial(_written, target, bound), what=what)
+    return Adopted(given=program, program=lowered, rewrites=_ahead(target, bound), target=target, what=what)
 
 
 def _furthest(program: Program, target: Target) -> tuple[int, Program]:
     """The smallest bound with which the step is as short as with any, and the program with it."""
     bound = AHEAD_BYTES[0]
-    best = _written(target, bound, program)
+    best = rewritten(program, _ahead(target, bound), target)
     of_parameters = _gathers(best)
     if sum(best.metas[name].bytes for name in of_parameters) <= bound:
         return bound, best  # all of them may be under way already
@@ -46,29 +43,28 @@ def _furthest(program: Program, target: Target) -> tuple[int, Program]:
         waited = stood_still(step)
         if sum(waited.get(name, 0.0) for name in of_parameters) < SHORTER * step.seconds:
             break
-        more = _written(target, ahead, program)
+        more = rewritten(program, _ahead(target, ahead), target)
         now = timeline(more, target.cluster, target.cache)
         if now.seconds < step.seconds * (1 - SHORTER):
             bound, best, step, of_parameters = ahead, more, now, _gathers(more)
     return bound, best
 
 
-def _written(target: Target, ahead_bytes: int, program: Program) -> Program:
-    joined = bucket(
-        program,
-        target.axis_bytes,
+def _ahead(target: Target, ahead_bytes: int) -> tuple[Rewrite, ...]:
+    joined = Bucket(
+        axis_bytes=target.axis_bytes if any(size < target.limit_bytes for size in target.axis_bytes) else (),
         limit_bytes=target.limit_bytes,
-        ahead_bytes=ahead_bytes,
+        ahead_bytes=0 if ahead_bytes == target.limit_bytes else ahead_bytes,
         unhidden=target.unhidden,
     )
-    return overlap(joined, alone_seconds(joined, target.cluster, target.cache))
+    return joined, Overlap()
 
 
 def _gathers(program: Program) -> set[str]:
     """Results of the gathers of parameters."""
     gathers: set[str] = set()
     parameters = {i.name for i in program.inputs if i.role == "parameter"}
-    for instruction in (*program.forward, *program.backward):
+    for instruction in program.nodes:
         if instruction.inputs and parameters.issuperset(instruction.inputs):
             if instruction.collective in GATHERED:
                 gathers.update(instruction.outputs)

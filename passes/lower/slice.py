@@ -9,6 +9,7 @@ summed over they are added up, and both operands are cut alike: where their shar
 """
 
 from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
 
 from autopar.ir.graph import CONTIGUOUS, WAIT, Node, producers, readers
 from autopar.ir.layout import Split
@@ -150,4 +151,13 @@ def _reduced(around: Around, position: int) -> Iterator[Way]:
             yield Way(members=tuple(sorted({position, wait, *chain})), seed=seed, cut=Split(dim, size))
 
 
-SLICING = InParts(places=places, parts=SLICES, label="slice")
+@dataclass(frozen=True, kw_only=True)
+class Slice(InParts):
+    """Products next to a collective run in slices."""
+
+    places = staticmethod(places)
+    numbers = SLICES
+    name = "slice"
+
+
+SLICING = Slice()

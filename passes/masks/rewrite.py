@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from autopar.ir.graph import RESHAPE, JointGraph, Node, Ref, TensorMeta
-from autopar.ir.rewrite import living, numbered, with_own_metas
+from autopar.ir.graph import RESHAPE, JointGraph, Node, Ref
+from autopar.ir.rewriter import Rewriter
 from autopar.ops.local import replaced
 from autopar.ops.rule import call_of
 from autopar.ops.sdpa import ATTENTION, ATTENTION_BACKWARD
@@ -41,13 +41,14 @@ def without_masks(graph: JointGraph, rule_of: RuleOf) -> JointGraph:
     return _Masks(graph, rule_of).run()
 
 
-class _Masks:
+class _Masks(Rewriter):
     def __init__(self, graph: JointGraph, rule_of: RuleOf) -> None:
-        self.graph, self.known, self.metas = graph, Known(graph, rule_of), dict(graph.metas)
+        super().__init__(graph=graph, metas=dict(graph.metas))
+        self.known = Known(graph, rule_of)
         self.rests: dict[tuple[str, int, int], Rest | None] = {}
         self.made: dict[str, tuple[str | None, bool]] = {}
         """Mask -> the one that stands for it, and whether the call is causal."""
-        self.written: dict[str, list[Node]] = {}
+        self.behind: dict[str, list[Node]] = {}
         """Name of a node that makes a mask -> the nodes of what stands for it."""
 
     def run(self) -> JointGraph:
@@ -56,12 +57,11 @@ class _Masks:
                 self._look(node)
         if not self.made:
             return self.graph
-        nodes: list[Node] = []
+        self.written = []
         for node in self.graph.nodes:
-            nodes.append(self._with_mask(node) if node.op in (ATTENTION, ATTENTION_BACKWARD) else node)
-            nodes += self.written.get(node.name, ())
-        left = living(nodes, (output.name for output in self.graph.outputs))
-        return with_own_metas(replace(self.graph, nodes=left, metas=self.metas))
+            self.keep(self._with_mask(node) if node.op in (ATTENTION, ATTENTION_BACKWARD) else node)
+            self.written += self.behind.get(node.name, ())
+        return self.done()
 
     def _look(self, node: Node) -> None:
         """Takes note of what stands for the mask of a call."""
@@ -72,7 +72,7 @@ class _Masks:
         read = self._condition(mask.name)
         rest = None if read is None else self._rest(read[1], *(meta.shape[2] for meta in call.inputs[:2]))
         if read is not None and rest is not None:
-            self.made[mask.name] = self._written(read[0], rest), rest.is_causal
+            self.made[mask.name] = self._left(read[0], rest), rest.is_causal
 
     def _with_mask(self, node: Node) -> Node:
         """The call with the mask that stands for its own, if there is one."""
@@ -161,27 +161,23 @@ class _Masks:
 
     # --- writing
 
-    def _written(self, where: Node, rest: Rest) -> str | None:
+    def _left(self, where: Node, rest: Rest) -> str | None:
         """Writes the mask that is left behind the one that it stands for; its name, if there is one."""
         if not rest.factors:
             return None
-        joined, *others = rest.factors
+        self.at(where)
+        self.written = self.behind.setdefault(where.name, [])
+        joined, *others = map(Ref, rest.factors)
         for other in others:
-            joined = self._emit(where, AND[0], (Ref(joined), Ref(other)), self._broadcast(joined, other), torch.bool)
-        dtype = self.metas[where.outputs[0]].dtype
-        name = self._emit(where, where.op, (Ref(joined), *where.args[1:]), self._broadcast(joined), dtype)
-        shape = self.metas[name].shape
+            joined = self._write(AND[0], joined, other)
+        mask = self._write(where.op, joined, *where.args[1:])
+        shape = self.meta(mask).shape
         if len(shape) not in (2, 4):
-            full = (*(1,) * (4 - len(shape)), *shape)
-            name = self._emit(where, RESHAPE, (Ref(name), full), full, dtype)
-        return name
+            mask = self._write(RESHAPE, mask, (*(1,) * (4 - len(shape)), *shape))
+        return mask.name
+
+    def _write(self, op: str, *args: Any) -> Ref:
+        return Ref(self.emit(op, args, self.fresh(f"{self.node.name}_left")))
 
     def _broadcast(self, *names: str) -> tuple[int, ...]:
         return tuple(broadcast(*(self.metas[name].shape for name in names)))
-
-    def _emit(self, where: Node, op: str, args: tuple[Any, ...], shape: tuple[int, ...], dtype: torch.dtype) -> str:
-        name = numbered(f"{where.name}_left", self.metas)
-        self.metas[name] = TensorMeta(shape, dtype)
-        written = replace(where, op=op, args=args, kwargs=(), outputs=(name,))
-        self.written.setdefault(where.name, []).append(written)
-        return name

@@ -21,12 +21,12 @@ from .choices import REGATHER, Policy, SiteChoice
 from .gradients import gradients_of
 from .sites import Option, Region, Site, joined_sites
 from .space import Space
-from .switch import SWITCH, Again, twice
+from .switch import SWITCH, Recomputed, twice
 from .tables import (
     PARTS,
     PHASES,
     WHOLE,
-    Moved,
+    MovedKind,
     Movement,
     RootTensor,
     Wanted,
@@ -76,9 +76,9 @@ class ProblemBuilder:
         """Tensors but for their names and variables."""
         self.gradients = gradients_of(space.regions()) if space.has_own_reductions else frozenset()
         self.joined = joined_sites(space.regions(), space.repeats)
-        self.again = tuple(Again.of(body) for body in space.bodies)
+        self.again = tuple(Recomputed.of(body) for body in space.bodies)
 
-    def moved(self, root: str, maker: Site, readers: Sequence[tuple[Site, bool]], copies: int) -> Moved:
+    def moved(self, root: str, maker: Site, readers: Sequence[tuple[Site, bool]], copies: int) -> MovedKind:
         """As `moved_of`, in a region of which there are so many copies."""
         moved = moved_of(self.space.metas[root], maker, readers)._replace(is_gradient=root in self.gradients)
         moved = self.space.reduced(moved)
@@ -91,10 +91,10 @@ class ProblemBuilder:
         Raises ValueError if a site has no legal option left.
         """
         legal = self._legal(allowed)
-        again = self.again if recompute else (Again(),) * len(self.again)
+        again = self.again if recompute else (Recomputed(),) * len(self.again)
         parts = zip(self.space.bodies, self.space.repeats, again, strict=True)
         bodies = [self._region(body, legal, of_body, repeat.count) for body, repeat, of_body in parts]
-        variables, tensors, names = self._region(self.space.rest, legal, Again(), 1)
+        variables, tensors, names = self._region(self.space.rest, legal, Recomputed(), 1)
         index = {name: i for i, name in enumerate(names)}
         repeats = []
         for repeat, region, (left, right), (body_variables, body_tensors, body_names) in zip(
@@ -136,7 +136,7 @@ class ProblemBuilder:
         return legal
 
     def _region(
-        self, region: Region, legal: Mapping[str, tuple[Option, ...]], again: Again, copies: int
+        self, region: Region, legal: Mapping[str, tuple[Option, ...]], again: Recomputed, copies: int
     ) -> tuple[tuple[Variable, ...], tuple[Tensor, ...], tuple[str, ...]]:
         """Its variables, tensors, and the names of its sites. If something is done `again` where the region is
         recomputed, a last variable, `SWITCH`, says whether it is."""
@@ -189,7 +189,7 @@ class ProblemBuilder:
         own = (self.space.option(site, option.choice) for option in options)
         return tuple(option for option in own if option is not None)
 
-    def _tensors(self, of: RootTensor, again: Again) -> Iterator[Tensor]:
+    def _tensors(self, of: RootTensor, again: Recomputed) -> Iterator[Tensor]:
         """The tensors of a root: one, or, of a parameter that several read in either phase, and where the switch, the
         last of the variables, says how it is acquired and reads it too, one for each of `PARTS` that costs something.
         """
@@ -268,7 +268,7 @@ class ProblemBuilder:
         return cost[0], cost[1] + local_meta(moved.meta, layout, self.space.mesh).bytes
 
     def cost(
-        self, moved: Moved, produced: Layout, policy: Policy, wanted: Sequence[tuple[Layout, bool]]
+        self, moved: MovedKind, produced: Layout, policy: Policy, wanted: Sequence[tuple[Layout, bool]]
     ) -> tuple[float, float] | None:
         """Seconds and kept bytes of having a tensor in all layouts wanted; None if one cannot be had.
 
@@ -284,7 +284,7 @@ class ProblemBuilder:
         held = self.held_bytes(moved, produced, policy, wanted)
         return self.space.acquired_seconds(moved, phases, wanted), float(held)
 
-    def made(self, moved: Moved, wanted: Sequence[tuple[Layout, bool]]) -> tuple[float, float] | None:
+    def made(self, moved: MovedKind, wanted: Sequence[tuple[Layout, bool]]) -> tuple[float, float] | None:
         """Seconds and kept bytes of a copy's share of what is made where it is read; None for partial sums."""
         layouts = frozenset(layout for layout, _ in wanted)
         if any(isinstance(placement, Partial | Routed) for layout in layouts for placement in layout):
@@ -294,7 +294,7 @@ class ProblemBuilder:
         return seconds / moved.copies, held / moved.copies
 
     def acquired(
-        self, moved: Moved, produced: Layout, policy: Policy, wanted: Sequence[tuple[Layout, bool]]
+        self, moved: MovedKind, produced: Layout, policy: Policy, wanted: Sequence[tuple[Layout, bool]]
     ) -> list[tuple[Acquired, ...]] | None:
         """How a tensor is had in all layouts wanted: at once, or, what is gathered again, in forward and in backward.
         None if one of them cannot be had."""
@@ -308,7 +308,9 @@ class ProblemBuilder:
             phases.append(acquired)
         return phases
 
-    def held_bytes(self, moved: Moved, produced: Layout, policy: Policy, wanted: Sequence[tuple[Layout, bool]]) -> int:
+    def held_bytes(
+        self, moved: MovedKind, produced: Layout, policy: Policy, wanted: Sequence[tuple[Layout, bool]]
+    ) -> int:
         """What is kept for backward of a tensor; a parameter is there as it rests in any case."""
         if not moved.kept or policy == REGATHER:
             return 0

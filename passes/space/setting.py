@@ -20,7 +20,7 @@ from autopar.ops.rule import Call, OpRule
 
 from .choices import SiteChoice
 from .sites import Option, Site
-from .tables import Moved
+from .tables import MovedKind
 
 
 @dataclass(slots=True, eq=False)
@@ -67,7 +67,7 @@ class Setting:
         """Whether gradients of parameters are reduced less often than others, or in a dtype of their own."""
         return self.micro_batches > 1 or self.reduced_in is not None
 
-    def reduced(self, moved: Moved) -> Moved:
+    def reduced(self, moved: MovedKind) -> MovedKind:
         """What is moved of a tensor: gradients of parameters in the dtype in which they are reduced."""
         if self.reduced_in is None or not moved.is_gradient:
             return moved
@@ -75,7 +75,7 @@ class Setting:
         return moved._replace(meta=meta, cast_from=None if before == self.reduced_in else before)
 
     def times(
-        self, moved: Moved, phase: Sequence[Acquired], wanted: Sequence[tuple[Layout, bool]], *, late: bool
+        self, moved: MovedKind, phase: Sequence[Acquired], wanted: Sequence[tuple[Layout, bool]], *, late: bool
     ) -> tuple[int, ...]:
         """How often in a step each layout of a tensor is acquired, in backward alone if `late`: in each micro-batch,
         but for gradients of parameters, and for what is held: all that forward reads, and what that comes from."""
@@ -89,7 +89,7 @@ class Setting:
         return tuple(1 if item.layout in held else self.micro_batches for item in phase)
 
     def acquired_seconds(
-        self, moved: Moved, phases: Sequence[Sequence[Acquired]], wanted: Sequence[tuple[Layout, bool]]
+        self, moved: MovedKind, phases: Sequence[Sequence[Acquired]], wanted: Sequence[tuple[Layout, bool]]
     ) -> float:
         """In a step, of all phases in which a tensor is acquired."""
         seconds = 0.0
@@ -98,7 +98,7 @@ class Setting:
             seconds += sum(n * item.route.seconds for n, item in zip(times, phase, strict=True))
         return seconds + self.reduction_cast_seconds(moved, phases)
 
-    def reduction_cast_seconds(self, moved: Moved, phases: Sequence[Sequence[Acquired]]) -> float:
+    def reduction_cast_seconds(self, moved: MovedKind, phases: Sequence[Sequence[Acquired]]) -> float:
         """Of the casts of a gradient before its reductions."""
         if moved.cast_from is None:
             return 0.0

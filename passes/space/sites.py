@@ -31,6 +31,8 @@ class Option:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Read:
+    """A value that is read under an alias, in backward or in forward."""
+
     alias: Alias
     backward: bool
 

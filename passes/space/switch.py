@@ -18,17 +18,17 @@ SWITCH = "recompute"
 
 
 @dataclass(frozen=True, slots=True)
-class Again:
+class Recomputed:
     """What a copy of a region does again where it is recomputed: its `operators`, and the acquisition of `roots`."""
 
     operators: frozenset[str] = frozenset()
     roots: frozenset[str] = frozenset()
 
     @staticmethod
-    def of(region: Region) -> Again:
+    def of(region: Region) -> Recomputed:
         """Nothing, if no operator can be recomputed."""
         operators = recomputed(region)
-        return Again(operators, reacquired(region)) if operators else Again()
+        return Recomputed(operators, reacquired(region)) if operators else Recomputed()
 
     def phases(self, site: Site, maker: Site, *, backward: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The phases in which a site reads what another one makes: without, and with recomputation."""

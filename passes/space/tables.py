@@ -14,7 +14,7 @@ from .choices import REGATHER, Policy
 from .sites import Option, Site
 
 
-class Moved(NamedTuple):
+class MovedKind(NamedTuple):
     """What the price of having a tensor in several layouts depends on beside these. `kept`: forward makes it, and
     backward reads it."""
 
@@ -32,10 +32,10 @@ class Moved(NamedTuple):
     """The dtype in which such a gradient is computed, where `meta` says that it is reduced in another one."""
 
 
-def moved_of(meta: TensorMeta, maker: Site, readers: Sequence[tuple[Site, bool]]) -> Moved:
+def moved_of(meta: TensorMeta, maker: Site, readers: Sequence[tuple[Site, bool]]) -> MovedKind:
     """Of the site that makes a tensor, and those that read it, each with whether it does so in backward."""
     kept = not maker.backward and any(late for _, late in readers)
-    return Moved(meta, kept, maker.kind == "parameter", is_bucketed(maker, [site for site, _ in readers]))
+    return MovedKind(meta, kept, maker.kind == "parameter", is_bucketed(maker, [site for site, _ in readers]))
 
 
 def is_bucketed(maker: Site, readers: Sequence[Site]) -> bool:
@@ -68,7 +68,7 @@ class Movement:
     not and if it is, when it is acquired again for backward if it is `reacquired`. What crosses a border is kept as it
     crosses."""
 
-    ways: tuple[Moved, ...]
+    ways: tuple[MovedKind, ...]
     part: Part
     reacquired: bool
     is_border: bool

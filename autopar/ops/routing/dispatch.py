@@ -26,7 +26,7 @@ class Dispatch(Rewrite):
 
     def run(self) -> JointGraph:
         for node in self.graph.nodes:
-            self.node = node
+            self.at(node)
             if node.op in (MM, MM_WEIGHT):
                 self.multiplied(node)
             elif not self.goes_along(node):
@@ -55,7 +55,7 @@ class Dispatch(Rewrite):
         if (name, ids) not in self.sent:
             table = () if name == ids else (self.home(ids),)
             op = WANTED if name == ids else TO
-            self.sent[name, ids] = self.emit(op, (self.home(name), *table, experts), self.shape(name))
+            self.sent[name, ids] = self.write(op, self.home(name), *table, experts)
         return self.sent[name, ids]
 
     def home(self, name: str) -> Ref:
@@ -64,7 +64,7 @@ class Dispatch(Rewrite):
             return Ref(name)
         if name not in self.back:
             ids, experts = self.away[name]
-            self.back[name] = self.emit(FROM, (Ref(name), self.home(ids), experts), self.shape(name))
+            self.back[name] = self.write(FROM, Ref(name), self.home(ids), experts)
         return self.back[name]
 
     def goes_along(self, node: Node) -> bool:

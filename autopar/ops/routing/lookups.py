@@ -26,7 +26,7 @@ def with_products_by_expert(graph: JointGraph) -> JointGraph:
     rewrite = Rewrite(graph)
     lookups = _lookups(graph)
     for node in graph.nodes:
-        rewrite.node = node
+        rewrite.at(node)
         if node.name in lookups:
             continue
         if node.op == "aten.bmm.default" and any(name in lookups for name in node.inputs):
@@ -80,9 +80,8 @@ def _product(rewrite: Rewrite, node: Node, lookups: dict[str, _Lookup]) -> None:
     weight = rewrite.turned(weight) if turn else weight
     rows = rewrite.shape(vector)[0]
     x = rewrite.matrix(vector, rows, rewrite.shape(weight.name)[1])
-    y = rewrite.emit(MM, (x, weight, rewrite.now(lookup.ids)), (rows, rewrite.shape(weight.name)[2]))
-    shape = rewrite.shape(node.name)
-    rewrite.emit(RESHAPE, (y, shape), shape, node.name)
+    y = rewrite.write(MM, x, weight, rewrite.now(lookup.ids))
+    rewrite.write(RESHAPE, y, rewrite.shape(node.name), name=node.name)
 
 
 def _gradient_of_lookup(rewrite: Rewrite, node: Node) -> bool:
@@ -101,7 +100,7 @@ def _gradient_of_lookup(rewrite: Rewrite, node: Node) -> bool:
         return False
     shape = graph.metas[put.base].shape
     column, row = rewrite.matrix(left, rows, a), rewrite.matrix(right, rows, b)
-    rewrite.emit(MM_WEIGHT, (column, row, rewrite.now(put.index), shape[0]), shape, node.name)
+    rewrite.write(MM_WEIGHT, column, row, rewrite.now(put.index), shape[0], name=node.name)
     return True
 
 
@@ -111,13 +110,13 @@ def with_weighted_sums(graph: JointGraph) -> JointGraph:
     rewrite = Rewrite(graph)
     back = {node.name for node in graph.nodes if node.op == FROM and len(graph.metas[node.name].shape) == 2}
     for node in graph.nodes:
-        rewrite.node = node
+        rewrite.at(node)
         product = _product_of(graph, node, back) if node.op == "aten.sum.dim_IntList" and not node.kwargs else None
         if product is None:
             rewrite.keep(node)
         else:
             op, args = product
-            rewrite.emit(op, map_references(args, rewrite.now), rewrite.shape(node.name), node.name)
+            rewrite.write(op, *map_references(args, rewrite.now), name=node.name)
     return rewrite.done()
 
 

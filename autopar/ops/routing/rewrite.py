@@ -1,11 +1,11 @@
-"""A graph rewritten node by node: values that equal others, operators in the place of a node, and no dead code."""
+"""What rewrites of routing share: what they look for, and the graph that they write."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from autopar.ir.graph import PERMUTE, RESHAPE, JointGraph, Node, Ref, TensorMeta
-from autopar.ir.rewrite import living, numbered, reading, with_own_metas
+from autopar.ir.graph import PERMUTE, RESHAPE, JointGraph, Node, Ref
+from autopar.ir.rewriter import Rewriter
 from autopar.ops.rule import Call, OpRule, call_of
 
 TURNED = (0, 2, 1)
@@ -59,39 +59,24 @@ def only_step(graph: JointGraph, name: str, op: str) -> Node | None:
     return graph.nodes[index] if index is not None and alone and graph.nodes[index].op == op else None
 
 
-class Rewrite:
-    """A new list of nodes for the values of a graph. `same` maps values to others that are equal."""
+class Rewrite(Rewriter):
+    """A graph rewritten for rows of experts."""
 
     def __init__(self, graph: JointGraph) -> None:
-        self.graph, self.metas = graph, dict(graph.metas)
-        self.same: dict[str, str] = {}
+        super().__init__(graph=graph, metas=dict(graph.metas))
         self.matrices: dict[str, Ref] = {}
-        self.nodes: list[Node] = []
-        self.node = graph.nodes[0]
 
-    def now(self, name: str) -> Ref:
-        """The value of the new graph that equals this one."""
-        return Ref(self.same.get(name, name))
-
-    def keep(self, node: Node) -> None:
-        self.nodes.append(reading(node, self.same))
-
-    def emit(self, op: str, args: tuple[Any, ...], shape: tuple[int, ...], name: str = "", **kwargs: Any) -> Ref:
-        """Append an op in place of the current node. Its result has the dtype of its first operand, or of the value
-        `name` if it is given."""
-        dtype = self.metas[name or args[0].name].dtype
-        name = name or numbered(f"{self.node.name}_rows", self.metas)
-        self.metas[name] = TensorMeta(tuple(shape), dtype)
-        self.nodes.append(replace(self.node, op=op, args=args, kwargs=tuple(kwargs.items()), outputs=(name,)))
-        return Ref(name)
+    def write(self, op: str, *args: Any, name: str = "", **kwargs: Any) -> Ref:
+        """Append an op in place of the current node. Its result is the value `name`, or a new one."""
+        name = name or self.fresh(f"{self.node.name}_rows")
+        return Ref(self.emit(op, args, name, kwargs=tuple(kwargs.items())))
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self.metas[name].shape
 
-    def turned(self, value: Ref, name: str = "") -> Ref:
+    def turned(self, value: Ref) -> Ref:
         """[e, k, n] -> [e, n, k]"""
-        e, k, n = self.shape(value.name)
-        return self.emit(PERMUTE, (value, TURNED), (e, n, k), name)
+        return self.write(PERMUTE, value, TURNED)
 
     def matrix(self, name: str, rows: int, width: int) -> Ref:
         """A value whose other dims have size 1 as a matrix, the same one for every view of the value."""
@@ -109,7 +94,7 @@ class Rewrite:
         if self.shape(name) == (rows, width):
             return self.now(name)
         if name not in self.matrices:
-            self.matrices[name] = self.emit(RESHAPE, (self.now(name), (rows, width)), (rows, width))
+            self.matrices[name] = self.write(RESHAPE, self.now(name), (rows, width))
         return self.matrices[name]
 
     def call(self, node: Node) -> Call:
@@ -118,9 +103,3 @@ class Rewrite:
     def is_zero(self, name: str) -> bool:
         index = self.graph.producer.get(name)
         return index is not None and self.graph.nodes[index].op in ZEROS
-
-    def done(self) -> JointGraph:
-        """The new graph, without dead code."""
-        outputs = tuple(replace(o, name=self.now(o.name).name) if o.name else o for o in self.graph.outputs)
-        nodes = living(self.nodes, (o.name for o in outputs))
-        return with_own_metas(replace(self.graph, nodes=nodes, outputs=outputs, metas=self.metas))

@@ -118,12 +118,10 @@ def indexed(rewrite: SortedRows, node: Node, sort: str) -> bool:
 def _repeat(rewrite: SortedRows, node: Node, x: Ref, times: int) -> None:
     """A row for every expert of a token."""
     tokens, *rest = rewrite.shape(x.name)
-    one = rewrite.emit(RESHAPE, (x, (tokens, 1, *rest)), (tokens, 1, *rest))
-    several = (tokens, times, *rest)
-    wide = rewrite.emit("aten.expand.default", (one, several), several)
-    repeated = rewrite.emit("aten.clone.default", (wide,), several, memory_format=torch.contiguous_format)
-    shape = rewrite.shape(node.name)
-    rewrite.emit(RESHAPE, (repeated, shape), shape, node.name)
+    one = rewrite.write(RESHAPE, x, (tokens, 1, *rest))
+    wide = rewrite.write("aten.expand.default", one, (tokens, times, *rest))
+    repeated = rewrite.write("aten.clone.default", wide, memory_format=torch.contiguous_format)
+    rewrite.write(RESHAPE, repeated, rewrite.shape(node.name), name=node.name)
 
 
 def put(rewrite: SortedRows, node: Node, sort: str) -> bool:
@@ -163,9 +161,8 @@ def _counts_up(rewrite: SortedRows, name: str) -> bool:
 def _add_up(rewrite: SortedRows, node: Node, rows: str, size: int) -> bool:
     """The sum of the rows of each token."""
     shape = rewrite.shape(rows)
-    apart = (shape[0] // size, size, *shape[1:])
-    value = rewrite.emit(RESHAPE, (rewrite.now(rows), apart), apart)
-    rewrite.emit("aten.sum.dim_IntList", (value, (1,)), rewrite.shape(node.name), node.name)
+    value = rewrite.write(RESHAPE, rewrite.now(rows), (shape[0] // size, size, *shape[1:]))
+    rewrite.write("aten.sum.dim_IntList", value, (1,), name=node.name)
     return True
 
 
@@ -191,8 +188,7 @@ def _straight(rewrite: SortedRows, name: str) -> Ref:
     node = rewrite.graph.nodes[rewrite.graph.producer[name]]
     if node.op == PERMUTE and node.args[1] == (1, 0):
         return rewrite.now(node.inputs[0])
-    width, rows = rewrite.shape(name)
-    return rewrite.emit(PERMUTE, (rewrite.now(name), (1, 0)), (rows, width))
+    return rewrite.write(PERMUTE, rewrite.now(name), (1, 0))
 
 
 def multiplied_backward(rewrite: SortedRows, node: Node, sort: str) -> bool:
@@ -215,12 +211,11 @@ def _groups(rewrite: SortedRows, ends: Any, experts: int) -> bool:
 
 
 def _by_expert(rewrite: SortedRows, name: str, x: Ref, weight: Ref, sort: str) -> None:
-    rewrite.emit(MM, (x, weight, rewrite.now(rewrite.ids[sort])), rewrite.shape(name), name)
+    rewrite.write(MM, x, weight, rewrite.now(rewrite.ids[sort]), name=name)
 
 
 def _gradient_by_expert(rewrite: SortedRows, name: str, x: Ref, gradient: Ref, sort: str) -> None:
-    shape = rewrite.shape(name)
-    rewrite.emit(MM_WEIGHT, (x, gradient, rewrite.now(rewrite.ids[sort]), shape[0]), shape, name)
+    rewrite.write(MM_WEIGHT, x, gradient, rewrite.now(rewrite.ids[sort]), rewrite.shape(name)[0], name=name)
 
 
 def reshaped(rewrite: SortedRows, node: Node, sort: str) -> bool:
@@ -300,7 +295,7 @@ def without_sorts(graph: JointGraph, rule_of: RuleOf) -> JointGraph:
 def _rewritten(rewrite: SortedRows, stay: frozenset[str]) -> JointGraph:
     facts, outputs = rewrite.facts, rewrite.graph.outputs
     for node in rewrite.graph.nodes:
-        rewrite.node = node
+        rewrite.at(node)
         sorts = {facts[name].sort for name in node.inputs if name in facts}
         if sorts and node.op not in UNREAD:
             if len(sorts) > 1 or not _use(rewrite, node, *sorts):

@@ -17,24 +17,17 @@ from typing import Any
 
 from autopar.cost.memory import KINDS
 from autopar.cost.timeline import COMPUTE
-from autopar.planning.explain.anatomy import Anatomy
-from autopar.planning.page import sections
-from autopar.planning.page.html import (
-    COLOURS,
-    STYLE,
-    heading,
-    memory_html,
-    modules_html,
-    rows_html,
-    seconds_bars,
-    verdict_html,
-)
 from autopar.planning.plan import Plan
 from autopar.planning.provenance import EDITED
 from autopar.planning.texts import digits, short_bytes, short_seconds
 from autopar.planning.timing import OPERATOR_KINDS, operator_kind
 
-from .mesh import mesh_svg
+from .. import page
+from ..explain.anatomy import Anatomy
+from ..hypertext import COLOURS, STYLE, heading, html_of, table
+from ..sections import Bars, Labelled, Lines, Part
+from .drawing import mesh_svg
+from .modules import modules_html
 
 NANO = 1e9
 
@@ -66,7 +59,7 @@ def report_html(plan: Plan) -> str:
         f'<meta http-equiv="Content-Security-Policy" {POLICY}>'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
-        f"<title>{escape(sections.title(plan))}</title><style>{STYLE}{_asset('page.css')}</style></head>"
+        f"<title>{escape(page.title(plan))}</title><style>{STYLE}{_asset('page.css')}</style></head>"
         f'<body><div class="autopar">{"".join(_body(plan, about))}</div>'
         f'<div id="tip" hidden></div><script type="application/json" id="data">{data}</script>'
         f"<script>{_asset('page.js')}</script></body></html>\n"
@@ -113,26 +106,26 @@ def _body(plan: Plan, about: Anatomy) -> Iterator[str]:
     )
     yield _header(plan)
     yield '<div class="cards">'
-    yield _card("the plan", "".join(verdict_html(plan)), "third first")
-    if bars := sections.step_bars(plan):
-        shown = ((bar.label, bar.part * plan.seconds, bar.text) for bar in bars)
-        yield _card("where the step goes", seconds_bars(shown), "third")
-    traffic = rows_html((escape(axis), escape(text)) for axis, text in sections.communication(plan))
-    yield _card(
-        "memory of a rank at its peak",
-        f"{memory_html(plan)}{heading('communication of a step, by mesh axis')}{traffic}",
-        "third",
-    )
+    notes = [Lines([f"warning: {text}" for text in page.warnings(plan)], style="bold")]
+    yield _card("the plan", _html(Labelled([*page.verdict(plan)]), *notes), "third first")
+    if bars := page.step_bars(plan):
+        yield _card("where the step goes", _html(Bars(bars, plan.seconds)), "third")
+    held = _html(page.memory(plan), Lines([*page.recomputed(plan), f"the peak is at {plan.peak.at}"], style="dim"))
+    sent = f"{heading('communication of a step, by mesh axis')}{_html(Labelled([*page.communication(plan)]))}"
+    yield _card("memory of a rank at its peak", held + sent, "third")
     yield _card(SECTIONS["timeline"], "".join(_step(plan, about)), anchor="timeline")
-    drawn = '<div class="dim">the coloured part of a tensor is what rank 0 has; S(0) splits dim 0, R is whole</div>'
-    yield _card(SECTIONS["modules"], drawn + modules_html(plan), "most", "modules")
-    inputs = ((escape(name), f"<code>{escape(' '.join(p))}</code>") for name, p in plan.inputs.items())
-    mesh = f"{mesh_svg(plan, about.reach)}{heading('inputs')}{rows_html(inputs)}"
-    yield _card(SECTIONS["mesh"], mesh, "least", "mesh")
+    drawn = "the coloured part of a tensor is what rank 0 has; S(0) splits dim 0, R is whole"
+    yield _card(SECTIONS["modules"], _html(Lines([drawn], style="dim")) + modules_html(plan), "most", "modules")
+    inputs = _html(Labelled([(name, " ".join(placed)) for name, placed in plan.inputs.items()]))
+    yield _card(SECTIONS["mesh"], f"{mesh_svg(plan, about.reach)}{heading('inputs')}{inputs}", "least", "mesh")
     yield _card(SECTIONS["presets"], _candidates(plan), "half", "presets")
     yield _card(SECTIONS["from"], _origin(plan), "half", "from")
     yield _card(SECTIONS["segments"], "".join(_segments(plan, about)), anchor="segments")
     yield "</div>"
+
+
+def _html(*parts: Part) -> str:
+    return "".join(map(html_of, parts))
 
 
 def _card(title: str, body: str, width: str = "", anchor: str = "") -> str:
@@ -145,7 +138,7 @@ def _header(plan: Plan) -> str:
     mesh = " × ".join(f"{axis}={n}" for axis, n in plan.mesh.items())
     about = [f"mesh {mesh}, {plan.ranks:,} devices", f"cluster {plan.cluster}"]
     if origin is not None:
-        about.insert(0, f"{sections.count_text(origin.parameter_count)} parameters, {origin.dtype}")
+        about.insert(0, f"{page.count_text(origin.parameter_count)} parameters, {origin.dtype}")
         about.append("planned by " + ", ".join(f"{name} {number}" for name, number in origin.versions.items()))
     tiles = "".join(
         f'<div class="tile"><div class="dim">{escape(label)}</div><b>{escape(figure)}</b>'
@@ -199,15 +192,10 @@ def _candidates(plan: Plan) -> str:
     rows: list[tuple[str, float, str, float | None]] = [(chosen, plan.seconds, "", plan.bytes)]
     for c in origin.candidates:
         rows.append((NAMES.get(c.name, c.name), c.seconds, "" if c.precision == "simulated" else c.precision, c.bytes))
-    bars = seconds_bars(
-        (
-            (name, seconds, " ".join(filter(None, (precision, short_seconds(seconds)))))
-            for name, seconds, precision, _ in sorted(rows, key=lambda row: row[1])
-        ),
-        strong=chosen,
-    )
+    rows.sort(key=lambda row: row[1])
+    bars = [(name, seconds, " ".join(filter(None, (how, short_seconds(seconds))))) for name, seconds, how, _ in rows]
     peaks = ", ".join(f"{name} {short_bytes(size)}" for name, _, _, size in rows if size is not None)
-    return f'{bars}<div class="dim">memory at the peak: {escape(peaks)}</div>'
+    return _html(Bars(bars, plan.seconds, chosen), Lines([f"memory at the peak: {peaks}"], style="dim"))
 
 
 def _segments(plan: Plan, about: Anatomy) -> Iterator[str]:
@@ -221,36 +209,36 @@ def _segments(plan: Plan, about: Anatomy) -> Iterator[str]:
             yield _decided(f"copies {numbers}{again}", run.decisions, plan, about)
             first += run.count
     yield _decided("outside of repeated segments", plan.decisions, plan, about)
-    rows = "".join(
-        f'<tr class="site" data-name="{escape(" ".join(block.modules))}"><td><code>{escape(block.name)}</code>'
-        f'{f" <b>× {block.count}</b>" if block.count > 1 else ""}</td><td class="n">{block.operators}</td>'
-        f"<td>{escape(', '.join(block.splits))}</td></tr>"
+    blocks = [
+        (
+            f"<code>{escape(block.name)}</code>{f' <b>× {block.count}</b>' if block.count > 1 else ''}",
+            str(block.operators),
+            escape(", ".join(block.splits)),
+        )
         for block in about.blocks
-    )
-    total = sum(block.count for block in about.blocks)
-    yield (
-        f"<details><summary>{total} ParallelBlocks: what splits together without communication</summary>"
-        f'<div class="wide"><table><tr><th>block</th><th>operators</th><th>can be split by</th></tr>{rows}'
-        "</table></div></details>"
-    )
+    ]
+    names = [" ".join(block.modules) for block in about.blocks]
+    title = f"{sum(block.count for block in about.blocks)} ParallelBlocks: what splits together without communication"
+    yield _folded(title, table(blocks, ("block", "operators", "can be split by"), ("", "n", ""), names))
+
+
+def _folded(title: str, rows: str) -> str:
+    return f'<details><summary>{escape(title)}</summary><div class="wide">{rows}</div></details>'
 
 
 def _decided(title: str, decisions: Mapping[str, str], plan: Plan, about: Anatomy) -> str:
-    heads = "".join(f"<th>{escape(axis)}</th>" for axis in plan.mesh)
-    rows = []
-    for name, choice in decisions.items():
-        kind, module = about.sites.get(name, ("", ""))
-        words = choice.split()
-        cells = "".join(f"<td><code>{escape(word)}</code></td>" for word in words)
-        rows.append(
-            f'<tr class="site" data-name="{escape(f"{name} {module}")}"><td><code>{escape(name)}</code></td>'
-            f'<td class="dim">{escape(kind)}</td><td class="dim">{escape(module)}</td>{cells}</tr>'
+    sites = {name: about.sites.get(name, ("", "")) for name in decisions}
+    rows = (
+        (
+            f"<code>{escape(name)}</code>",
+            *map(escape, sites[name]),
+            *(f"<code>{escape(w)}</code>" for w in choice.split()),
         )
-    return (
-        f"<details><summary>{escape(title)}: {len(decisions)} decisions</summary>"
-        f'<div class="wide"><table><tr><th>site</th><th>kind</th><th>module</th>{heads}<th></th></tr>{"".join(rows)}'
-        "</table></div></details>"
+        for name, choice in decisions.items()
     )
+    names = [f"{name} {module}" for name, (_, module) in sites.items()]
+    heads = ("site", "kind", "module", *plan.mesh, "")
+    return _folded(f"{title}: {len(decisions)} decisions", table(rows, heads, ("", "dim", "dim"), names))
 
 
 def _origin(plan: Plan) -> str:
@@ -260,9 +248,8 @@ def _origin(plan: Plan) -> str:
         rows += [(f"input {name}", text) for name, text in origin.inputs.items()]
         rows += [(name, text) for name, text in origin.versions.items()]
         rows += [("command", origin.command)] if origin.command else []
-    table = rows_html((escape(name), f'<code class="at">{escape(text)}</code>') for name, text in rows)
-    lines = "\n".join(origin.cluster) if origin is not None else ""
-    return f"{table}<details><summary>figures of the cluster</summary><pre>{escape(lines)}</pre></details>"
+    lines = escape("\n".join(origin.cluster) if origin is not None else "")
+    return f"{_html(Labelled(rows))}<details><summary>figures of the cluster</summary><pre>{lines}</pre></details>"
 
 
 def page_data(plan: Plan, about: Anatomy) -> dict[str, Any]:

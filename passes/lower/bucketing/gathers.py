@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from autopar.ir.graph import CAST, WAIT, Node
 from autopar.ir.program import GATHERED, LAYOUT
 
-from .packing import Bucket, BucketWriter
+from .packing import BucketWriter, Joint
 
 
 def gather(writer: BucketWriter, instructions: Sequence[Node], parameters: set[str], kept: Sequence[str]) -> list[Node]:
     """Gathers of parameters in buckets, ahead of first use; waits and layouts just before theirs."""
     writer.written = []
     lazy = _Lazy(writer, instructions, parameters)
-    starts: dict[int, list[Bucket]] = {}
+    starts: dict[int, list[Joint]] = {}
     for time, joint in lazy.schedule():
         starts.setdefault(time, []).append(joint)
     for time, instruction in enumerate(instructions):
@@ -61,10 +61,10 @@ class _Lazy:
                     depths[name] = depths[source]
                     head.add(name)
         self.delayed |= head
-        self.buckets: dict[str, Bucket] = {}
+        self.buckets: dict[str, Joint] = {}
         self.done: set[str] = set()
 
-    def schedule(self) -> list[tuple[int, Bucket]]:
+    def schedule(self) -> list[tuple[int, Joint]]:
         """(index of the instruction before which it starts, bucket), in the order of starting.
 
         A bucket starts as early as `ahead_bytes` hold it and all that are started and not yet read;
@@ -72,7 +72,7 @@ class _Lazy:
         """
         needed = self._needed()
         height, limits = self._heights(), self._limits()
-        starts: list[tuple[int, int, Bucket]] = []
+        starts: list[tuple[int, int, Joint]] = []
         for level in range(max(height.values(), default=-1) + 1):
             groups: dict[tuple[object, ...], list[Node]] = {}
             here = [name for name, h in height.items() if h == level and name in needed]
@@ -147,7 +147,7 @@ class _Lazy:
                 height[upstream] = max(height[upstream], height[name] + 1)
         return height
 
-    def start(self, joint: Bucket) -> None:
+    def start(self, joint: Joint) -> None:
         if joint.started is None:
             for member in joint.members:
                 self.ensure(member.inputs[0])

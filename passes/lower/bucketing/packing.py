@@ -5,14 +5,15 @@ What comes back is taken apart again; values are the same bit for bit.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from autopar.ir.graph import RESHAPE, WAIT, Node, Ref, TensorMeta
-from autopar.ir.program import GATHERED, SCATTERED
-from autopar.ir.rewrite import NodeWriter, numbered
+from autopar.ir.emitter import Emitter
+from autopar.ir.graph import RESHAPE, WAIT, Node, Ref
+from autopar.ir.program import SCATTERED
 
 
 @dataclass(eq=False, slots=True)
-class Bucket:
+class Joint:
     """Collectives that start together. `started` is the joint result before its wait, `pieces` what it is
     taken apart into, one a member; both are None until they are written."""
 
@@ -35,33 +36,25 @@ def _served(members: list[Node]) -> str:
 
 
 @dataclass(eq=False, kw_only=True)
-class BucketWriter(NodeWriter):
+class BucketWriter(Emitter):
     """Writes buckets of collectives of a program."""
 
-    mesh: tuple[int, ...]
     bucket_bytes: tuple[int, ...]
     limit_bytes: int
     alone_bytes: int
     ahead_bytes: int
     unhidden: frozenset[int] = frozenset()
     """Mesh axes on which what travels takes the processors from what is computed."""
-    count: int = 0
 
     # --- instructions
 
-    def fresh(self) -> str:
-        name = numbered("bucket", self.metas, start=self.count + 1)
-        self.count = int(name.removeprefix("bucket_"))
-        return name
-
-    def reshape(self, value: str, shape: tuple[int, ...], name: str | None = None) -> str:
-        meta = TensorMeta(shape, self.metas[value].dtype)
-        return self.emit(RESHAPE, (Ref(value), shape), (name or self.fresh(), meta))
+    def joined(self, op: str, *args: Any, **about: Any) -> str:
+        return self.emit(op, args, self.fresh("bucket"), **about)
 
     def bytes(self, collective: Node) -> int:
         return max(self.metas[name].bytes for name in (*collective.inputs, *collective.outputs))
 
-    def start(self, joint: Bucket) -> None:
+    def start(self, joint: Joint) -> None:
         """Lay the members side by side, as [ranks, ...] where each rank is sent a part, and communicate."""
         first = joint.members[0]
         if len(joint.members) == 1:
@@ -74,49 +67,42 @@ class BucketWriter(NodeWriter):
         parts = []
         for member in joint.members:
             (name,) = member.inputs
-            parts.append(self.reshape(name, (rows, self.metas[name].numel // rows)))
-        dtype = self.metas[parts[0]].dtype
-        width = sum(self.metas[part].shape[1] for part in parts)
-        args = (tuple(Ref(part) for part in parts), 1)
-        packed = self.emit("aten.cat.default", args, (self.fresh(), TensorMeta((rows, width), dtype)))
-        meta = TensorMeta((self.mesh[axis] if kind in GATHERED else 1, width), dtype)
-        joint.started = self.emit(
-            first.op, (Ref(packed), *first.args[1:]), (self.fresh(), meta), serves=_served(joint.members)
-        )
+            parts.append(Ref(self.joined(RESHAPE, Ref(name), (rows, self.metas[name].numel // rows))))
+        packed = self.joined("aten.cat.default", tuple(parts), 1)
+        joint.started = self.joined(first.op, Ref(packed), *first.args[1:], serves=_served(joint.members))
 
-    def finish(self, joint: Bucket) -> None:
+    def finish(self, joint: Joint) -> None:
         """Wait, and take the result apart as [ranks, ...] pieces, one a member."""
         assert joint.started is not None
         if len(joint.members) == 1:
             joint.pieces = (joint.started,)
             return
-        meta = self.metas[joint.started]
-        result = self.emit(WAIT, (Ref(joint.started),), (self.fresh(), meta))
-        rows = meta.shape[0]
+        result = self.joined(WAIT, Ref(joint.started))
+        rows = self.metas[result].shape[0]
         sizes = tuple(self.metas[member.outputs[0]].numel // rows for member in joint.members)
-        pieces = [(self.fresh(), TensorMeta((rows, size), meta.dtype)) for size in sizes]
-        self.emit("aten.split_with_sizes.default", (Ref(result), sizes, 1), *pieces)
-        joint.pieces = tuple(name for name, _ in pieces)
+        joint.pieces = tuple(self.fresh("bucket") for _ in sizes)
+        self.emit("aten.split_with_sizes.default", (Ref(result), sizes, 1), *joint.pieces)
 
-    def result(self, joint: Bucket, wait: Node) -> None:
+    def result(self, joint: Joint, wait: Node) -> None:
         """The value of one member's wait."""
         if len(joint.members) == 1:
             self.written.append(wait)
             return
         assert joint.pieces is not None
         number = next(i for i, member in enumerate(joint.members) if member.outputs[0] == wait.inputs[0])
-        self.reshape(joint.pieces[number], self.metas[wait.outputs[0]].shape, wait.outputs[0])
+        (name,) = wait.outputs
+        self.emit(RESHAPE, (Ref(joint.pieces[number]), self.metas[name].shape), name)
 
-    def join(self, collectives: Iterable[Node], limits: Mapping[str, float]) -> list[Bucket]:
+    def join(self, collectives: Iterable[Node], limits: Mapping[str, float]) -> list[Joint]:
         """Buckets of collectives of one key, in their order; `limits` are the bytes of the one that each may join."""
-        buckets: list[Bucket] = []
-        last: Bucket | None = None
+        buckets: list[Joint] = []
+        last: Joint | None = None
         for collective in collectives:
             size = self.bytes(collective)
             if size >= self.alone_bytes:
-                buckets.append(Bucket([collective], size))
+                buckets.append(Joint([collective], size))
             elif last is None or last.bytes + size > limits[collective.outputs[0]]:
-                buckets.append(last := Bucket([collective], size))
+                buckets.append(last := Joint([collective], size))
             else:
                 last.members.append(collective)
                 last.bytes += size

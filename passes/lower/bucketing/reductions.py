@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from autopar.ir.graph import CAST, WAIT, Node, readers
 from autopar.ir.program import LAYOUT, REDUCED
 
-from .packing import Bucket, BucketWriter
+from .packing import BucketWriter, Joint
 
 BUCKETS = 8
 
@@ -71,8 +71,8 @@ class _Tail:
         produced = {name for i in instructions for name in i.outputs}
         self.given = [name for name in every if name not in produced]
         self.limits = self._limits(instructions)
-        self.filling: dict[tuple[int, tuple[object, ...]], Bucket] = {}
-        self.started: dict[int, list[Bucket]] = {}
+        self.filling: dict[tuple[int, tuple[object, ...]], Joint] = {}
+        self.started: dict[int, list[Joint]] = {}
 
     def _limits(self, instructions: Sequence[Node]) -> dict[str, int]:
         """The bytes of the bucket that each reduction may join: the fewest that its axis wants, and those of the
@@ -114,7 +114,7 @@ class _Tail:
         level = self.levels[collective.outputs[0]]
         unhidden = collective.args[-1] in self.writer.unhidden
         if size >= min(self.writer.alone_bytes, UNHIDDEN_ALONE_BYTES if unhidden else self.writer.limit_bytes):
-            self.start(level, Bucket([collective], size))
+            self.start(level, Joint([collective], size))
             return
         key = (level, self.writer.key(collective))
         joint = self.filling.get(key)
@@ -122,11 +122,11 @@ class _Tail:
             self.start(level, self.filling.pop(key))
             joint = None
         if joint is None:
-            joint = self.filling[key] = Bucket([], 0)
+            joint = self.filling[key] = Joint([], 0)
         joint.members.append(collective)
         joint.bytes += size
 
-    def start(self, level: int, joint: Bucket) -> None:
+    def start(self, level: int, joint: Joint) -> None:
         """Start a bucket; those before it, if reductions follow theirs, are finished meanwhile."""
         self.writer.start(joint)
         before = self.started.setdefault(level, [])
@@ -141,7 +141,7 @@ class _Tail:
     def goes_on(self, name: str) -> bool:
         return any(r.collective or self.goes_on(r.outputs[0]) for r in self.readers.get(name, ()))
 
-    def finish(self, joint: Bucket) -> None:
+    def finish(self, joint: Joint) -> None:
         self.writer.finish(joint)
         for member in joint.members:
             for wait in self.readers[member.outputs[0]]:
@@ -170,7 +170,7 @@ def together(writer: BucketWriter, instructions: Sequence[Node], uneven: frozens
     held: dict[str, Node] = {}  # members that wait for the last one, by their results
     late: list[Node] = []  # what reads them
     missing: set[str] = set()
-    started: dict[str, Bucket] = {}
+    started: dict[str, Joint] = {}
 
     def write(instruction: Node) -> None:
         if not missing.isdisjoint(instruction.inputs):
@@ -190,7 +190,7 @@ def together(writer: BucketWriter, instructions: Sequence[Node], uneven: frozens
         held[name] = instruction
         missing.add(name)
         if members[-1] is instruction:
-            joint = Bucket(members, sum(map(writer.bytes, members)))
+            joint = Joint(members, sum(map(writer.bytes, members)))
             writer.start(joint)
             writer.finish(joint)
             for member in members:

@@ -1,0 +1,183 @@
+"""The emitter: all that writes nodes of graphs and programs writes them with it, and it infers what they make."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from .graph import CONTIGUOUS, PERMUTE, RESHAPE, WAIT, Node, Ref, TensorMeta, map_references, meta_of, overload, takes
+from .program import RankIndex
+from .rewrite import numbered
+
+Metas = tuple[TensorMeta | None, ...]
+
+
+@dataclass(eq=False, kw_only=True)
+class Emitter:
+    """Writes nodes one after the other, and records the metas of what they make, inferred unless they are stated.
+
+    An expansion (`ops`) writes the local program of an operator with `op`, `ops` and what stands below them; its
+    references are to local values.
+    """
+
+    metas: dict[str, TensorMeta]
+    """Those of all values there are, whose names new values may not have."""
+    taken: Container[str] = ()
+    """More names that new values may not have."""
+    mesh: tuple[int, ...] = ()
+    """The sizes of mesh axes."""
+    named: Callable[[str], str] | None = None
+    """Makes a name of a hint; without it, hints are numbered."""
+    about: Mapping[str, Any] = field(default_factory=dict)
+    """What nodes say of themselves beside what they do: `module`, `serves` ..."""
+    written: list[Node] = field(default_factory=list)
+    numbers: Counter[str] = field(default_factory=Counter)
+
+    def fresh(self, hint: str) -> str:
+        """A name for a new value."""
+        if self.named is not None:
+            return self.named(hint)
+        hint = hint.replace("|", "_")
+        name = numbered(hint, self.metas, self.taken, start=self.numbers[hint] + 1)
+        self.numbers[hint] = int(name.rpartition("_")[2])
+        return name
+
+    def emit(
+        self,
+        op: str,
+        args: tuple[Any, ...],
+        *names: str,
+        kwargs: tuple[tuple[str, Any], ...] = (),
+        metas: Metas | None = None,
+        **about: Any,
+    ) -> str:
+        """Append a node, and return the name of its first result. Without names, results get fresh ones; values that
+        there are keep their metas. A result that nobody uses has the name "", and no meta."""
+        if metas is None and names and all(name in self.metas for name in names):
+            metas = tuple(self.metas[name] for name in names)
+        if metas is None:
+            of = self.metas.__getitem__
+            metas = infer(op, map_references(args, of), map_references(kwargs, of), self.mesh)
+        names = names or tuple(self.fresh(op.split(".")[1]) if meta else "" for meta in metas)
+        self.metas.update({name: meta for name, meta in zip(names, metas, strict=True) if name and meta})
+        self.written.append(Node(op=op, args=args, kwargs=kwargs, outputs=names, **{**self.about, **about}))
+        return names[0]
+
+    def op(self, op: str, *args: Any, **kwargs: Any) -> Ref:
+        """Append an ATen op with one output."""
+        (result,) = self.ops(op, *args, **kwargs)
+        return result
+
+    def ops(self, op: str, *args: Any, **kwargs: Any) -> tuple[Ref, ...]:
+        """Append an ATen op with several outputs. One that it leaves out (a masked gradient) has an empty name."""
+        self.emit(op, _tuples(args), kwargs=tuple((key, _tuples(value)) for key, value in kwargs.items()))
+        return tuple(map(Ref, self.written[-1].outputs))
+
+    def meta(self, value: Ref) -> TensorMeta:
+        """Local shape and dtype."""
+        return self.metas[value.name]
+
+    def collective(self, kind: str, value: Ref, *args: Any) -> Ref:
+        """Append a collective, whose last argument is a mesh axis, and wait for it. The value is contiguous."""
+        return Ref(self.emit(WAIT, (Ref(self.emit(f"collective.{kind}", (value, *args))),)))
+
+    def all_reduce(self, value: Ref, reduction: str, axis: int) -> Ref:
+        """Append an all-reduce over a mesh axis and wait for it."""
+        return self.collective("all_reduce", value, reduction, axis)
+
+    def shift(self, value: Ref, offset: int, axis: int) -> Ref:
+        """Append a shift along a mesh axis and wait for it: the value of the rank `offset` places before this one
+        (negative: behind), zeros where there is no such rank."""
+        return self.collective("shift", value, offset, axis)
+
+    def exchange(self, value: Ref, sizes: Ref, axis: int) -> Ref:
+        """Append an exchange of rows along a mesh axis and wait for it; see `program.COLLECTIVES`."""
+        return self.collective("exchange", value, sizes, axis)
+
+    def ranks(self, axis: int) -> int:
+        """Size of a mesh axis."""
+        return self.mesh[axis]
+
+    def coordinate(self, axis: int, stride: int = 1, constant: int = 0) -> RankIndex:
+        """This rank's coordinate on a mesh axis, times `stride` plus `constant`. An argument for an op (an
+        int at run time that differs by rank)."""
+        return RankIndex(((axis, stride),), constant)
+
+    def offset(self, axes: tuple[int, ...], local_size: int) -> RankIndex:
+        """The global index, in a dim split contiguously by `axes` (outermost first), of this rank's first element,
+        where the rank holds `local_size` elements. An argument for an op (an int at run time that differs by rank)."""
+        terms, stride = [], local_size
+        for axis in reversed(axes):
+            terms.append((axis, stride))
+            stride *= self.mesh[axis]
+        return RankIndex(tuple(reversed(terms)))
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, (list, tuple)) else value
+
+
+def infer(op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], mesh: tuple[int, ...] = ()) -> Metas:
+    """Metas of what a node makes from its arguments, with `TensorMeta`s in the place of tensors."""
+    if not op.startswith("collective.") and op not in (RESHAPE, PERMUTE, CONTIGUOUS):
+        return _inferred(op, args, kwargs, _types((args, kwargs)))
+    shape = args[0].shape
+    if op == RESHAPE:
+        known = -math.prod(args[1])
+        shape = tuple(args[0].numel // known if size == -1 else size for size in args[1])
+    elif op == PERMUTE:
+        shape = tuple(shape[dim] for dim in args[1])
+    elif op == "collective.all_gather":
+        shape = (mesh[args[-1]] * shape[0], *shape[1:])
+    elif op == "collective.reduce_scatter":
+        shape = (shape[0] // mesh[args[-1]], *shape[1:])
+    return (TensorMeta(shape, args[0].dtype),)
+
+
+@lru_cache(maxsize=1 << 16)
+def _inferred(op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], types: Any) -> Metas:
+    """`types` tells 1, 1.0 and True apart, which are equal."""
+    return tuple(None if o is None else meta_of(o) for o in on_meta(op, args, kwargs))
+
+
+def _types(value: Any) -> Any:
+    return tuple(map(_types, value)) if isinstance(value, tuple) else type(value)
+
+
+def on_meta(op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> tuple[torch.Tensor | None, ...]:
+    """An op's outputs, without values. Operands are tensors of the meta device, or `TensorMeta`s of contiguous ones. An
+    op that knows no shapes, which few of torch's are, runs on zeros."""
+    try:
+        return _on(torch.device("meta"), op, args, kwargs)
+    except NotImplementedError:
+        outputs = _on(torch.device("cpu"), op, args, kwargs)
+        return tuple(o if o is None else torch.empty_like(o, device="meta") for o in outputs)
+
+
+def _on(
+    device: torch.device, op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]
+) -> tuple[torch.Tensor | None, ...]:
+    def concrete(value: Any) -> Any:
+        if isinstance(value, TensorMeta):
+            return torch.zeros(value.shape, dtype=value.dtype, device=device)
+        if isinstance(value, torch.Tensor):
+            if value.device == device:
+                return value
+            return torch.zeros_like(value, device=device)
+        if isinstance(value, RankIndex):
+            return value.constant
+        if isinstance(value, torch.device):
+            return device
+        if isinstance(value, tuple):
+            return [concrete(item) for item in value]
+        return value
+
+    named = {key: concrete(value) for key, value in kwargs}
+    if takes(op, "device"):
+        named["device"] = device
+    outputs = overload(op)(*(concrete(a) for a in args), **named)
+    return (outputs,) if isinstance(outputs, torch.Tensor) else tuple(outputs)

@@ -1,0 +1,38 @@
+"""A graph written anew, node by node: values that stand for others, operators in the place of a node, no dead code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from .emitter import Emitter
+from .graph import JointGraph, Node, Ref
+from .rewrite import living, reading, with_own_metas
+
+
+@dataclass(eq=False, kw_only=True)
+class Rewriter(Emitter):
+    """The emitter of a graph that is rewritten."""
+
+    graph: JointGraph
+    same: dict[str, str] = field(default_factory=dict)
+    """Value -> the one that stands for it."""
+
+    def at(self, node: Node) -> None:
+        """What is emitted from here on stands in the place of a node, and says of itself what that does."""
+        names = ("module", "backward", "sequence", "serves", "region")
+        self.node, self.about = node, {name: getattr(node, name) for name in names}
+
+    def now(self, name: str) -> Ref:
+        """The value of the new graph that stands for this one."""
+        return Ref(self.same.get(name, name))
+
+    def keep(self, node: Node, **changes: Any) -> None:
+        """Append a node that reads what stands for its operands."""
+        self.written.append(reading(node, self.same, **changes))
+
+    def done(self, **changes: Any) -> JointGraph:
+        """The new graph."""
+        outputs = tuple(replace(o, name=self.now(o.name).name) if o.name else o for o in self.graph.outputs)
+        nodes = living(self.written, (o.name for o in outputs))
+        return with_own_metas(replace(self.graph, nodes=nodes, outputs=outputs, metas=self.metas, **changes))

@@ -1,0 +1,142 @@
+"""The modules of a model, nested, with the shards of each parameter drawn; equal modules whose names differ in a number
+are one, with their count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from html import escape
+
+from autopar.planning.plan import ParameterPlan, Plan
+
+from ..page import count_text
+from ..words import parameter_words
+from .drawing import tensor_svg
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Module:
+    """`name` is the last part of its path, or a range of numbers ("0 to 31") for `count` equal modules; `path` is that
+    of the first of them."""
+
+    name: str
+    path: str
+    count: int = 1
+    parameters: tuple[tuple[str, ParameterPlan], ...] = ()
+    modules: tuple[Module, ...] = ()
+
+    @property
+    def elements(self) -> int:
+        """Of all parameters, those of all of its copies."""
+        own = sum(_elements(plan) for _, plan in self.parameters)
+        return self.count * (own + sum(module.elements for module in self.modules))
+
+    def walk(self) -> Iterator[Module]:
+        yield self
+        for module in self.modules:
+            yield from module.walk()
+
+
+def _elements(plan: ParameterPlan) -> int:
+    size = 1
+    for length in plan.shape:
+        size *= length
+    return size
+
+
+@dataclass(slots=True)
+class _Node:
+    parameters: dict[str, ParameterPlan] = field(default_factory=dict)
+    modules: dict[str, _Node] = field(default_factory=dict)
+
+
+def module_tree(name: str, parameters: Mapping[str, ParameterPlan]) -> Module:
+    """The model, of parameters by name."""
+    root = _Node()
+    for path, plan in parameters.items():
+        *modules, last = path.split(".")
+        node = root
+        for part in modules:
+            node = node.modules.setdefault(part, _Node())
+        node.parameters[last] = plan
+    return _folded(name, "", root)
+
+
+def _folded(name: str, path: str, node: _Node) -> Module:
+    inner: list[Module] = []
+    keys: list[object] = []
+    for part, module in node.modules.items():
+        made = _folded(part, f"{path}.{part}" if path else part, module)
+        key = _key(made)
+        last = inner[-1] if inner else None
+        if last is not None and part.isdigit() and keys[-1] == key and _follows(last, part):
+            first = last.name.partition(" ")[0]
+            inner[-1] = Module(
+                name=f"{first} to {part}",
+                path=last.path,
+                count=last.count + 1,
+                parameters=last.parameters,
+                modules=last.modules,
+            )
+        else:
+            inner.append(made)
+            keys.append(key)
+    return Module(name=name, path=path, parameters=tuple(node.parameters.items()), modules=tuple(inner))
+
+
+def _follows(last: Module, part: str) -> bool:
+    end = last.name.rpartition(" ")[2]
+    return end.isdigit() and int(part) == int(end) + 1
+
+
+def _key(module: Module) -> object:
+    """Equal for modules that have the same parameters, planned alike; names of the modules themselves do not count."""
+    own = tuple((name, plan, plan.shape) for name, plan in module.parameters)
+    return own, tuple((inner.name, inner.count, _key(inner)) for inner in module.modules)
+
+
+def modules_html(plan: Plan) -> str:
+    """The model as nested modules that fold."""
+    return _module(module_tree(plan.model, plan.parameters), plan, depth=0)
+
+
+def _module(module: Module, plan: Plan, depth: int) -> str:
+    """A module that folds. Modules of parameters alone, such as linear layers, are rows of the one that they are in."""
+    count = f" <b>× {module.count}</b>" if module.count > 1 else ""
+    size = f'<span class="dim"> {count_text(module.elements)} parameters</span>'
+    body = [_table(_parameter(module.path, name, name, plan) for name, _ in module.parameters)]
+    rows: list[str] = []
+    for inner in module.modules:
+        if inner.modules or inner.count > 1:
+            body += [_table(rows), _module(inner, plan, depth + 1)]
+            rows = []
+        else:
+            rows += (_parameter(inner.path, name, f"{inner.name}.{name}", plan) for name, _ in inner.parameters)
+    body.append(_table(rows))
+    return (
+        f'<details class="module" data-name="{escape(module.path)}"{" open" if depth < 4 else ""}><summary>'
+        f"<code>{escape(module.name)}</code>{count}{size}</summary>{''.join(body)}</details>"
+    )
+
+
+def _table(rows: Iterable[str]) -> str:
+    text = "".join(rows)
+    return f'<table class="tensors">{text}</table>' if text else ""
+
+
+def _parameter(path: str, name: str, shown: str, plan: Plan) -> str:
+    full = f"{path}.{name}" if path else name
+    parameter = plan.parameters[full]
+    use = parameter.in_use[0] if parameter.in_use else parameter.at_rest
+    words = parameter_words(parameter, tuple(plan.mesh))
+    shape = " × ".join(f"{length:,}" for length in parameter.shape)
+    uses = list(dict.fromkeys(" ".join(layout) for layout in parameter.in_use)) or ["nowhere"]
+    return (
+        f'<tr class="parameter" data-name="{escape(full)}"><td><code>{escape(shown)}</code><br>'
+        f'<span class="dim">{shape}</span></td>'
+        f"<td>{tensor_svg(parameter.shape, parameter.at_rest, plan.mesh)}</td>"
+        f'<td class="dim">at rest<br><code>{escape(" ".join(parameter.at_rest))}</code></td>'
+        f"<td>{tensor_svg(parameter.shape, use, plan.mesh)}</td>"
+        f'<td class="dim">in use<br><code>{escape(" or ".join(uses))}</code></td>'
+        f"<td>{escape(words)}</td></tr>"
+    )

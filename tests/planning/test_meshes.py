@@ -1,0 +1,102 @@
+"""The mesh that is chosen is the best of all, and its plan runs."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Mapping
+
+import models
+import pytest
+
+import autopar
+from autopar.cluster.library import named_cluster
+from autopar.cluster.machine import Cluster
+from autopar.planning.meshes import best_mesh, meshes
+from autopar.planning.planner import Planner
+from autopar.planning.request import Request
+from autopar.solve.effort import EFFORT
+
+
+def test_meshes_are_all_ordered_products() -> None:
+    assert meshes(1) == [{"a": 1}]
+    assert meshes(7) == [{"a": 7}]
+    assert [tuple(m.values()) for m in meshes(12, 2)] == [(12,), (2, 6), (3, 4), (4, 3), (6, 2)]
+    for devices, most in ((8, 3), (60, 3), (1024, 3), (1024, 4)):
+        found = [tuple(m.values()) for m in meshes(devices, most)]
+        assert len(set(found)) == len(found) and all(math.prod(m) == devices and len(m) <= most for m in found)
+    # 2^10 in at most three parts, in order
+    assert len(meshes(1024, 3)) == sum(math.comb(9, parts - 1) for parts in (1, 2, 3))
+
+
+@functools.cache
+def planner(name: str, cluster: str) -> Planner:
+    case = models.case(name)
+    return Planner(case.model, {"a": 8}, case.args, case.kwargs, loss_fn=case.loss_fn, cluster=cluster)
+
+
+@pytest.mark.parametrize("cluster", ["dgx-h100", "local"])
+@pytest.mark.parametrize("solver", ["dp", "megatron"])
+def test_no_mesh_has_a_better_plan(cluster: str, solver: str) -> None:
+    made = planner("mlp with loss_fn", cluster)
+    candidates = meshes(8)
+    best = made.over(candidates, Request(solver=solver))
+    each = {str(mesh): made.on(mesh, made.cluster).plan(solver=solver).seconds for mesh in candidates}
+    assert best.seconds <= min(each.values()) * (1 + 1e-6), each
+    assert best.seconds == pytest.approx(each[str(dict(best.mesh))])
+
+
+def test_a_plan_on_a_chosen_mesh_runs() -> None:
+    case = models.case("mlp with loss_fn")
+    plan = autopar.plan(case.model, 6, case.args, case.kwargs, loss_fn=case.loss_fn, cluster="local")
+    assert math.prod(plan.mesh.values()) == 6
+    made = Planner(case.model, plan.mesh, case.args, case.kwargs, loss_fn=case.loss_fn)
+    models.assert_same(models.simulated(made.program(plan), made.captured, case), models.eager(case))
+
+
+def test_auto_takes_all_devices_of_the_cluster() -> None:
+    machine: Cluster = named_cluster("a100-nvlink-pairs", device_type="cpu")
+    case = models.case("mlp with loss_fn")
+    plan = autopar.plan(case.model, "auto", case.args, case.kwargs, loss_fn=case.loss_fn, cluster=machine)
+    assert math.prod(plan.mesh.values()) == machine.devices
+
+
+def test_a_search_says_what_it_covers_and_warns_of_a_batch_too_small_for_it(caplog: pytest.LogCaptureFixture) -> None:
+    made = planner("mlp with loss_fn", "dgx-h100")
+    rows = made.captured.input_leaves[0].meta.shape[0]  # type: ignore[union-attr]
+    caplog.set_level(logging.DEBUG, "autopar")
+    made.over([{"a": rows}], Request(solver="ddp"))
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    made.over([{"a": 2 * rows}, {"a": 2, "b": rows}], Request(solver="megatron"))
+    assert f"searching 2 meshes of {2 * rows} devices" in {getattr(record, "doing", "") for record in caplog.records}
+    (warning,) = (record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING)
+    assert f"batch has {rows} rows, and the search is over meshes of {2 * rows} devices, of which 2 or more" in warning
+
+
+def test_the_best_few_meshes_are_searched_thoroughly() -> None:
+    candidates = meshes(16)
+    true = {tuple(mesh.items()): 1.0 + 0.1 * number for number, mesh in enumerate(candidates)}
+    asked: list[dict[str, int]] = []
+
+    def thorough(mesh: Mapping[str, int]) -> tuple[float, object]:
+        asked.append(dict(mesh))
+        return true[tuple(mesh.items())], mesh
+
+    def quick(mesh: Mapping[str, int], below: float) -> float:
+        return true[tuple(mesh.items())] + (0.15 if mesh == candidates[0] else 0.0)
+
+    assert best_mesh(candidates, quick, thorough, lambda text: None) == candidates[0]
+    assert len(asked) == EFFORT.mesh_finalists
+
+
+@pytest.mark.parametrize("given", [0, -8, True, "all", 2.0])
+def test_what_is_no_number_of_devices_is_said(given: object) -> None:
+    case = models.case("mlp with loss_fn")
+    with pytest.raises(ValueError, match="give axis names with sizes, a number of devices, or 'auto'"):
+        autopar.plan(case.model, given, case.args, case.kwargs, loss_fn=case.loss_fn)  # type: ignore[arg-type]
+
+
+def test_where_no_mesh_fits_the_limit_the_error_says_what_would() -> None:
+    with pytest.raises(ValueError, match=r"no plan fits in 1000 B, .*\. The smallest peak"):
+        planner("mlp with loss_fn", "local").over(meshes(4), Request(memory_limit_bytes=1000.0))
