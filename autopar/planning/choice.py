@@ -232,27 +232,27 @@ class Choice:
         """The candidates, and what descents find at the prices that the timeline of the shortest gives, the shortest
         first. Where memory has a price, the search was at such prices already."""
         found.sort(key=_estimate)
-        others = [one for _, one in sorted(self.presets or (), key=lambda item: item[1].score.objective)[:1]]
-        for _ in range(self.effort.rounds):
+        for number in range(self.effort.rounds):
             shortest = found[0]
             priced = account(self.space, shortest.solved.assignment)
             if shortest.solved.price or priced.communication_seconds < self.effort.hidden_worth * priced.seconds:
                 break
             part = self.flow.timed("steps", self.steps.hidden_part, shortest.solved.assignment)
-            for start in (shortest.solved, *others):
-                near = None if self.effort.is_over else self._near(part, start, request)
+            anew: tuple[tuple[Solved | None, bool], ...] = ((None, False), (None, True)) if number == 0 else ()
+            for start, fast_first in ((shortest.solved, False), *anew):
+                near = None if self.effort.is_over else self._near(part, start, request, fast_first=fast_first)
                 if near is not None and all(near.assignment != one.solved.assignment for one in found):
                     found.append(self._estimated(AGAIN, near, request.bytes_limit, shortest.seconds))
             found.sort(key=_estimate)
-            others = []
             if found[0].seconds >= shortest.seconds * (1 - self.effort.gain):
                 break
         return found
 
-    def _near(self, part: float, start: Solved, request: Request) -> Solved | None:
-        """The best near another plan if so much of the traffic in buckets is hidden; None if it needs more memory."""
+    def _near(self, part: float, start: Solved | None, request: Request, *, fast_first: bool) -> Solved | None:
+        """What a descent from another solution (None: from all replicated) finds if so much of the traffic in buckets
+        is hidden; None if it needs more memory."""
         search = self.searches.search(request, self.searches.hiding(part), self.effort.hidden_share)
-        return self.flow.timed("others", search.near, start)
+        return self.flow.timed("others", search.near, start, fast_first=fast_first)
 
     # ---- how long steps take
 

@@ -20,7 +20,7 @@ DESCENT_SOLVER = "dp"
 
 
 class Descent:
-    """Descents over one space. `steps` solves their steps, `solver` what is one problem, each with a share of `effort`."""
+    """Descents over one space. `steps` solves their steps, `solver` what is one problem."""
 
     def __init__(
         self,
