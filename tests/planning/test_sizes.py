@@ -191,7 +191,7 @@ def test_a_comparison_that_a_signal_ends_prints_what_it_has_and_goes_on(
         return planned(self, request)
 
     monkeypatch.setattr(Planner, "planned", slow)
-    command = ["compare", "test_explain:build", "--mesh", "a=4", "--cluster", "dgx-a100", "--json"]
+    command = ["compare", "tower:build", "--mesh", "a=4", "--cluster", "dgx-a100", "--json"]
     command += [word for strategy in STRATEGIES for word in ("--solver", strategy)]
     ended = CliRunner().invoke(app, [*command, "--keep", str(tmp_path / "done")])
     assert ended.exit_code == 128 + signal.SIGINT and "ended early" in ended.stderr
