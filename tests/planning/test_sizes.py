@@ -20,7 +20,7 @@ import autopar
 from autopar import extensions
 from autopar.cli import app
 from autopar.planning.planner import Planner
-from autopar.report import question
+from autopar.report import kept, question
 from autopar.report.fit import Fit, hand_mesh
 from autopar.report.kept import Kept, key_of
 from autopar.report.question import Question, Variant
@@ -111,6 +111,23 @@ def test_an_interrupted_fit_continues(tmp_path: Path, monkeypatch: pytest.Monkey
     assert fitted(**one).kept == 1 and fitted(**one, memory_limit_bytes=1e9).kept == 0
     monkeypatch.setattr(question, "code_digest", lambda: "other code")
     assert fitted(**one).kept == 0
+
+
+def test_the_digest_of_the_code_is_that_of_the_package_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkout has the package beside environments and builds of thousands of files."""
+    read: list[Path] = []
+    whole = Path.read_bytes
+
+    def noted(file: Path) -> bytes:
+        read.append(file)
+        return whole(file)
+
+    monkeypatch.setattr(Path, "read_bytes", noted)
+    kept.code_digest.cache_clear()
+    kept.code_digest()
+    root = Path(autopar.__file__).parent.parent
+    assert {file.relative_to(root).parts[0] for file in read} == {"autopar", "passes", "runtime"}
+
 
 
 def test_what_is_kept_depends_on_the_model_the_batch_and_the_cluster(tmp_path: Path) -> None:
