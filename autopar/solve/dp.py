@@ -63,7 +63,7 @@ def solve_dp(
         if bytes_limit is not None:
             raise
         choice, bound = _relaxed(problem, library, bounded)
-        solution, exact = Candidate(choice=choice, score=evaluate(problem, choice), price=0.0), False
+        solution, exact = Priced(choice=choice, score=evaluate(problem, choice), price=0.0), False
         price = 0.0
     if bytes_limit is not None and solution.score.bytes > bytes_limit:
         solution, bound, exact = _limited(problem, library, solution, bytes_limit)
@@ -90,7 +90,7 @@ def _relaxed(problem: Problem, library: Library, bounded: bool) -> tuple[Choice,
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class Priced:
     choice: Choice
     score: Score
     price: float
@@ -106,15 +106,15 @@ def pool_weights(prices: list[float]) -> Floats:
     return np.concatenate((_weights(*prices), [[0.0, 1.0]]))
 
 
-def _scored(problem: Problem, choice: Choice, price: float, objective: float) -> Candidate:
+def _scored(problem: Problem, choice: Choice, price: float, objective: float) -> Priced:
     """A choice with its score, which must agree with the objective of the elimination."""
     score = evaluate(problem, choice)
     evaluated = score.objective + price * score.bytes
     assert math.isclose(evaluated, objective, rel_tol=1e-9, abs_tol=1e-18), (evaluated, objective)
-    return Candidate(choice=choice, score=score, price=price)
+    return Priced(choice=choice, score=score, price=price)
 
 
-def priced(problem: Problem, library: Library, price: float) -> Candidate:
+def priced(problem: Problem, library: Library, price: float) -> Priced:
     """The choice with the least seconds + (tie-break + price) * bytes, or `Infeasible`."""
     pricing = Pricing(library, _weights(price))
     objective = float(pricing.table(problem, ())[0])
@@ -123,16 +123,14 @@ def priced(problem: Problem, library: Library, price: float) -> Candidate:
     return _scored(problem, pricing.choice(problem, (), (), 0), price, objective)
 
 
-def smallest_bytes(problem: Problem, library: Library) -> Candidate:
+def smallest_bytes(problem: Problem, library: Library) -> Priced:
     """The choice that needs the fewest bytes."""
     pricing = Pricing(library, np.array([[0.0, 1.0]]))
     choice = pricing.choice(problem, (), (), 0)
-    return Candidate(choice=choice, score=evaluate(problem, choice), price=math.inf)
+    return Priced(choice=choice, score=evaluate(problem, choice), price=math.inf)
 
 
-def _limited(
-    problem: Problem, library: Library, cheapest: Candidate, bytes_limit: float
-) -> tuple[Candidate, float, bool]:
+def _limited(problem: Problem, library: Library, cheapest: Priced, bytes_limit: float) -> tuple[Priced, float, bool]:
     """The best choice within the limit, the Lagrangian bound, and whether the choice is proved optimal."""
     prices, fits, bound = lagrangian(problem, library, cheapest, bytes_limit)
     pricing = Pricing(library, pool_weights(prices))
@@ -155,7 +153,7 @@ def _limited(
     return replace(fits, price=bound.price), bound.objective, False
 
 
-def window(fits: Candidate, bound: Bound, bytes_limit: float, points: int) -> Window:
+def window(fits: Priced, bound: Bound, bytes_limit: float, points: int) -> Window:
     """At the price of the bound a useful point exceeds the best of its cell by at most the gap, and rounding."""
     gap = fits.score.objective - bound.objective
     return Window(
@@ -175,8 +173,8 @@ class Bound:
 
 
 def lagrangian(
-    problem: Problem, library: Library, cheapest: Candidate, bytes_limit: float
-) -> tuple[list[float], Candidate, Bound]:
+    problem: Problem, library: Library, cheapest: Priced, bytes_limit: float
+) -> tuple[list[float], Priced, Bound]:
     """The prices tried, the best choice among theirs that fits, and the best bound.
 
     Raises `Infeasible` where not even the smallest choice fits.

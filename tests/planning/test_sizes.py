@@ -129,7 +129,6 @@ def test_the_digest_of_the_code_is_that_of_the_package_alone(tmp_path: Path, mon
     assert {file.relative_to(root).parts[0] for file in read} == {"autopar", "passes", "runtime"}
 
 
-
 def test_what_is_kept_depends_on_the_model_the_batch_and_the_cluster(tmp_path: Path) -> None:
     file = tmp_path / "done.sqlite"
     first = {"devices": [4], "strategies": ["ddp"], "keep": file}
