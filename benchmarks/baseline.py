@@ -34,6 +34,21 @@ TINY = 60
 ALIKE = 5e-4
 """Up to which part a step or peak is the same: files hold four digits."""
 
+CELL_MESH = {"dp": 8, "tp": 8}
+CELL_CLUSTERS = ("dgx-h100", "perlmutter")
+CELL_MODELS: Mapping[str, tuple[str, Mapping[str, Any], int]] = {
+    "llama": ("LlamaConfig", {"num_hidden_layers": 8}, 4096),
+    "gpt2": ("GPT2Config", {"n_layer": 12}, 1024),
+    "bert": ("BertConfig", {}, 512),
+    "t5": ("T5Config", {}, 512),
+    "mixtral": ("MixtralConfig", {"num_hidden_layers": 4}, 2048),
+    "gemma2": ("Gemma2Config", {"num_hidden_layers": 8}, 2048),
+}
+"""Name -> configuration of `transformers`, what is changed of it, and the sequence length."""
+
+CELL_LIMITS = {"llama": 6e9, "gpt2": 1.1e9, "bert": 0.42e9, "t5": 0.9e9, "mixtral": 4.5e9, "gemma2": 10e9}
+"""Bytes: about two thirds of the peak without a limit."""
+
 Row = dict[str, Any]
 
 
@@ -77,7 +92,6 @@ def tiny() -> Iterator[Row]:
 
 def cells() -> Iterator[Row]:
     """Six models on two clusters, without a limit and within limits that bind (`docs/decisions/starts.md`)."""
-    sys.path.insert(0, str(HERE.parent))
     from autopar.cli.loading import load
     from autopar.planning.planner import Planner
 
@@ -96,21 +110,6 @@ def cells() -> Iterator[Row]:
                     row |= {"step_seconds": plan.seconds, "peak_bytes": plan.bytes}
                 yield {**row, "cpu_seconds": cpu_seconds() - began}
 
-
-CELL_MESH = {"dp": 8, "tp": 8}
-CELL_CLUSTERS = ("dgx-h100", "perlmutter")
-CELL_MODELS: Mapping[str, tuple[str, Mapping[str, Any], int]] = {
-    "llama": ("LlamaConfig", {"num_hidden_layers": 8}, 4096),
-    "gpt2": ("GPT2Config", {"n_layer": 12}, 1024),
-    "bert": ("BertConfig", {}, 512),
-    "t5": ("T5Config", {}, 512),
-    "mixtral": ("MixtralConfig", {"num_hidden_layers": 4}, 2048),
-    "gemma2": ("Gemma2Config", {"num_hidden_layers": 8}, 2048),
-}
-"""Name -> configuration of `transformers`, what is changed of it, and the sequence length."""
-
-CELL_LIMITS = {"llama": 6e9, "gpt2": 1.1e9, "bert": 0.42e9, "t5": 0.9e9, "mixtral": 4.5e9, "gemma2": 10e9}
-"""Bytes: about two thirds of the peak without a limit."""
 
 SETS: Mapping[str, Callable[[], Iterator[Row]]] = {
     "golden": golden,
