@@ -1,14 +1,15 @@
-"""What planning costs and predicts, to hold a change against: CPU seconds, steps and peaks of four sets of plans.
+"""What planning costs and predicts, to hold a change against: CPU seconds, steps and peaks of five sets of plans.
 
     python benchmarks/baseline.py --out before.json                       # of this checkout
     python benchmarks/baseline.py --out after.json --against before.json  # and beside an earlier one
     python benchmarks/baseline.py --out after.json --against benchmarks/baseline.json  # of a9d65ef, on two busy cores
 
-The sets: the golden plans (`tests/golden.py`); Llama-3-8B with 32 layers on 8 x 8 and 4 x 4 x 4 by default, within 60
-and within 30 GB (`planning.py`); the models of `today.py`; and 60 architectures of `transformers` at tiny sizes
-(`architectures.py`). CPU seconds are those of a processor, forked processes included; those of a golden plan are
-without its capture, which plans of one model share. The table has a line for each set: the sum of CPU seconds, and
-beside an earlier file the ratio of the sums, the largest ratio of one case, and which steps and peaks are others.
+The sets: the golden plans (`tests/golden.py`); six models on two clusters, without a limit and within one that binds;
+Llama-3-8B with 32 layers on 8 x 8 and 4 x 4 x 4 by default, within 60 and within 30 GB (`planning.py`); the models of
+`today.py`; and 60 architectures of `transformers` at tiny sizes (`architectures.py`). CPU seconds are those of a
+processor, forked processes included; those of a golden plan and of a model on a cluster are without its capture, which
+plans of one model share. The table has a line for each set: the sum of CPU seconds, and beside an earlier file the
+ratio of the sums, the largest ratio of one case, and which steps and peaks are others.
 `--out` is read where it exists, and only what it lacks is measured: so two checkouts may take turns on one machine.
 """
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -31,6 +33,21 @@ HERE = Path(__file__).parent
 TINY = 60
 ALIKE = 5e-4
 """Up to which part a step or peak is the same: files hold four digits."""
+
+CELL_MESH = {"dp": 8, "tp": 8}
+CELL_CLUSTERS = ("dgx-h100", "perlmutter")
+CELL_MODELS: Mapping[str, tuple[str, Mapping[str, Any], int]] = {
+    "llama": ("LlamaConfig", {"num_hidden_layers": 8}, 4096),
+    "gpt2": ("GPT2Config", {"n_layer": 12}, 1024),
+    "bert": ("BertConfig", {}, 512),
+    "t5": ("T5Config", {}, 512),
+    "mixtral": ("MixtralConfig", {"num_hidden_layers": 4}, 2048),
+    "gemma2": ("Gemma2Config", {"num_hidden_layers": 8}, 2048),
+}
+"""Name -> configuration of `transformers`, what is changed of it, and the sequence length."""
+
+CELL_LIMITS = {"llama": 6e9, "gpt2": 1.1e9, "bert": 0.42e9, "t5": 0.9e9, "mixtral": 4.5e9, "gemma2": 10e9}
+"""Bytes: about two thirds of the peak without a limit."""
 
 Row = dict[str, Any]
 
@@ -73,7 +90,34 @@ def tiny() -> Iterator[Row]:
         yield {"case": row["model"], "cpu_seconds": cpu, "outcome": row["outcome"]}
 
 
-SETS: Mapping[str, Callable[[], Iterator[Row]]] = {"golden": golden, "large": large, "today": today, "tiny": tiny}
+def cells() -> Iterator[Row]:
+    """Six models on two clusters, without a limit and within limits that bind (`docs/decisions/starts.md`)."""
+    from autopar.cli.loading import load
+    from autopar.planning.planner import Planner
+
+    for name, (config, settings, sequence) in CELL_MODELS.items():
+        loaded = load(f"hf:{config}", dict(settings), batch=64, sequence=sequence, dtype="bfloat16")
+        made = Planner(loaded.model, CELL_MESH, loaded.args, loaded.kwargs, cluster="dgx-h100")
+        for cluster in CELL_CLUSTERS:
+            for limit in (math.inf, CELL_LIMITS[name]):
+                began = cpu_seconds()
+                row: Row = {"case": f"{name}, {cluster}, {limit / 1e9:g} GB"}
+                try:
+                    plan = made.on(CELL_MESH, cluster).plan(memory_limit_bytes=limit)
+                except ValueError as error:
+                    row["error"] = str(error)
+                else:
+                    row |= {"step_seconds": plan.seconds, "peak_bytes": plan.bytes}
+                yield {**row, "cpu_seconds": cpu_seconds() - began}
+
+
+SETS: Mapping[str, Callable[[], Iterator[Row]]] = {
+    "golden": golden,
+    "large": large,
+    "today": today,
+    "tiny": tiny,
+    "cells": cells,
+}
 
 
 def _predicted(row: Row, step: str, peak: str) -> Row:

@@ -49,7 +49,7 @@ class Profiled:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Candidate:
+class Contender:
     """A plan with its program; candidates with the same `key` are the same."""
 
     plan: Plan
@@ -88,7 +88,7 @@ class Candidates:
         )
         candidates = {c.key: c for c in self.phases.timed("analysis", self._first)}
         seconds = self.phases.timed("compose", self._seconds, candidates.values())
-        done: dict[str, Candidate] = {}
+        done: dict[str, Contender] = {}
         pruned = 0
         again = True
         """Whether something was measured since the solver's last search."""
@@ -102,7 +102,7 @@ class Candidates:
                 break
             if not may:
                 nearest = done[min(done, key=seconds.__getitem__)]
-                new: dict[str, Candidate] = {}
+                new: dict[str, Contender] = {}
                 for other in self.phases.timed("analysis", self._nearby, nearest):
                     if other.key not in candidates:
                         new.setdefault(other.key, other)
@@ -127,17 +127,17 @@ class Candidates:
         plan = self.phases.timed("compose", lambda: repriced(planner.profiled(self.costs), best_of_all.plan))
         return replace(plan, cost=self.request.cost), summary
 
-    def _candidates(self, plans: Iterable[Plan]) -> list[Candidate]:
+    def _candidates(self, plans: Iterable[Plan]) -> list[Contender]:
         """Those of the plans that keep the memory limit."""
         planner, limit = self.planner, self.planner.limit(self.request)
         candidates = []
         for plan in plans:
             if limit is None or plan.bytes <= limit:
                 program = planner.writer.written(planner.assignment(plan), plan.bucket_bytes)
-                candidates.append(Candidate(plan=plan, program=program, key=structure(program)))
+                candidates.append(Contender(plan=plan, program=program, key=structure(program)))
         return candidates
 
-    def _first(self) -> list[Candidate]:
+    def _first(self) -> list[Contender]:
         """The solver's plan, and the presets'."""
         plans, asked = [], self.request.solver
         for name in dict.fromkeys((asked, *(() if self.request.preset else PRESETS))):
@@ -149,20 +149,20 @@ class Candidates:
                 logger.info("%s is no candidate: %s", name, error)
         return self._candidates(plans)
 
-    def _nearby(self, start: Candidate) -> list[Candidate]:
+    def _nearby(self, start: Contender) -> list[Contender]:
         """The solver's plans from there, at the measured prices."""
         if self.request.preset:
             return []
         plans = nearby(self.planner.profiled(self.costs), start.plan, replace(self.request, cost="analytical"))
         return self._candidates(plans)
 
-    def _seconds(self, candidates: Iterable[Candidate]) -> dict[str, float]:
+    def _seconds(self, candidates: Iterable[Contender]) -> dict[str, float]:
         """Key of a candidate -> the seconds of its step, at the measured prices."""
         cluster = self.costs.measured(self.planner.space.mesh)
         optimizer, cache = self.planner.optimizer.name, TimelineCache(placements=self.planner.memory)
         usual = self.costs.usual_correction(self.planner.space.mesh)
 
-        def seconds(c: Candidate) -> float:
+        def seconds(c: Contender) -> float:
             segment = self.segments.get(c.key)
             ratio = usual if segment is None else self.costs.correction(segment, cluster, cache)
             updating = cluster.device.optimizer_seconds(optimizer, moved_bytes(self.planner, c.program))
@@ -170,7 +170,7 @@ class Candidates:
 
         return {c.key: seconds(c) for c in candidates}
 
-    def _measured(self, candidate: Candidate, predicted: float, best: float, number: int, left: int) -> ProgramRow:
+    def _measured(self, candidate: Contender, predicted: float, best: float, number: int, left: int) -> ProgramRow:
         """The row of a candidate's segment program, which is measured unless the database has it."""
         plan, planner = candidate.plan, self.planner
         program: Program = self.phases.timed(

@@ -30,11 +30,11 @@ def default_path() -> Path:
 def code_digest() -> str:
     """Of autopar's own code, which decides what a plan is."""
     digest = hashlib.sha256()
-    for package in ("autopar", "autopar.passes"):
+    for package in ("autopar", "autopar.passes", "autopar.runtime"):  # which a checkout has side by side
         spec = find_spec(package)
-        for folder in spec.submodule_search_locations or () if spec is not None else ():
-            for file in sorted(Path(folder).rglob("*.py")):
-                digest.update(file.read_bytes())
+        assert spec is not None and spec.origin is not None
+        for file in sorted(Path(spec.origin).parent.rglob("*.py")):
+            digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
 
 

@@ -127,8 +127,7 @@ def _overview(plan: Plan) -> Iterator[Section]:
     yield Section(title(plan), [Labelled([*verdict(plan)])])
     if bars := step_bars(plan):
         yield Section("where the step goes", [Bars(bars, plan.seconds)])
-    notes = Lines([*recomputed(plan), f"the peak is at {_at(plan)}"])
-    yield Section("memory of a rank at its peak", [memory(plan), notes])
+    yield Section("memory of a rank at its peak", [memory(plan), at_peak(plan)])
     yield Section("communication of a step, by mesh axis", [Labelled([*communication(plan)])])
 
 
@@ -375,6 +374,11 @@ def memory(plan: Plan) -> Stack:
     """What the peak consists of, of the limit if that is not far."""
     whole = max(plan.memory_limit_bytes or 0.0, plan.bytes)
     return Stack(memory_parts(plan), whole if whole <= SCALED_BEYOND * plan.bytes else plan.bytes)
+
+
+def at_peak(plan: Plan) -> Lines:
+    """What is recomputed, and when the peak is."""
+    return Lines([*recomputed(plan), f"the peak is at {_at(plan)}"], style="dim")
 
 
 def _at(plan: Plan) -> str:

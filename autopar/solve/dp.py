@@ -65,13 +65,13 @@ def solve_dp(
         if bytes_limit is not None:
             raise
         choice, bound = _relaxed(problem, library, bounded)
-        solution, exact = Candidate(choice=choice, score=evaluate(problem, choice), price=0.0), False
+        solution, exact = Priced(choice=choice, score=evaluate(problem, choice), price=0.0), False
         price = 0.0
     if bytes_limit is not None and solution.score.bytes > bytes_limit:
         choice, at = within_limit(problem, library, bytes_limit)
         if _joint_options(problem) <= TRIED_OPTIONS:
             return replace(solve_exhaustive(problem, bytes_limit=bytes_limit), price=at.price)
-        solution = Candidate(choice=choice, score=evaluate(problem, choice), price=at.price)
+        solution = Priced(choice=choice, score=evaluate(problem, choice), price=at.price)
         bound, price, exact = at.lower_bound, at.price, False
     objective = solution.score.objective
     return Solution(
@@ -95,7 +95,7 @@ def _relaxed(problem: Problem, library: Library, bounded: bool) -> tuple[Choice,
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class Priced:
     choice: Choice
     score: Score
     price: float
@@ -106,15 +106,15 @@ def _weights(*prices: float) -> Floats:
     return np.array([[1.0, TIE_BREAK_SECONDS_PER_BYTE + price] for price in prices])
 
 
-def _scored(problem: Problem, choice: Choice, price: float, objective: float) -> Candidate:
+def _scored(problem: Problem, choice: Choice, price: float, objective: float) -> Priced:
     """A choice with its score, which must agree with the objective of the elimination."""
     score = evaluate(problem, choice)
     evaluated = score.objective + price * score.bytes
     assert math.isclose(evaluated, objective, rel_tol=1e-9, abs_tol=1e-18), (evaluated, objective)
-    return Candidate(choice=choice, score=score, price=price)
+    return Priced(choice=choice, score=score, price=price)
 
 
-def priced(problem: Problem, library: Library, price: float) -> Candidate:
+def priced(problem: Problem, library: Library, price: float) -> Priced:
     """The choice with the least seconds + (tie-break + price) * bytes, or `Infeasible`."""
     pricing = Pricing(library, _weights(price))
     objective = float(pricing.table(problem, ())[0])
@@ -123,11 +123,11 @@ def priced(problem: Problem, library: Library, price: float) -> Candidate:
     return _scored(problem, pricing.choice(problem, (), (), 0), price, objective)
 
 
-def smallest_bytes(problem: Problem, library: Library) -> Candidate:
+def smallest_bytes(problem: Problem, library: Library) -> Priced:
     """The choice that needs the fewest bytes."""
     pricing = Pricing(library, np.array([[0.0, 1.0]]))
     choice = pricing.choice(problem, (), (), 0)
-    return Candidate(choice=choice, score=evaluate(problem, choice), price=math.inf)
+    return Priced(choice=choice, score=evaluate(problem, choice), price=math.inf)
 
 
 def within_limit(problem: Problem, library: Library, bytes_limit: float) -> tuple[Choice, Edge]:

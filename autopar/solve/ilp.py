@@ -38,7 +38,7 @@ PRICES = (0.0, 0.25, 0.5, 0.9, 1.1, 2.0, 4.0, math.inf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
+class IntegerProgram:
     """An integer program under construction: columns with two costs, and rows as sparse sums."""
 
     seconds: list[float] = field(default_factory=list)
@@ -165,7 +165,7 @@ class Encoding:
 
     def __init__(self, problem: Problem, bodies: Sequence[Bodies], effort: Effort = EFFORT) -> None:
         self.problem, self.effort = problem, effort
-        self.program = Program()
+        self.program = IntegerProgram()
         borders = {v for repeat in problem.repeats for v in (*repeat.left, *repeat.right)}
         rows = tensor_rows(problem)
         self.options: list[dict[int, int]] = []
@@ -290,7 +290,7 @@ class Path:
 
 
 def optimise(
-    program: Program, bytes_limit: float | None, limited_gap: float = GAP_WITH_LIMIT, effort: Effort = EFFORT
+    program: IntegerProgram, bytes_limit: float | None, limited_gap: float = GAP_WITH_LIMIT, effort: Effort = EFFORT
 ) -> tuple[float, float, Floats]:
     """The objective and the proved lower bound, both in seconds, and the value of every column.
 
@@ -315,7 +315,7 @@ def optimise(
     return float(cost @ values), bound, values
 
 
-def _smallest(program: Program, size: Floats, bytes_limit: float | None, effort: Effort) -> mathopt.SolveResult:
+def _smallest(program: IntegerProgram, size: Floats, bytes_limit: float | None, effort: Effort) -> mathopt.SolveResult:
     """The result with the fewest bytes, or `Infeasible` where that does not fit either."""
     smallest, _ = _solve(program, size, None, GAP_WITHOUT_LIMIT, effort)
     if smallest is None:
@@ -332,7 +332,7 @@ def _values(result: mathopt.SolveResult) -> Floats:
 
 
 def _solve(
-    program: Program, cost: Floats, bytes_limit: float | None, gap: float, effort: Effort
+    program: IntegerProgram, cost: Floats, bytes_limit: float | None, gap: float, effort: Effort
 ) -> tuple[mathopt.SolveResult | None, float]:
     """The result and the scale of its objective; None where infeasible. Raises `TooWide` where the effort is spent
     before there is a choice."""

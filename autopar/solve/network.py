@@ -17,7 +17,7 @@ LARGE_UNION = 20_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
+class CostTable:
     """What a joint state of `nodes` costs: seconds and bytes, each with one array axis a node, 0 where blocked."""
 
     nodes: tuple[int, ...]
@@ -73,7 +73,7 @@ class Rule:
         return np.broadcast_to(costs, (len(weights), *costs.shape))
 
     def cost(self, states: Ints) -> tuple[Floats, Floats]:
-        """As `Table.cost`."""
+        """As `CostTable.cost`."""
         return self.leads.of(*states[list(self.nodes)]), np.zeros(states.shape[1])
 
 
@@ -87,7 +87,7 @@ class Network:
 
     sizes: tuple[int, ...]
     options: tuple[Ints, ...]
-    tables: tuple[Table | Rule, ...]
+    tables: tuple[CostTable | Rule, ...]
 
     def cost(self, states: Ints) -> tuple[Floats, Floats]:
         """Seconds and bytes of joint states [node, sample], infinite seconds where blocked."""
@@ -123,8 +123,8 @@ def network(problem: Problem, borders: Iterable[int], entries: int = EFFORT.tens
         for index, variable in enumerate(problem.variables)
     )
     sizes = [len(kept) for kept in options]
-    tables: list[Table | Rule] = [
-        Table(
+    tables: list[CostTable | Rule] = [
+        CostTable(
             nodes=(index,) if sizes[index] > 1 else (),
             seconds=_states(variable.seconds, options[index]),
             bytes=_states(variable.bytes, options[index]),
@@ -148,7 +148,7 @@ def _add_tensor(
     rows: dict[int, list[Row]],
     options: tuple[Ints, ...],
     sizes: list[int],
-    tables: list[Table | Rule],
+    tables: list[CostTable | Rule],
     classes: dict[tuple[int, ...], int],
     entries: int,
 ) -> None:
@@ -228,7 +228,7 @@ def _allow(entries: int, *shape: int) -> None:
 
 
 def _union(
-    a: tuple[int, list[Row]], b: tuple[int, list[Row]], sizes: list[int], tables: list[Table | Rule], entries: int
+    a: tuple[int, list[Row]], b: tuple[int, list[Row]], sizes: list[int], tables: list[CostTable | Rule], entries: int
 ) -> tuple[int, list[Row]]:
     """A new node for what two nodes want together."""
     step, states = _unions(a[1], b[1])
@@ -244,7 +244,7 @@ def _class_node(
     partition: Ints,
     count: int,
     sizes: list[int],
-    tables: list[Table | Rule],
+    tables: list[CostTable | Rule],
     classes: dict[tuple[int, ...], int],
 ) -> int:
     """The node of the classes of a variable's options, shared by the tensors that tell the same ones apart."""
@@ -257,13 +257,13 @@ def _class_node(
 
 
 def _add_table(
-    tables: list[Table | Rule], nodes: tuple[int, ...], index: Ints, seconds: Floats, size: Floats, blocked: Bools
+    tables: list[CostTable | Rule], nodes: tuple[int, ...], index: Ints, seconds: Floats, size: Floats, blocked: Bools
 ) -> None:
     at_blocked = blocked[index]
     if not at_blocked.any() and not seconds.any() and not size.any():
         return
     tables.append(
-        Table(
+        CostTable(
             nodes=nodes,
             seconds=seconds[index],
             bytes=size[index],

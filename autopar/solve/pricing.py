@@ -76,11 +76,11 @@ class Compiled:
     problem: Problem
     network: Network
     schedule: Schedule
-    repeats: tuple[Joint, ...]
+    repeats: tuple[Meeting, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Joint:
+class Meeting:
     """Where a repeat meets its parent: entry [left[i], right[i]] of its matrix is entry i of a table over `nodes`."""
 
     repeat: Repeat
@@ -178,11 +178,11 @@ def ravel(states: Sequence[Ints], sizes: Sequence[int]) -> Ints:
     return index
 
 
-def _joint(repeat: Repeat, sizes: Sequence[int]) -> Joint:
+def _joint(repeat: Repeat, sizes: Sequence[int]) -> Meeting:
     nodes = sorted({*repeat.left, *repeat.right})
     states = dict(zip(nodes, grid([sizes[node] for node in nodes]), strict=True))
     wide = tuple(node for node in nodes if sizes[node] > 1)
-    return Joint(
+    return Meeting(
         repeat=repeat,
         nodes=wide,
         shape=tuple(sizes[node] for node in wide),

@@ -53,7 +53,7 @@ class Visible:
 RuleOf = Callable[[Call], OpRule | None]
 
 
-class Known:
+class KnownValues:
     """The values of a graph that depend on no input, as far as they are integers."""
 
     def __init__(self, graph: JointGraph, rule_of: RuleOf) -> None:

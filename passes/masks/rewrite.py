@@ -21,7 +21,7 @@ from autopar.ops.local import replaced
 from autopar.ops.rule import call_of
 from autopar.ops.sdpa import ATTENTION, ATTENTION_BACKWARD
 
-from .known import AND, EXPAND, Known, RuleOf
+from .known import AND, EXPAND, KnownValues, RuleOf
 
 broadcast: Callable[..., tuple[int, ...]] = torch.broadcast_shapes
 
@@ -44,7 +44,7 @@ def without_masks(graph: JointGraph, rule_of: RuleOf) -> JointGraph:
 class _Masks(Rewriter):
     def __init__(self, graph: JointGraph, rule_of: RuleOf) -> None:
         super().__init__(graph=graph, metas=dict(graph.metas))
-        self.known = Known(graph, rule_of)
+        self.known = KnownValues(graph, rule_of)
         self.rests: dict[tuple[str, int, int], Rest | None] = {}
         self.made: dict[str, tuple[str | None, bool]] = {}
         """Mask -> the one that stands for it, and whether the call is causal."""

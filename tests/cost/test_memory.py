@@ -226,7 +226,7 @@ def test_a_limit_bounds_the_peak_and_smaller_buckets_are_taken_first() -> None:
 
 def test_the_smallest_that_is_named_does() -> None:
     planner = planner_of("llama", {"a": 4})
-    with pytest.raises(Infeasible, match="It would not fit with more ranks") as caught:
+    with pytest.raises(Infeasible, match="It would not fit with 64 ranks instead of 4") as caught:
         planner.plan(cost="serial", memory_limit_bytes=1)
     smallest = caught.value.smallest_bytes
     assert planner.plan(cost="serial", memory_limit_bytes=smallest).bytes <= smallest

@@ -20,7 +20,7 @@ from autopar.ops.sdpa import ATTENTION
 from autopar.passes.capture.trace import capture
 from autopar.passes.codegen.program import codegen
 from autopar.passes.masks import without_masks
-from autopar.passes.masks.known import Known
+from autopar.passes.masks.known import KnownValues
 from autopar.passes.space.choices import SiteChoice
 from autopar.planning.capturing import captured_for_planning
 from autopar.planning.planner import Planner
@@ -158,7 +158,7 @@ def test_what_is_known_of_a_mask_is_an_argument(mask: Callable[[torch.Tensor], t
 def test_what_is_known_of_a_mask_is_true(mask: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Of every value of the graph that is known, and of every mask of which the visible keys are."""
     graph = capture(Attends(mask).double(), *example()).graph
-    known, run = Known(graph, rule_of), values(graph)
+    known, run = KnownValues(graph, rule_of), values(graph)
     seen = 0
     for name, value in run.items():
         if (guess := known.value(name)) is not None:

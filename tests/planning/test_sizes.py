@@ -20,7 +20,7 @@ import autopar
 from autopar import extensions
 from autopar.cli import app
 from autopar.planning.planner import Planner
-from autopar.report import question
+from autopar.report import kept, question
 from autopar.report.fit import Fit, hand_mesh
 from autopar.report.kept import Kept, key_of
 from autopar.report.question import Question, Variant
@@ -113,6 +113,22 @@ def test_an_interrupted_fit_continues(tmp_path: Path, monkeypatch: pytest.Monkey
     assert fitted(**one).kept == 0
 
 
+def test_the_digest_of_the_code_is_that_of_the_package_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkout has the package beside environments and builds of thousands of files."""
+    read: list[Path] = []
+    whole = Path.read_bytes
+
+    def noted(file: Path) -> bytes:
+        read.append(file)
+        return whole(file)
+
+    monkeypatch.setattr(Path, "read_bytes", noted)
+    kept.code_digest.cache_clear()
+    kept.code_digest()
+    root = Path(autopar.__file__).parent.parent
+    assert {file.relative_to(root).parts[0] for file in read} == {"autopar", "passes", "runtime"}
+
+
 def test_what_is_kept_depends_on_the_model_the_batch_and_the_cluster(tmp_path: Path) -> None:
     file = tmp_path / "done.sqlite"
     first = {"devices": [4], "strategies": ["ddp"], "keep": file}
@@ -191,7 +207,7 @@ def test_a_comparison_that_a_signal_ends_prints_what_it_has_and_goes_on(
         return planned(self, request)
 
     monkeypatch.setattr(Planner, "planned", slow)
-    command = ["compare", "test_explain:build", "--mesh", "a=4", "--cluster", "dgx-a100", "--json"]
+    command = ["compare", "tower:build", "--mesh", "a=4", "--cluster", "dgx-a100", "--json"]
     command += [word for strategy in STRATEGIES for word in ("--solver", strategy)]
     ended = CliRunner().invoke(app, [*command, "--keep", str(tmp_path / "done")])
     assert ended.exit_code == 128 + signal.SIGINT and "ended early" in ended.stderr

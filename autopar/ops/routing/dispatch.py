@@ -10,10 +10,10 @@ from autopar.ir.graph import RESHAPE, JointGraph, Node, Ref, map_references
 from autopar.ir.rewrite import reading
 from autopar.ops.experts import FROM, MM, MM_WEIGHT, TO, WANTED
 
-from .rewrite import Rewrite, RuleOf, row_factor
+from .rewrite import RoutingRewrite, RuleOf, row_factor
 
 
-class Dispatch(Rewrite):
+class Dispatch(RoutingRewrite):
     """Marks the way of rows to their experts and back."""
 
     def __init__(self, graph: JointGraph, rule_of: RuleOf) -> None:

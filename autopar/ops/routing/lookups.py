@@ -9,7 +9,7 @@ import torch
 from autopar.ir.graph import PERMUTE, RESHAPE, JointGraph, Node, Ref, map_references
 from autopar.ops.experts import DOT, FROM, MM, MM_WEIGHT, SUM
 
-from .rewrite import TURNED, Rewrite, only_step, put_along_rows
+from .rewrite import TURNED, RoutingRewrite, only_step, put_along_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class _Lookup:
 
 def with_products_by_expert(graph: JointGraph) -> JointGraph:
     """The graph with bmm(weight[ids], x) as a product by expert, and the gradient of the lookup too."""
-    rewrite = Rewrite(graph)
+    rewrite = RoutingRewrite(graph)
     lookups = _lookups(graph)
     for node in graph.nodes:
         rewrite.at(node)
@@ -70,7 +70,7 @@ def _only_multiplied(graph: JointGraph, name: str, lookups: Collection[str]) -> 
     return all(fine(graph.nodes[i]) for i in graph.consumers.get(name, ()))
 
 
-def _product(rewrite: Rewrite, node: Node, lookups: dict[str, _Lookup]) -> None:
+def _product(rewrite: RoutingRewrite, node: Node, lookups: dict[str, _Lookup]) -> None:
     left, right = node.inputs
     lookup = lookups[left if left in lookups else right]
     vector = right if left in lookups else left
@@ -84,7 +84,7 @@ def _product(rewrite: Rewrite, node: Node, lookups: dict[str, _Lookup]) -> None:
     rewrite.write(RESHAPE, y, rewrite.shape(node.name), name=node.name)
 
 
-def _gradient_of_lookup(rewrite: Rewrite, node: Node) -> bool:
+def _gradient_of_lookup(rewrite: RoutingRewrite, node: Node) -> bool:
     """index_put(zeros, ids, bmm(column, row), accumulate) as a gradient by expert."""
     graph = rewrite.graph
     put = put_along_rows(node)
@@ -107,7 +107,7 @@ def _gradient_of_lookup(rewrite: Rewrite, node: Node) -> bool:
 def with_weighted_sums(graph: JointGraph) -> JointGraph:
     """The graph with sum(rows * weights) over the rows of each token, and with the gradient of the weights, as one
     operator each."""
-    rewrite = Rewrite(graph)
+    rewrite = RoutingRewrite(graph)
     back = {node.name for node in graph.nodes if node.op == FROM and len(graph.metas[node.name].shape) == 2}
     for node in graph.nodes:
         rewrite.at(node)

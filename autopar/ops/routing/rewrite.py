@@ -59,7 +59,7 @@ def only_step(graph: JointGraph, name: str, op: str) -> Node | None:
     return graph.nodes[index] if index is not None and alone and graph.nodes[index].op == op else None
 
 
-class Rewrite(Rewriter):
+class RoutingRewrite(Rewriter):
     """A graph rewritten for rows of experts."""
 
     def __init__(self, graph: JointGraph) -> None:

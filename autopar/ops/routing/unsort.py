@@ -9,7 +9,7 @@ import torch
 from autopar.ir.graph import PERMUTE, RESHAPE, JointGraph, Node, Ref
 from autopar.ops.experts import MM, MM_WEIGHT
 
-from .rewrite import SORTS, UNREAD, Rewrite, RuleOf, put_along_rows, row_factor
+from .rewrite import SORTS, UNREAD, RoutingRewrite, RuleOf, put_along_rows, row_factor
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Fact:
     size: int = 0
 
 
-class SortedRows(Rewrite):
+class SortedRows(RoutingRewrite):
     """The new graph has the same rows in their former order in place of sorted rows. Facts go by names of the old
     graph."""
 
@@ -324,6 +324,6 @@ def _start(rewrite: SortedRows, node: Node) -> None:
 
 
 def _use(rewrite: SortedRows, node: Node, sort: str) -> bool:
-    """Rewrite a node that reads sorted values; False if that cannot be done."""
+    """Rewrites a node that reads sorted values; False if that cannot be done."""
     use = USES.get(node.op)
     return (use is not None and use(rewrite, node, sort)) or row_by_row(rewrite, node, sort)

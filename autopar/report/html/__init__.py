@@ -110,7 +110,7 @@ def _body(plan: Plan, about: Anatomy) -> Iterator[str]:
     yield _card("the plan", _html(Labelled([*page.verdict(plan)]), *notes), "third first")
     if bars := page.step_bars(plan):
         yield _card("where the step goes", _html(Bars(bars, plan.seconds)), "third")
-    held = _html(page.memory(plan), Lines([*page.recomputed(plan), f"the peak is at {plan.peak.at}"], style="dim"))
+    held = _html(page.memory(plan), page.at_peak(plan))
     sent = f"{heading('communication of a step, by mesh axis')}{_html(Labelled([*page.communication(plan)]))}"
     yield _card("memory of a rank at its peak", held + sent, "third")
     yield _card(SECTIONS["timeline"], "".join(_step(plan, about)), anchor="timeline")
