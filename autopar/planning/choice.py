@@ -230,16 +230,18 @@ class Choice:
 
     def _again(self, found: list[Estimated], request: Request) -> list[Estimated]:
         """The candidates, and what descents find at the prices that the timeline of the shortest gives, the shortest
-        first. Where memory has a price, the search was at such prices already."""
+        first. Without a limit descents from all replicated, with either axis first, lead elsewhere."""
         found.sort(key=_estimate)
         for number in range(self.effort.rounds):
             shortest = found[0]
             priced = account(self.space, shortest.solved.assignment)
-            if shortest.solved.price or priced.communication_seconds < self.effort.hidden_worth * priced.seconds:
+            if priced.communication_seconds < self.effort.hidden_worth * priced.seconds:
                 break
             part = self.flow.timed("steps", self.steps.hidden_part, shortest.solved.assignment)
-            anew: tuple[tuple[Solved | None, bool], ...] = ((None, False), (None, True)) if number == 0 else ()
-            for start, fast_first in ((shortest.solved, False), *anew):
+            ways: list[tuple[Solved | None, bool]] = [(shortest.solved, False)]
+            if number == 0 and request.bytes_limit is None:
+                ways += [(None, False), (None, True)]
+            for start, fast_first in ways:
                 near = None if self.effort.is_over else self._near(part, start, request, fast_first=fast_first)
                 if near is not None and all(near.assignment != one.solved.assignment for one in found):
                     found.append(self._estimated(AGAIN, near, request.bytes_limit, shortest.seconds))
@@ -250,9 +252,14 @@ class Choice:
 
     def _near(self, part: float, start: Solved | None, request: Request, *, fast_first: bool) -> Solved | None:
         """What a descent from another solution (None: from all replicated) finds if so much of the traffic in buckets
-        is hidden; None if it needs more memory."""
-        search = self.searches.search(request, self.searches.hiding(part), self.effort.hidden_share)
-        return self.flow.timed("others", search.near, start, fast_first=fast_first)
+        is hidden; None if nothing of it keeps the limit."""
+        share = self.effort.hidden_share if request.bytes_limit is None else self.effort.limited_preset
+        search = self.searches.search(request, self.searches.hiding(part), share)
+        try:
+            return self.flow.timed("others", search.near, start, fast_first=fast_first)
+        except Infeasible as error:
+            logger.info("no plan at a part of %.2f hidden: %s", part, error)
+            return None
 
     # ---- how long steps take
 

@@ -133,15 +133,15 @@ class Search:
         self.explore(allowed, bounded=False, known=cheapest)
         return self._limited(self.peaks, sure=False, quick=True)
 
-    def near(self, start: Solved | None, *, fast_first: bool = False) -> Solved | None:
+    def near(self, start: Solved | None, *, fast_first: bool = False) -> Solved:
         """What one descent finds from a solution of another search of the space, or from all replicated, with slow axes
-        freed first or fast ones, if it keeps the limit, roughly estimated."""
+        freed first or fast ones; what mixes its options within the limit, where it is over that. Its peak is estimated,
+        roughly. Raises `Infeasible` as `run`."""
         descent, purse = self.descent, self.descent.purse(self.effort.descents)
         first = self.options.replicated() if start is None else taken(self.space, start.assignment)
         found = descent.descend(first, descent.axes()[:: -1 if fast_first else 1], purse=purse)
-        limit, peaks = self.bytes_limit, self.peaks
-        is_over = limit is not None and peaks is not None and peaks.rough(found.assignment) > limit
-        return None if is_over else found
+        self.cheapest = found, descent.at_price
+        return self._limited(self.peaks, sure=False, quick=True)
 
     def within(self, peaks: Peaks | None) -> Solved:
         """The best that keeps the limit, if any, by such peaks, which are estimated, after `explore`. Raises

@@ -28,7 +28,7 @@ from .relax import relaxed
 from .rows import Floats
 from .within import Borders, Edge, within
 
-TRIED_OPTIONS = 20_000
+TRIED_OPTIONS = 2_000
 """A problem whose parts have so few joint options is tried in full where a limit binds."""
 
 
