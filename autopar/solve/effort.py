@@ -65,13 +65,13 @@ class Effort:
     # ---- one search: its work, in table entries that are read, and the shares of its parts
     work: float = 1.5e10
     """Of all parts: some 8 seconds of one core, of which usual models need a third."""
-    descents: float = 0.5
+    descents: float = 0.4
     """The descent, or the whole as one problem, where it is no more."""
-    limit: float = 0.2
+    limit: float = 0.15
     """Solves at prices of memory, and under its limit."""
-    hidden: float = 0.1
+    hidden: float = 0.3
     """Descents from the best candidates at the prices that timelines give."""
-    presets: float = 0.2
+    presets: float = 0.15
     """What each preset leaves, in equal parts, beside a search."""
 
     until: float = math.inf
