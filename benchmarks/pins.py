@@ -89,13 +89,14 @@ class Timed:
     def __init__(self, planner: Any, free: Any) -> None:
         self.planner, self.best = planner, planner.assignment(free)
         self.before = planner.steps.estimated_seconds(self.best, None)[0]
+        self.hidden = planner.steps.hidden_part(self.best)
         self.priced = self.objective(self.best)
 
     def objective(self, assignment: Any) -> float:
-        """Seconds as the search weighs them. Raises ValueError for decisions that contradict each other."""
+        """Seconds at the prices of the plan's timeline. Raises ValueError for decisions that contradict each other."""
         from autopar.planning.account import account
 
-        return account(self.planner.searches.hiding(self.planner.effort.hidden_part), assignment).seconds
+        return account(self.planner.searches.hiding(self.hidden), assignment).seconds
 
     def row(self, what: str, assignment: Any) -> Row:
         row: Row = {"what": what, "objective_ratio": self.objective(assignment) / self.priced}
@@ -136,7 +137,7 @@ def restarted(planner: Any, timed: Timed, number: int) -> Iterator[Row]:
     space, draw, choices = planner.space, random.Random(1), choices_of(planner)
     joined = joined_borders(space.repeats)
     for at in range(number):
-        search = planner.search(Request(), planner.searches.hiding(planner.effort.hidden_part))
+        search = planner.search(Request(), planner.searches.hiding(timed.hidden))
         start = {name: [_plain(draw, of_site)] for name, of_site in choices.items()}
         for names in dict.fromkeys(joined.values()):
             start.update(dict.fromkeys(names, start[names[0]]))

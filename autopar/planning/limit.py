@@ -292,7 +292,7 @@ class _Pool:
             if count == 1 and len(self.solutions) > 1:
                 purse = descent.purse(descent.effort.limit)
             try:
-                solved = descent.solve(options, solver, bytes_limit=row, narrow=count > 1, purse=purse)
+                solved = descent.solve(options, solver, bytes_limit=row, bounded=False, narrow=count > 1, purse=purse)
             except TooWide:
                 continue
             except Infeasible:

@@ -28,7 +28,7 @@ from .relax import relaxed
 from .rows import Floats
 from .within import Borders, Edge, within
 
-TRIED_OPTIONS = 2_000
+TRIED_OPTIONS = 20_000
 """A problem whose parts have so few joint options is tried in full where a limit binds."""
 
 
@@ -48,7 +48,7 @@ def solve_dp(
 
     Where elimination needs too large a table, message passing (`relax`) gives a choice and a bound, mostly equal. Not
     `bounded`: it gives a choice alone, of those in which the middle of a repeat comes again and again, in a fraction of
-    the time, and `lower_bound` is 0.
+    the time, and `lower_bound` is 0. Nor is what is within a limit then tried in full.
 
     `meter` limits the work, and counts what is done.
 
@@ -69,7 +69,7 @@ def solve_dp(
         price = 0.0
     if bytes_limit is not None and solution.score.bytes > bytes_limit:
         choice, at = within_limit(problem, library, bytes_limit)
-        if _joint_options(problem) <= TRIED_OPTIONS:
+        if bounded and _joint_options(problem) <= TRIED_OPTIONS:
             return replace(solve_exhaustive(problem, bytes_limit=bytes_limit), price=at.price)
         solution = Priced(choice=choice, score=evaluate(problem, choice), price=at.price)
         bound, price, exact = at.lower_bound, at.price, False
