@@ -2,7 +2,7 @@
 
 A pattern is what a text (`ir.text`) has behind `=`, nested as the values are made of each other:
 
-    aten.sum.dim_IntList(only(aten.mul.Tensor(rows, weights)), (1,) | (-1,), keepdim=True)
+    aten.sum.dim_IntList(only(aten.mul.Tensor({rows, weights})), (1,) | (-1,), keepdim=True)
 
 | written | matches |
 |---|---|
@@ -10,24 +10,22 @@ A pattern is what a text (`ir.text`) has behind `=`, nested as the values are ma
 | `f(x, 2)` | the first result of such a node; what is left out must be as by default, unless `...` stands last |
 | `2.0` | this constant, or a value of one element that the graph makes of it |
 | `a | b` | either |
+| `f({a, b})` | `f(a, b)` or `f(b, a)` |
 | `only(a)` | what `a` matches, where one node alone reads it, and it is no result |
 | `(y := f(x))` | what `f(x)` matches, which is `y` |
-
-The first two operands of what commutes (`COMMUTE`) match in either order.
 """
 
 import ast
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from itertools import product
+from itertools import chain, permutations, product
 from types import EllipsisType
 from typing import Any, TypeVar
 
 from .graph import FULL, JointGraph, Node, Ref, arguments, producers, readers
 from .program import Program
-
-COMMUTE = ("aten.add.Tensor", "aten.mul.Tensor", "aten.bitwise_and.Tensor", "aten.logical_and.default")
 
 MOST = 20
 """More arguments than any operator has."""
@@ -110,7 +108,9 @@ def _forms(rules: Rules[T]) -> Mapping[str, Sequence[tuple[Node, T]]]:
 def _read(tree: ast.expr) -> list[Any]:
     match tree:
         case ast.Name(id=name):
-            return [Ref(name)]
+            return [math.inf if name == "inf" else Ref(name)]
+        case ast.UnaryOp(op=ast.USub(), operand=inner):
+            return [-number for number in _read(inner)]
         case ast.Tuple(elts=items):
             return [*product(*map(_read, items))]
         case ast.BinOp(left=left, op=ast.BitOr(), right=right):
@@ -118,12 +118,14 @@ def _read(tree: ast.expr) -> list[Any]:
         case ast.NamedExpr(target=target, value=inner):
             return [replace(form, outputs=(target.id,)) for form in _read(inner)]
         case ast.Call(func=function, args=items, keywords=keywords):
-            op, forms = ast.unparse(function), [*product(*map(_read, items))]
-            if op in COMMUTE:
-                forms += [(b, a, *rest) for a, b, *rest in forms]
+            orders = product(*(permutations(i.elts) if isinstance(i, ast.Set) else [(i,)] for i in items))
+            forms = [form for order in orders for form in product(*map(_read, chain(*order)))]
             if forms[0][-1:] == (...,):
                 forms = [(*form, *(...,) * MOST) for form in forms]
             names = [str(keyword.arg) for keyword in keywords]
             named = [tuple(zip(names, values, strict=True)) for values in product(*(_read(k.value) for k in keywords))]
-            return [Node(op=op, args=args, kwargs=kwargs, outputs=()) for args, kwargs in product(forms, named)]
+            return [
+                Node(op=ast.unparse(function), args=args, kwargs=kwargs, outputs=())
+                for args, kwargs in product(forms, named)
+            ]
     return [ast.literal_eval(tree)]

@@ -52,8 +52,9 @@ def found(pattern: str, name: str, **such: Callable[[Any], bool]) -> Found | Non
     ("pattern", "name", "expected"),
     [
         ("aten.mul.Tensor(x, y)", "a", {"x": "x", "y": "w"}),
-        ("aten.mul.Tensor(aten.mul.Tensor(x, y), 2.0)", "b", {"x": "x", "y": "w"}),  # in either order
-        ("aten.mul.Tensor(aten.mul.Tensor(_, _), 3.0)", "b", None),
+        ("aten.mul.Tensor(aten.mul.Tensor(x, y), 2.0)", "b", None),
+        ("aten.mul.Tensor({aten.mul.Tensor(x, y), 2.0})", "b", {"x": "x", "y": "w"}),  # in either order
+        ("aten.mul.Tensor({aten.mul.Tensor(_, _), 3.0})", "b", None),
         ("aten.mul.Tensor(x, 2.0)", "c", None),  # many numbers are no constant
         ("aten.mul.Tensor(x, aten.full.default(shape, number))", "c", {"x": "a", "shape": (4, 8), "number": 2.0}),
         ("aten.mul.Tensor(x, x)", "p", {"x": "m"}),
@@ -68,7 +69,7 @@ def found(pattern: str, name: str, **such: Callable[[Any], bool]) -> Found | Non
         ("aten.add.Tensor(x, y)", "q", None),
         ("aten.add.Tensor(x, y, alpha=n)", "q", {"x": "x", "y": "w", "n": 3}),
         (
-            "aten.sum.dim_IntList(aten.reshape.default((b := aten.mul.Tensor(x, 2.0)), _), ...)",
+            "aten.sum.dim_IntList(aten.reshape.default((b := aten.mul.Tensor(2.0, x)), _), ...)",
             "t",
             {"b": "b", "x": "a"},
         ),
@@ -84,8 +85,8 @@ def test_a_pattern_says_what_it_finds(pattern: str, name: str, expected: Found |
 
 def test_variables_have_conditions() -> None:
     is_parameter = {i.name for i in GRAPH.inputs if i.role == "parameter"}.__contains__
-    assert found("aten.mul.Tensor(x, weight)", "a", weight=is_parameter) == {"x": "x", "weight": "w"}
-    assert found("aten.mul.Tensor(weight, x)", "a", weight=is_parameter) == {"x": "x", "weight": "w"}
+    assert found("aten.mul.Tensor({x, weight})", "a", weight=is_parameter) == {"x": "x", "weight": "w"}
+    assert found("aten.mul.Tensor({weight, x})", "a", weight=is_parameter) == {"x": "x", "weight": "w"}
     assert found("aten.mul.Tensor(x, weight)", "c", weight=is_parameter) is None
 
 
@@ -122,7 +123,7 @@ def test_the_first_row_that_does_not_refuse_writes() -> None:
     def doubled(rewriter: Rewriter, x: str) -> None:
         rewriter.emit("aten.add.Tensor", (rewriter.now(x), rewriter.now(x)), rewriter.node.name)
 
-    rules = (("aten.mul.Tensor(x, y)", lambda rewriter, x, y: x == y), ("aten.mul.Tensor(x, 2.0)", doubled))
+    rules = (("aten.mul.Tensor(x, y)", lambda rewriter, x, y: x == y), ("aten.mul.Tensor({x, 2.0})", doubled))
     rewriter = Rewriter(graph=GRAPH, metas=dict(GRAPH.metas))
     for node in GRAPH.nodes:
         rewriter.at(node)

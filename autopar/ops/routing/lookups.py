@@ -77,7 +77,7 @@ PRODUCTS: Rules[Callable[..., bool]] = (
     (f"aten.index_put.default((zeros := {ZERO}), (ids,), aten.bmm.default(column, row), True)", _gradient),
 )
 
-WEIGHTED = f"only(aten.mul.Tensor((rows := {FROM}(...)), weights))"
+WEIGHTED = f"only(aten.mul.Tensor({{(rows := {FROM}(...)), weights}}))"
 SUMS: Rules[Callable[..., bool]] = (
     (f"aten.sum.dim_IntList({WEIGHTED}, (1,) | (-1,), True)", _dot),
     (f"aten.sum.dim_IntList(only(aten.reshape.default({WEIGHTED}, apart)), (1,))", _sum),
