@@ -129,6 +129,7 @@ LOWERINGS = Table(
             writes="the former in buckets, as far ahead of their readers as pays, and all of them started early",
             costs="copies into and out of buckets, and what is gathered ahead in memory",
             adopt=prefetch,
+            rewrites=(Bucket(), Overlap()),
             taken="first",
         ),
         Lowering(
@@ -137,6 +138,7 @@ LOWERINGS = Table(
             writes="2, 3, 4 or 8 slices: one is multiplied while others travel",
             costs="a latency for each slice, and smaller products",
             adopt=partial(adopt, SLICING),
+            rewrites=(SLICING,),
         ),
         Lowering(
             name="chunk",
@@ -144,6 +146,7 @@ LOWERINGS = Table(
             writes="2 or 4 chunks of a dim: one is computed while others travel",
             costs="a latency for each chunk, and smaller operators",
             adopt=partial(adopt, CHUNKING),
+            rewrites=(CHUNKING,),
         ),
         Lowering(
             name="compact",
@@ -151,6 +154,7 @@ LOWERINGS = Table(
             writes="a copy, so that the rest is not kept with it",
             costs="the copy",
             adopt=always(Compact()),
+            rewrites=(Compact(),),
             taken="last",
         ),
     ),
@@ -169,22 +173,19 @@ def lowerings(taken: When) -> tuple[Lowering, ...]:
     return tuple(lowering for lowering in LOWERINGS.values() if lowering.taken == taken)
 
 
-REWRITES: dict[str, Rewrite] = {row.name: row for row in (Bucket(), Overlap(), SLICING, CHUNKING, Compact())}
-"""What the lowerings above write, by the names under which it is written again."""
-
-
 def rewrites(text: str) -> tuple[Rewrite, ...]:
     """The rewrites of a text such as `bucket{limit_bytes=1000000},slice{parts=4}`. A registered lowering is named
     without arguments, and taken as its row says. Raises ValueError for what is none."""
+    known = {r.name or row.name: r for row in LOWERINGS.values() for r in row.rewrites or (Written(row.on),)}
     found = []
     for item in filter(None, re.split(r",(?![^{]*})", text.replace(" ", "").replace("\n", ""))):
         parts = re.fullmatch(r"([\w.-]+)(?:{(.*)})?", item)
         if parts is None:
             raise ValueError(f"{item!r} is no rewrite: write name or name{{argument=value,...}}")
         name, said = parts.groups()
-        if name not in REWRITES and name not in LOWERINGS:
-            raise ValueError(unknown("rewrite", name, list(dict.fromkeys((*REWRITES, *LOWERINGS)))))
-        rewrite = REWRITES[name] if name in REWRITES else Written(LOWERINGS[name].on)
+        if name not in known:
+            raise ValueError(unknown("rewrite", name, list(known)))
+        rewrite = known[name]
         allowed = [f.name for f in fields(rewrite) if f.repr]
         try:
             call = ast.parse(f"f({said or ''})", mode="eval").body

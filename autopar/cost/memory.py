@@ -8,9 +8,8 @@ freed after it (`zero_grad()`), and outputs are held until then.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from autopar.files.kinds import Count
 from autopar.ir import randomness, variates
@@ -51,13 +50,26 @@ class Peak:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Bytes of a rank while an instruction runs, or at the end of a step, and those among them that are no temporaries.
-    `phase`: forward, backward, or what else."""
+    """What a rank holds while an instruction runs, or at the end of a step: the bytes of each of `KINDS`. Of its
+    activations and temporaries, `weight_bytes` are those of parameters and their gradients, gathered or on their way,
+    which a smaller batch leaves."""
 
     phase: str
     instruction: Node | None
-    bytes: int
-    lasting_bytes: int
+    parts: tuple[int, ...]
+    weight_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.parts)
+
+    @property
+    def lasting_bytes(self) -> int:
+        """Of what is not temporary."""
+        return sum(self.parts[:-1])
+
+    def peak(self, at: str) -> Peak:
+        return Peak(**dict(zip(KINDS, self.parts, strict=True)), at=at)
 
 
 def peak(
@@ -67,35 +79,42 @@ def peak(
     cache: PlacementCache | None = None,
     waiting: Mapping[str, int] | None = None,
 ) -> Peak:
-    """Of the program as it is run (after `passes.lower.bucket`). `device_type` is that of the mesh: "cpu" or "cuda".
-    `waiting`: phase -> bytes of gradients of earlier micro-batches that are there beside it."""
-    memory = Memory(cache=cache or PlacementCache())
-    return _TrainingStep(program, optimizer, device_type, memory, waiting=waiting or {}).peak()
+    """The largest of the `moments` of a step."""
+    largest = max(moments(program, optimizer, device_type, cache, waiting), key=lambda moment: moment.bytes)
+    at, instruction = largest.phase, largest.instruction
+    if instruction is not None:
+        at += f", `{source_line(instruction, program.axes)}`"
+        at += f" of module {instruction.module!r}" if instruction.module else ""
+    return largest.peak(at)
 
 
 def moments(
-    program: Program, optimizer: Optimizer, device_type: str, cache: PlacementCache | None = None
+    program: Program,
+    optimizer: Optimizer,
+    device_type: str,
+    cache: PlacementCache | None = None,
+    waiting: Mapping[str, int] | None = None,
+    *,
+    weighs: bool = False,
 ) -> list[Moment]:
-    """All that `peak` looks at, in their order."""
-    step = _TrainingStep(program, optimizer, device_type, Memory(cache=cache or PlacementCache()))
-    step.peak()
+    """All moments of a step of a program as it is run (after `passes.lower.bucket`), in their order. `device_type` is
+    that of the mesh: "cpu" or "cuda". `waiting`: phase -> bytes of gradients of earlier micro-batches that are there
+    beside it. `weighs`: count `weight_bytes`, which are 0 without."""
+    memory, weights = Memory(cache=cache or PlacementCache()), _weights(program) if weighs else set[str]()
+    step = _TrainingStep(program, optimizer, device_type, memory, waiting or {}, weights)
+    step.run()
     return step.moments
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Phase:
-    """The largest moment of a part of a step, and how many of its activations' and temporaries' bytes are those of
-    parameters and their gradients, gathered or on their way: a smaller batch leaves them."""
-
-    peak: Peak
-    weight_bytes: int
-
-
-def phases(program: Program, optimizer: Optimizer, device_type: str, cache: PlacementCache) -> list[Phase]:
-    """Forward, backward and what follows it: what a step cannot go below when the parts of its peak shrink."""
-    step = _Phases(program, optimizer, device_type, Memory(cache=cache))
-    step.peak()
-    return list(step.phases.values())
+def phases(program: Program, optimizer: Optimizer, device_type: str, cache: PlacementCache) -> list[Moment]:
+    """The largest moments of forward, backward and what follows it: what a step cannot go below when the parts of its
+    peak shrink."""
+    largest: dict[str, Moment] = {}
+    for moment in moments(program, optimizer, device_type, cache, weighs=True):
+        name = moment.phase.partition(",")[0]
+        if name not in largest or moment.bytes > largest[name].bytes:
+            largest[name] = replace(moment, phase=name)
+    return list(largest.values())
 
 
 @dataclass(eq=False)
@@ -104,19 +123,21 @@ class _TrainingStep:
     optimizer: Optimizer
     device_type: str
     memory: Memory
-    waiting: Mapping[str, int] = field(default_factory=dict)
+    waiting: Mapping[str, int]
     """Phase -> bytes of gradients that wait to be reduced."""
+    weights: Collection[str]
+    """Values of parameters and of their gradients."""
     kinds: dict[int, str] = field(default_factory=dict)
     """Storage -> what it counts as, if not as temporary."""
     users: Counter[int] = field(default_factory=Counter)
     """Storage -> how many values of the program, or others outside of it, hold it."""
     alive: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
-    most: int = -1
-    at_peak: dict[str, int] = field(default_factory=dict)
-    at: tuple[str, Node | None] = ("", None)
+    weighed: set[int] = field(default_factory=set)
+    """Storages of `weights` that count as activations or as temporary."""
+    weight_bytes: int = 0
     moments: list[Moment] = field(default_factory=list)
 
-    def peak(self) -> Peak:
+    def run(self) -> None:
         program, memory = self.program, self.memory
         given = [i.name for i in program.inputs if i.role != "tangent"]
         tangents = [i.name for i in program.inputs if i.role == "tangent"]
@@ -156,7 +177,6 @@ class _TrainingStep:
         self._drop(tangents)
         parameters = [memory.bytes[memory.storages[i.name][0]] for i in program.inputs if i.role == "parameter"]
         self._look("optimizer step", self.optimizer.copies * max(parameters, default=0))
-        return Peak(**self.at_peak, at=self._place())
 
     def _optimizer_bytes(self) -> int:
         return sum(
@@ -193,11 +213,19 @@ class _TrainingStep:
         ]
         for name, kind in sorts:
             self.kinds.setdefault(storages[name][0], kind)
+        weighed = {storage for name in self.weights for storage in storages.get(name, ())}
+        self.weighed = {s for s in weighed if self.kinds.get(s, "temporaries") in ("temporaries", "activations")}
 
     def _use(self, storage: int) -> None:
         self.users[storage] += 1
         if self.users[storage] == 1:
-            self.alive[self.kinds.get(storage, "temporaries")] += self.memory.bytes[storage]
+            self._count(storage, self.memory.bytes[storage])
+
+    def _count(self, storage: int, size: int) -> None:
+        """Count a storage that comes, or, with a negative size, goes."""
+        self.alive[self.kinds.get(storage, "temporaries")] += size
+        if storage in self.weighed:
+            self.weight_bytes += size
 
     def _hold(self, names: Iterable[str]) -> None:
         for name in names:
@@ -209,7 +237,7 @@ class _TrainingStep:
             for storage in self.memory.storages[name]:
                 self.users[storage] -= 1
                 if not self.users[storage]:
-                    self.alive[self.kinds.get(storage, "temporaries")] -= self.memory.bytes[storage]
+                    self._count(storage, -self.memory.bytes[storage])
 
     def _run(self, lines: Sequence[Line], phase: str) -> None:
         for line in lines:
@@ -222,23 +250,10 @@ class _TrainingStep:
             self._drop(line.dead)
 
     def _look(self, phase: str, inside: int = 0, instruction: Node | None = None) -> None:
-        """Remember this moment if it is the peak. `inside` is what lives within an operator."""
-        waiting = self.waiting.get(phase.partition(",")[0], 0)
-        alive = sum(self.alive.values()) + waiting
-        total = alive + inside
-        self.moments.append(Moment(phase, instruction, total, alive - self.alive["temporaries"]))
-        if total > self.most:
-            self.most = total
-            self.at_peak = {**self.alive, "temporaries": self.alive["temporaries"] + inside}
-            self.at_peak["gradients"] += waiting
-            self.at = phase, instruction
-
-    def _place(self) -> str:
-        phase, instruction = self.at
-        if instruction is None:
-            return phase
-        module = f" of module {instruction.module!r}" if instruction.module else ""
-        return f"{phase}, `{source_line(instruction, self.program.axes)}`{module}"
+        """Remember this moment. `inside` is what lives within an operator."""
+        alive = {**self.alive, "temporaries": self.alive["temporaries"] + inside}
+        alive["gradients"] += self.waiting.get(phase.partition(",")[0], 0)
+        self.moments.append(Moment(phase, instruction, tuple(alive.values()), self.weight_bytes))
 
 
 MOVING = (
@@ -270,53 +285,6 @@ def _weights(program: Program) -> set[str]:
             weights.update(name for name in maker.outputs if name)
             left += maker.inputs if maker.op.startswith(MOVING) else ()
     return weights
-
-
-@dataclass(eq=False)
-class _Phases(_TrainingStep):
-    phases: dict[str, Phase] = field(default_factory=dict)
-
-    @cached_property
-    def weights(self) -> set[int]:
-        """The storages of `_weights`."""
-        return {storage for name in _weights(self.program) for storage in self.memory.storages.get(name, ())}
-
-    def _look(self, phase: str, inside: int = 0, instruction: Node | None = None) -> None:
-        super()._look(phase, inside, instruction)
-        total, name = sum(self.alive.values()) + inside, phase.partition(",")[0]
-        if name not in self.phases or total > self.phases[name].peak.bytes:
-            held = {**self.alive, "temporaries": self.alive["temporaries"] + inside}
-            computed = (s for s in self.weights if self.kinds.get(s, "temporaries") in ("temporaries", "activations"))
-            size = sum(self.memory.bytes[storage] for storage in computed if self.users[storage] > 0)
-            self.phases[name] = Phase(peak=Peak(**held, at=name), weight_bytes=size)
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """What a rank holds while an instruction runs, or at the end of a step: the bytes of each of `KINDS`."""
-
-    phase: str
-    instruction: Node | None
-    parts: tuple[int, ...]
-
-
-def held(
-    program: Program, optimizer: Optimizer, device_type: str, cache: PlacementCache | None = None
-) -> tuple[Held, ...]:
-    """All moments that `peak` looks at, in their order, with what their bytes are."""
-    step = _Parts(program, optimizer, device_type, Memory(cache=cache or PlacementCache()))
-    step.peak()
-    return tuple(step.held)
-
-
-@dataclass(eq=False)
-class _Parts(_TrainingStep):
-    held: list[Held] = field(default_factory=list)
-
-    def _look(self, phase: str, inside: int = 0, instruction: Node | None = None) -> None:
-        super()._look(phase, inside, instruction)
-        parts = {**self.alive, "temporaries": self.alive["temporaries"] + inside}
-        self.held.append(Held(phase, instruction, tuple(parts[kind] for kind in KINDS)))
 
 
 Metas = tuple[TensorMeta, ...]

@@ -261,6 +261,9 @@ RESHAPE, PERMUTE = VIEWS = "aten.reshape.default", "aten.permute.default"
 
 CONTIGUOUS = "aten.contiguous.default"
 
+FULL = ("aten.full.default", "aten.scalar_tensor.default")
+"""They make tensors of one number, their last argument."""
+
 
 def is_view(node: Node) -> bool:
     return node.op in VIEWS
@@ -297,3 +300,9 @@ def parameters(op: str) -> tuple[Parameter, ...]:
 def takes(op: str, name: str) -> bool:
     """Whether the op's schema has an argument of this name."""
     return any(parameter.name == name for parameter in parameters(op))
+
+
+def arguments(node: Node) -> dict[Any, Any]:
+    """What a node gives each argument of its operator, by name, or the default; a collective's by number."""
+    names = {} if node.op.startswith("collective.") else {p.name: p.default for p in parameters(node.op)}
+    return {**names, **dict(zip(names or range(len(node.args)), node.args, strict=False)), **dict(node.kwargs)}

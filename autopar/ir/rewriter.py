@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from .emitter import Emitter
 from .graph import JointGraph, Node, Ref
+from .matcher import Matcher, Rules
 from .rewrite import living, reading, with_own_metas
 
 
@@ -17,6 +20,12 @@ class Rewriter(Emitter):
     graph: JointGraph
     same: dict[str, str] = field(default_factory=dict)
     """Value -> the one that stands for it."""
+    such: Mapping[str, Callable[[Any], bool]] = field(default_factory=dict)
+    """What variables of patterns must be, by their names."""
+
+    @cached_property
+    def matcher(self) -> Matcher:
+        return Matcher(graph=self.graph, such=self.such)
 
     def at(self, node: Node) -> None:
         """What is emitted from here on stands in the place of a node, and says of itself what that does."""
@@ -30,6 +39,11 @@ class Rewriter(Emitter):
     def keep(self, node: Node, **changes: Any) -> None:
         """Append a node that reads what stands for its operands."""
         self.written.append(reading(node, self.same, **changes))
+
+    def apply(self, rules: Rules[Callable[..., Any]], node: Node) -> bool:
+        """Writes what stands in the place of a node by the first of these rules that matches it, and that does not
+        return False. A rule takes the rewriter, and what the variables of its pattern stand for."""
+        return any(write(self, **found) is not False for write, found in self.matcher.find(rules, node))
 
     def done(self, **changes: Any) -> JointGraph:
         """The new graph."""

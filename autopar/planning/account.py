@@ -7,19 +7,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
-from autopar.cluster.collectives import collective_seconds
 from autopar.files.kinds import Count
-from autopar.ir.layout import Layout, local_meta
+from autopar.ir.layout import Layout
 from autopar.ir.program import COLLECTIVES
-from autopar.ops.emit import Emission, expands, local_program
 from autopar.passes.space.choices import REGATHER, Policy
-from autopar.passes.space.operator_layouts import splits_of
-from autopar.passes.space.problem import Assignment, Decisions, ProblemBuilder
-from autopar.passes.space.recompute import reacquired, recomputed
-from autopar.passes.space.setting import cast_seconds, used_of
-from autopar.passes.space.sites import Option, Region, Site
-from autopar.passes.space.space import Space, operand_layouts
+from autopar.passes.space.items import (
+    ACTIVATIONS,
+    COMPUTE,
+    COPIES,
+    GRADIENTS,
+    OPTIMIZER,
+    PARAMETERS,
+    ROUTE,
+    STATES,
+    Item,
+    site_items,
+)
+from autopar.passes.space.problem import Assignment, Decisions
+from autopar.passes.space.sites import Region, Site
+from autopar.passes.space.space import Space
+from autopar.passes.space.switch import Recomputed
+from autopar.passes.space.tensors import root_tensors, tensor_items
+
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,14 +76,46 @@ class Account:
 
 
 def account(space: Space, assignment: Assignment) -> Account:
-    """The items of an assignment's objective."""
-    return _tally(space, assignment).account()
+    """The items of an assignment's objective, added up."""
+    sums: dict[str, float] = dict.fromkeys((COMPUTE, COPIES, OPTIMIZER, PARAMETERS, GRADIENTS, STATES, ACTIVATIONS), 0)
+    kinds: dict[tuple[str, str], list[float]] = {}
+    communication = 0.0
+    for _, _, item in _items(space, assignment):
+        if item.axis < 0:
+            sums[item.kind] += item.times * (item.seconds or item.bytes)
+            continue
+        communication += item.times * item.seconds
+        _add(kinds, (item.kind, space.axes[item.axis]), item)
+    return Account(
+        compute_seconds=sums[COMPUTE],
+        communication_seconds=communication,
+        copy_seconds=sums[COPIES],
+        optimizer_seconds=sums[OPTIMIZER],
+        parameter_bytes=round(sums[PARAMETERS]),
+        gradient_bytes=round(sums[GRADIENTS]),
+        optimizer_bytes=round(sums[STATES]),
+        activation_bytes=round(sums[ACTIVATIONS]),
+        collectives=tuple(
+            Collective(kind=kind, axis=axis, count=int(count), bytes=int(size), seconds=seconds)
+            for (kind, axis), (count, size, seconds) in sorted(kinds.items())
+        ),
+    )
 
 
 def least_seconds(space: Space, assignment: Assignment) -> float:
     """The seconds that overlap cannot hide: operators run one after the other, and so do the collectives of one axis;
     the optimizer comes last."""
-    return _tally(space, assignment).least_seconds
+    on_axis: dict[int, float] = {}
+    local = updating = 0.0
+    for _, _, item in _items(space, assignment):
+        seconds = item.times * item.seconds
+        if item.kind == OPTIMIZER:
+            updating += seconds
+        elif item.axis >= 0:
+            on_axis[item.axis] = on_axis.get(item.axis, 0.0) + seconds
+        elif not item.bucketed:  # of copies into and out of buckets, what travels alone does not need some
+            local += seconds
+    return updating + max(local, *on_axis.values(), 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,39 +134,79 @@ class Traffic:
 
 def sources(space: Space, assignment: Assignment) -> list[Traffic]:
     """Where the collectives of an account are from."""
-    told: dict[tuple[str, str, str, str], list[float]] = {}
-    for source in _tally(space, assignment).sources:
-        total = told.setdefault((source.root, source.module, source.kind, source.axis), [0, 0, 0.0])
-        for i, more in enumerate((source.count, source.bytes, source.seconds)):
-            total[i] += more
+    sums: dict[tuple[str, str, str, str], list[float]] = {}
+    for root, site, item in _items(space, assignment):
+        if item.axis >= 0:
+            _add(sums, (root, site.module, item.kind, space.axes[item.axis]), item)
     return [
         Traffic(root=root, module=module, kind=kind, axis=axis, count=int(count), bytes=int(size), seconds=seconds)
-        for (root, module, kind, axis), (count, size, seconds) in told.items()
+        for (root, module, kind, axis), (count, size, seconds) in sums.items()
     ]
+
+
+def _add(sums: dict[Key, list[float]], key: Key, item: Item) -> None:
+    """Count a collective, its bytes and its seconds."""
+    total = sums.setdefault(key, [0, 0, 0.0])
+    for i, more in enumerate((1, item.sent_bytes, item.seconds)):
+        total[i] += item.times * more
 
 
 def optimizer_seconds(space: Space, assignment: Assignment) -> float:
     """`account(space, assignment).optimizer_seconds`, of parameters alone."""
-    total = _Tally(space)
-    for region, decisions, count, _ in _regions(space, assignment):
-        for site in region.sites.values():
-            if site.kind == "parameter":
-                total.parameter(site, _option(space, site, decisions), count)
-    return total.optimizer
+    return sum(
+        count * item.seconds
+        for region, decisions, count, _ in _regions(space, assignment)
+        for site in region.sites.values()
+        if site.kind == "parameter"
+        for item in site_items(space, site, space.decided(site, decisions[site.name]))
+        if item.kind == OPTIMIZER
+    )
 
 
-def _option(space: Space, site: Site, decisions: Decisions) -> Option:
-    option = space.option(site, decisions[site.name])
-    if option is None:
-        raise ValueError(f"{site.kind} {site.name} ({site.module}) cannot take {decisions[site.name]}")
-    return option
-
-
-def _tally(space: Space, assignment: Assignment) -> _Tally:
-    total = _Tally(space)
+def _items(space: Space, assignment: Assignment) -> Iterator[tuple[str, Site, Item]]:
+    """All items of a step, each with the root of a tensor, or the site, that it is of, and the site that makes it.
+    Routes are told as what they consist of."""
+    copies = {id(body): repeat.count for body, repeat in zip(space.bodies, space.repeats, strict=True)}
     for region, decisions, count, again in _regions(space, assignment):
-        total.region(region, decisions, count, again)
-    return total
+        for root, site, item in _region_items(space, region, decisions, copies.get(id(region), 1), again=again):
+            for part in _parts(space, item):
+                yield root, site, part._replace(times=count * part.times)
+
+
+def _region_items(
+    space: Space, region: Region, decisions: Decisions, copies: int, *, again: bool
+) -> Iterator[tuple[str, Site, Item]]:
+    """The items of one of the copies of a region, which is recomputed in backward or is not."""
+    sites, repeated = list(region.sites.values()), Recomputed.of(region) if again else Recomputed()
+    options = [space.decided(site, decisions[site.name]) for site in sites]
+    for site, option in zip(sites, options, strict=True):
+        times = 1 if site.kind == "parameter" else space.micro_batches * (1 + (site.name in repeated.operators))
+        for item in site_items(space, site, option):
+            yield site.name, site, item._replace(times=times)
+    for tensor in root_tensors(region, [(option,) for option in options], copies):
+        readings, maker = tensor.readings(repeated), sites[tensor.maker]
+        moved = tensor.moved(space, readings, again=True)
+        ((produced, policy),) = tensor.produced
+        policy = REGATHER if tensor.root in repeated.roots else policy
+        wanted = [(options[r].reads[p], phase == "backward") for (r, p), (_, at) in readings.items() for phase in at]
+        items = tensor_items(space, moved, produced, policy, wanted, crosses=maker.kind == "border")
+        if items is None:
+            raise ValueError(f"tensor {tensor.root} cannot be had in the layouts that its readers chose")
+        for item in items:
+            yield tensor.root, maker, item
+
+
+def _parts(space: Space, item: Item) -> Iterator[Item]:
+    """A route as its collectives, and the copies around them; another item as it is."""
+    redistributor = space.redistributor
+    for step in item.steps:
+        moving = redistributor.link_seconds(step, item.bucketed)
+        copying = redistributor.step_seconds(step, item.bucketed) - moving
+        yield Item(COPIES, copying, times=item.times, bucketed=item.bucketed)
+        if step.kind in COLLECTIVES:
+            yield Item(step.kind, moving, times=item.times, axis=step.axis, sent_bytes=step.bytes)
+    if item.kind != ROUTE:
+        yield item
 
 
 def _regions(space: Space, assignment: Assignment) -> Iterator[tuple[Region, Decisions, int, bool]]:
@@ -137,182 +221,18 @@ def _regions(space: Space, assignment: Assignment) -> Iterator[tuple[Region, Dec
             yield region, decisions, count, again
 
 
-class _Tally:
-    def __init__(self, space: Space) -> None:
-        self.space, self.builder = space, ProblemBuilder(space)
-        self.compute = self.copies = self.communication = self.optimizer = 0.0
-        self.bucketed_copies = 0.0
-        """Seconds of copies into and out of buckets, some of which what travels alone does not need."""
-        self.parameters = self.gradients = self.states = 0
-        self.activations = 0.0
-        self.kinds: dict[tuple[str, str], list[float]] = {}
-        self.sources: list[Traffic] = []
-
-    @property
-    def least_seconds(self) -> float:
-        on_axis: dict[str, float] = {}
-        for (_, axis), (_, _, seconds) in self.kinds.items():
-            on_axis[axis] = on_axis.get(axis, 0.0) + seconds
-        return self.optimizer + max(self.compute + self.copies - self.bucketed_copies, *on_axis.values(), 0.0)
-
-    def region(self, region: Region, decisions: Decisions, count: int, again: bool = False) -> None:
-        twice = recomputed(region) if again else frozenset()
-        reacquire = reacquired(region) if again else frozenset()
-        shared = {root for site in region.sites.values() if site.kind == "shared" for root in site.makes}
-        pairs = zip(self.space.bodies, self.space.repeats, strict=True)
-        copies = next((repeat.count for body, repeat in pairs if body is region), 1)
-        options: dict[str, Option] = {}
-        for name, site in region.sites.items():
-            options[name] = option = _option(self.space, site, decisions)
-            self._site(site, option, count * (2 if name in twice else 1))
-        wanted: dict[str, list[tuple[Site, Layout, bool]]] = {}
-        makers: dict[str, tuple[Site, Layout, Policy]] = {}
-        for name, site in region.sites.items():
-            option = options[name]
-            for root, layout in zip(site.makes, option.makes, strict=True):
-                if root:
-                    policy = option.choice.policy
-                    policy = REGATHER if root in reacquire else policy
-                    makers[root] = (site, layout, policy)
-            for read, layout in () if site.made else zip(site.reads, option.reads, strict=True):
-                readers = wanted.setdefault(read.alias.root, [])
-                readers.append((site, layout, read.backward))
-                if name in twice and read.alias.root not in shared:
-                    readers.append((site, layout, True))
-        for root, readers in wanted.items():
-            self._tensor(root, makers[root], readers, count, copies)
-
-    def _site(self, site: Site, option: Option, count: int) -> None:
-        if site.kind == "parameter":
-            self.parameter(site, option, count)
-            return
-        count *= self.space.micro_batches
-        emission = self._emission(site, option)
-        if emission is None:
-            self.compute += count * option.seconds
-            return
-        inside = 0.0
-        for instruction in emission.instructions:
-            if kind := instruction.collective:
-                size = max(emission.metas[n].bytes for n in (*instruction.inputs, *instruction.outputs))
-                axis = instruction.args[-1]
-                seconds = collective_seconds(kind, size, self.space.redistributor.links[axis])
-                self._collective(kind, axis, count, size, seconds, site)
-                inside += seconds
-        self.compute += count * (option.seconds - inside)
-
-    def parameter(self, site: Site, option: Option, count: int) -> None:
-        assert site.meta is not None
-        local = local_meta(site.meta, option.makes[0], self.space.mesh)
-        used = used_of(self.space, site, option.makes[0])
-        casts = cast_seconds(self.space, local, used, bool(site.reads))
-        self.parameters += count * local.bytes
-        self.activations += count * (used.bytes if used else 0)
-        self.compute += count * casts
-        self.optimizer += count * (option.seconds - casts)
-        if site.reads:
-            self.gradients += count * local.bytes
-            self.states += count * self.space.optimizer.bytes(local)
-
-    def _emission(self, site: Site, option: Option) -> Emission | None:
-        rule, call = site.rule, site.call
-        splits = splits_of(rule, option.choice) if rule is not None else ()
-        if rule is None or call is None or not expands(rule, splits):
-            return None
-        operands = operand_layouts(site, option, self.space)
-        return local_program(call, rule, splits, operands, option.makes, self.space.mesh, site.zeros)
-
-    def _collective(
-        self, kind: str, axis: int, count: int, size: int, seconds: float, site: Site, root: str = ""
-    ) -> None:
-        entry = self.kinds.setdefault((kind, self.space.axes[axis]), [0, 0, 0.0])
-        entry[0] += count
-        entry[1] += count * size
-        entry[2] += count * seconds
-        self.communication += count * seconds
-        self.sources.append(
-            Traffic(
-                root=root or site.name,
-                module=site.module,
-                kind=kind,
-                axis=self.space.axes[axis],
-                count=count,
-                bytes=count * size,
-                seconds=count * seconds,
-            )
-        )
-
-    def _tensor(
-        self,
-        root: str,
-        maker: tuple[Site, Layout, Policy],
-        readers: list[tuple[Site, Layout, bool]],
-        count: int,
-        copies: int,
-    ) -> None:
-        site, produced, policy = maker
-        moved = self.builder.moved(root, site, [(reader, late) for reader, _, late in readers], copies)
-        wanted = [(layout, late) for _, layout, late in readers]
-        if moved.made:
-            priced = self.builder.made(moved, wanted)
-            assert priced is not None
-            seconds, held = priced
-            self.compute += count * seconds
-            self.activations += count * held
-            return
-        phases = self.builder.acquired(moved, produced, policy, wanted)
-        if phases is None:
-            raise ValueError(f"tensor {root} cannot be had in the layouts that its readers chose")
-        self.compute += count * self.space.reduction_cast_seconds(moved, phases)
-        redistributor = self.space.redistributor
-        steps = (
-            (step, count * times)
-            for late, phase in enumerate(phases)
-            for item, times in zip(phase, self.space.times(moved, phase, wanted, late=bool(late)), strict=True)
-            for step in item.route.steps
-        )
-        for step, often in steps:
-            moving = redistributor.link_seconds(step, moved.bucketed)
-            copying = often * (redistributor.step_seconds(step, moved.bucketed) - moving)
-            self.copies += copying
-            self.bucketed_copies += copying if moved.bucketed else 0.0
-            if step.kind in COLLECTIVES:
-                self._collective(step.kind, step.axis, often, step.bytes, moving, site, root)
-        self.activations += count * self.builder.held_bytes(moved, produced, policy, wanted)
-        if site.kind == "border" and policy == REGATHER and moved.kept:
-            self.activations += count * local_meta(moved.meta, produced, self.space.mesh).bytes
-
-    def account(self) -> Account:
-        return Account(
-            compute_seconds=self.compute,
-            communication_seconds=self.communication,
-            copy_seconds=self.copies,
-            optimizer_seconds=self.optimizer,
-            parameter_bytes=self.parameters,
-            gradient_bytes=self.gradients,
-            optimizer_bytes=self.states,
-            activation_bytes=round(self.activations),
-            collectives=tuple(
-                Collective(kind=kind, axis=axis, count=int(count), bytes=int(size), seconds=seconds)
-                for (kind, axis), (count, size, seconds) in sorted(self.kinds.items())
-            ),
-        )
-
-
 def parameter_layouts(space: Space, assignment: Assignment) -> Iterator[tuple[str, Layout, tuple[Layout, ...], Policy]]:
     """(parameter, at rest, in use, "keep" or "regather") of every parameter, in the graph's order."""
     layouts: dict[str, tuple[Layout, tuple[Layout, ...], Policy]] = {}
     for region, decisions, rename in _placements(space, assignment):
         uses: dict[str, dict[Layout, None]] = {}
         for name, site in region.sites.items():
-            option = space.option(site, decisions[name])
-            assert option is not None
+            option = space.decided(site, decisions[name])
             for read, layout in zip(site.reads, option.reads, strict=True):
                 uses.setdefault(read.alias.root, {})[layout] = None
         for name, site in region.sites.items():
             if site.kind == "parameter":
-                option = space.option(site, decisions[name])
-                assert option is not None
+                option = space.decided(site, decisions[name])
                 layouts[rename.get(name, name)] = (option.makes[0], tuple(uses.get(name, ())), option.choice.policy)
     for i in space.graph.inputs:
         if i.role == "parameter":

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from autopar.cost.liveness import PlacementCache
-from autopar.cost.memory import Peak, Phase, phases
+from autopar.cost.memory import Moment, Peak, phases
 from autopar.cost.optimizers import OPTIMIZERS, Optimizer
 from autopar.ir.layout import Split, local_meta
 from autopar.ir.program import Program, ProgramInput
@@ -165,11 +165,11 @@ class Shortfall:
         """About the peak of the changed step: the largest of its phases."""
         return max(self._needed(phase, change) for phase in self._phases)
 
-    def _needed(self, phase: Phase, change: Remedy) -> float:
+    def _needed(self, phase: Moment, change: Remedy) -> float:
         """Parameters, gradients and states that the ranks split are split further by more of them. What is computed
         from the batch scales with it, and is split further too. Gathered weights stay as they are."""
         still = self._split_part / change.ranks + 1 - self._split_part
-        peak, optimizer = phase.peak, self.space.optimizer
+        peak, optimizer = phase.peak(phase.phase), self.space.optimizer
         states, temporaries = float(peak.optimizer), float(peak.temporaries)
         if change.optimizer is not None:
             states = self._states(change.optimizer)
@@ -182,13 +182,13 @@ class Shortfall:
             from_batch += temporaries + peak.activations - weights
         gradients = float(peak.gradients)
         if change.accumulating and peak.at != UPDATE:
-            gradients += max(one.peak.gradients for one in self._phases)
+            gradients += max(one.peak(one.phase).gradients for one in self._phases)
         resting = peak.parameters + gradients + states
         buffers = peak.inputs * (1 - self._batch_part)
         return resting * still + weights + buffers + from_batch * change.batch / change.ranks
 
     @cached_property
-    def _phases(self) -> list[Phase]:
+    def _phases(self) -> list[Moment]:
         return phases(self.program, self.space.optimizer, self.device_type, self.memory)
 
     def _bytes(self, given: ProgramInput) -> int:

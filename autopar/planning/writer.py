@@ -34,6 +34,9 @@ Form = tuple[int, str, int, tuple[Lowering, ...]]
 """The form of a program: the most copies in a run of equal ones (0: all), how far it is lowered, its largest bucket (0:
 none), and the registered lowerings."""
 
+Made = tuple[Program, tuple[str, ...]]
+"""A program, and the rewrites that made it of the plain one, as texts (`passes.flow.rewrites`)."""
+
 Taken = tuple[tuple[Lowering, Adopted], ...]
 """Lowerings that were adopted, in their order."""
 
@@ -46,7 +49,7 @@ class Writer:
         self.space, self.flow = space, flow
         self.operators = TimelineCache(placements=memory)
         """What timelines share about operators on the cluster; `memory` says how results lie on any cluster."""
-        self.programs: list[tuple[tuple[Form, Assignment], Program]] = []
+        self.programs: list[tuple[tuple[Form, Assignment], Made]] = []
         """The programs written last, the latest first."""
         self.taken: dict[When, list[tuple[tuple[Any, ...], Taken]]] = {"first": [], "where quicker": []}
         """The lowerings adopted for the last assignments, the latest first."""
@@ -55,41 +58,33 @@ class Writer:
         """The program of an assignment, with its collectives in buckets of at most so many bytes; buckets smaller than
         `LIMIT_BYTES`, which save memory, leave collectives unsplit. If `copies` is not 0, each run of equal copies has
         at most so many. Raises ValueError if the assignment contradicts itself."""
-        if copies and shortened(self.space, assignment, copies) is None:
-            copies = 0
-
-        def lowered() -> Program:
-            program = self._joined(assignment, bucket_bytes, copies)
-            if bucket_bytes >= LIMIT_BYTES:
-                program = self._lowered(self._quickest(assignment), program)
-            return self._finished(program, bucket_bytes)
-
-        return self._kept(assignment, (copies, "lowered", bucket_bytes, tuple(LOWERINGS.values())), lowered)
+        return self._made(assignment, bucket_bytes, copies)[0]
 
     def rewrites(self, assignment: Assignment, bucket_bytes: int) -> str:
         """What was written of an assignment's plain program, as text (`passes.flow.rewrites`)."""
-        taken: list[tuple[Lowering, Adopted | None]] = [(row, None) for row in lowerings("last")]
-        if bucket_bytes >= LIMIT_BYTES:
-            taken = [*self._quickest(assignment), *taken]
-        first = self._first(assignment, bucket_bytes)
-        said = [str(rewrite) or row.name for row, adopted in first for rewrite in adopted.rewrites]
-        program, target = self._joined(assignment, bucket_bytes, 0), self._target(bucket_bytes)
-        before: Adopted | None = None
-        for row, chosen in taken:
-            program = program if before is None else before.on(program)
-            before = chosen or row.adopt(program, target)
-            said += [str(rewrite.on(program)) or row.name for rewrite in before.rewrites] if before else []
-        return ",".join(said)
+        return ",".join(self._made(assignment, bucket_bytes)[1])
+
+    def _made(self, assignment: Assignment, bucket_bytes: int, copies: int = 0) -> Made:
+        if copies and shortened(self.space, assignment, copies) is None:
+            copies = 0
+
+        def lowered() -> Made:
+            made = self._joined(assignment, bucket_bytes, copies)
+            if bucket_bytes >= LIMIT_BYTES:
+                made = self._lowered(self._quickest(assignment), made)
+            return self._finished(made, bucket_bytes)
+
+        return self._kept(assignment, (copies, "lowered", bucket_bytes, tuple(LOWERINGS.values())), lowered)
 
     def unsplit(self, assignment: Assignment, bucket_bytes: int, copies: int) -> Program:
         """As `written`, but with collectives unsplit."""
-        return self._finished(self._joined(assignment, bucket_bytes, copies), bucket_bytes)
+        return self._finished(self._joined(assignment, bucket_bytes, copies), bucket_bytes)[0]
 
     def rough(self, assignment: Assignment, bucket_bytes: int, copies: int) -> Program:
         """As `unsplit`, but gathers are no further ahead of their readers than they must be."""
         target = replace(self._target(bucket_bytes), trials=False)
-        program = self._after(lowerings("first"), self.plain(assignment, copies), target)[0]
-        return self._finished(program, bucket_bytes)
+        made = self._after(lowerings("first"), self._plain(assignment, copies), target)[0]
+        return self._finished(made, bucket_bytes)[0]
 
     def segment_program(self, assignment: Assignment, bucket_bytes: int) -> Program:
         """The program that measures an assignment: few copies of each of its segments."""
@@ -97,23 +92,25 @@ class Writer:
 
     def plain(self, assignment: Assignment, copies: int = 0) -> Program:
         """The program that codegen writes, without lowerings."""
+        return self._plain(assignment, copies)[0]
 
-        def generated() -> Program:
+    def _plain(self, assignment: Assignment, copies: int) -> Made:
+        def generated() -> Made:
             short = shortened(self.space, assignment, copies) if copies else None
             space, shorter = (self.space, assignment) if short is None else (short.space, short.assignment)
-            return self.flow.run(CODEGEN, space, shorter)
+            return self.flow.run(CODEGEN, space, shorter), ()
 
         return self._kept(assignment, (copies, "plain", 0, ()), generated)
 
-    def _joined(self, assignment: Assignment, bucket_bytes: int, copies: int) -> Program:
+    def _joined(self, assignment: Assignment, bucket_bytes: int, copies: int) -> Made:
         """With the lowerings that come first: collectives are in buckets, and start early."""
         form = (copies, "joined", bucket_bytes, lowerings("first"))
         taken = self._first(assignment, bucket_bytes)  # which may cache this very program
-        return self._kept(assignment, form, lambda: self._lowered(taken, self.plain(assignment, copies)))
+        return self._kept(assignment, form, lambda: self._lowered(taken, self._plain(assignment, copies)))
 
-    def _finished(self, program: Program, bucket_bytes: int) -> Program:
+    def _finished(self, made: Made, bucket_bytes: int) -> Made:
         """With the lowerings that come last."""
-        return self._after(lowerings("last"), program, self._target(bucket_bytes))[0]
+        return self._after(lowerings("last"), made, self._target(bucket_bytes))[0]
 
     def _few(self, assignment: Assignment) -> int:
         """How many copies to choose lowerings on, so that the choice costs the same at any depth: `LOOKED_AT`, or 0
@@ -136,9 +133,9 @@ class Writer:
 
         def adopted() -> Taken:
             few = self._few(assignment)
-            program, taken = self._after(rows, self.plain(assignment, few), self._target(bucket_bytes))
-            self._kept(assignment, (few, "joined", bucket_bytes, rows), lambda: program)
-            return tuple((row, replace(adopted, given=program, program=None)) for row, adopted in taken)
+            made, taken = self._after(rows, self._plain(assignment, few), self._target(bucket_bytes))
+            self._kept(assignment, (few, "joined", bucket_bytes, rows), lambda: made)
+            return tuple((row, replace(adopted, given=made[0], program=None)) for row, adopted in taken)
 
         return self._latest("first", (bucket_bytes, rows, assignment), adopted)
 
@@ -147,8 +144,8 @@ class Writer:
         rows = lowerings("where quicker")
 
         def quickest() -> Taken:
-            program, target = self._joined(assignment, LIMIT_BYTES, self._few(assignment)), self._target(LIMIT_BYTES)
-            ways: dict[tuple[Lowering, ...], tuple[Program, Taken]] = {(): (program, ())}
+            made, target = self._joined(assignment, LIMIT_BYTES, self._few(assignment)), self._target(LIMIT_BYTES)
+            ways: dict[tuple[Lowering, ...], tuple[Made, Taken]] = {(): (made, ())}
             for number in range(1, len(rows) + 1):
                 for way in combinations(rows, number):
                     if way[:-1] in ways and (number == 1 or (way[-1],) in ways):
@@ -157,23 +154,25 @@ class Writer:
                         if more:
                             ways[way] = after, (*taken, *more)
             del ways[()]
-            return min(ways.values(), key=lambda way: target.seconds(way[0]), default=(program, ()))[1]
+            return min(ways.values(), key=lambda way: target.seconds(way[0][0]), default=(made, ()))[1]
 
         return self._latest("where quicker", (rows, assignment), quickest)
 
-    def _after(self, rows: Sequence[Lowering], program: Program, target: Target) -> tuple[Program, Taken]:
+    def _after(self, rows: Sequence[Lowering], made: Made, target: Target) -> tuple[Made, Taken]:
         """The program after those lowerings that are adopted, one after the other, and these lowerings."""
         taken: list[tuple[Lowering, Adopted]] = []
         for row in rows:
-            if (adopted := self.flow.adopt(row, program, target)) is not None:
+            if (adopted := self.flow.adopt(row, made[0], target)) is not None:
                 taken.append((row, adopted))
-                program = self.flow.lower(row, adopted, program)
-        return program, tuple(taken)
+                made = self._lowered(taken[-1:], made)
+        return made, tuple(taken)
 
-    def _lowered(self, taken: Taken, program: Program) -> Program:
+    def _lowered(self, taken: Sequence[tuple[Lowering, Adopted]], made: Made) -> Made:
+        program, said = made
         for row, adopted in taken:
+            said += tuple(str(rewrite.on(program)) or row.name for rewrite in adopted.rewrites)
             program = self.flow.lower(row, adopted, program)
-        return program
+        return program, said
 
     def _latest(self, when: When, key: tuple[Any, ...], find: Callable[[], Taken]) -> Taken:
         """The cached choice of lowerings, or a new one."""
@@ -181,12 +180,12 @@ class Writer:
         del self.taken[when][LATEST_CHOICES:]
         return taken
 
-    def _kept(self, assignment: Assignment, form: Form, write: Callable[[], Program]) -> Program:
+    def _kept(self, assignment: Assignment, form: Form, write: Callable[[], Made]) -> Made:
         """The cached program of an assignment, or a new one."""
-        program = _remembered(self.programs, (form, assignment), write)
-        lengths = accumulate(len(p.forward) + len(p.backward) for _, p in self.programs)
+        made = _remembered(self.programs, (form, assignment), write)
+        lengths = accumulate(len(p.forward) + len(p.backward) for _, (p, _) in self.programs)
         del self.programs[max(2, sum(length <= LATEST_INSTRUCTIONS for length in lengths)) :]
-        return program
+        return made
 
 
 def _remembered(entries: list[tuple[Key, T]], key: Key, make: Callable[[], T]) -> T:

@@ -24,9 +24,11 @@ the one, or read the other."""
 Wanted = Callable[[Site], Sequence[SiteChoice] | None]
 
 
-def random_assignment(space: Space, seed: int, wanted: Wanted = lambda site: None) -> Assignment:
-    """A random feasible assignment, in which the copies of a repeat differ. Every option of every site can
-    come up; mostly those that need no redistribution, so that digits travel some way. `wanted` may leave
+def random_assignment(
+    space: Space, seed: int, wanted: Wanted = lambda site: None, *, alike: bool = False
+) -> Assignment:
+    """A random feasible assignment, in which the copies of a repeat differ, unless they are `alike`. Every option of
+    every site can come up; mostly those that need no redistribution, so that digits travel some way. `wanted` may leave
     a site no others than the given ones.
 
     Raises ValueError where no draw of this seed is feasible."""
@@ -34,7 +36,7 @@ def random_assignment(space: Space, seed: int, wanted: Wanted = lambda site: Non
     for draw in range(DRAWS + 1):
         plain = draw == DRAWS
         limited = partial(_staying, wanted, space) if plain else wanted
-        assignment = _draw(space, generator, limited, partial_borders=not plain)
+        assignment = _draw(space, generator, limited, partial_borders=not plain, alike=alike)
         if assignment is not None:
             return assignment
     raise ValueError(f"no random plan of seed {seed} is feasible in {DRAWS + 1} draws: take another seed")
@@ -48,7 +50,9 @@ def _staying(wanted: Wanted, space: Space, site: Site) -> Sequence[SiteChoice] |
     return chosen if chosen is not None or len(stay) == len(every) else stay
 
 
-def _draw(space: Space, generator: random.Random, wanted: Wanted, *, partial_borders: bool) -> Assignment | None:
+def _draw(
+    space: Space, generator: random.Random, wanted: Wanted, *, partial_borders: bool, alike: bool
+) -> Assignment | None:
     """One draw: what the borders pass on first, then copy by copy and the rest."""
     legal = _Border(space, partial_borders)
     rest_borders: dict[str, SiteChoice] = {}
@@ -60,10 +64,14 @@ def _draw(space: Space, generator: random.Random, wanted: Wanted, *, partial_bor
         drawn = [ends[0], *[within] * (repeat.count - 1), ends[1]]
         crossing = [
             [c or legal.draw(border_name(b.values[0]), generator) for c, b in zip(choices, repeat.borders, strict=True)]
-            for choices in drawn
+            for choices in (drawn[:1] if alike else drawn)
         ]
+        crossing = crossing * len(drawn) if alike else crossing
         drawn_copies: list[dict[str, SiteChoice]] = []
         for entering, leaving in pairwise(crossing):
+            if alike and drawn_copies:
+                drawn_copies *= repeat.count
+                break
             borders = dict(zip((*region.left, *region.right), (*entering, *leaving), strict=True))
             decisions = _Drawing(space, region, generator, wanted).decisions(borders)
             if decisions is None:

@@ -10,13 +10,13 @@ from autopar.cost.redistribute import Redistributor, RouteStep
 from autopar.ir.graph import TensorMeta
 from autopar.ir.layout import Layout
 from autopar.passes.segments.segment import Repeated
-from autopar.passes.space.choices import REGATHER, SiteChoice
+from autopar.passes.space.choices import REGATHER
 from autopar.passes.space.gradients import gradients_of
 from autopar.passes.space.problem import Assignment
 from autopar.passes.space.recompute import reacquired, recomputed
 from autopar.passes.space.sites import Option, Site, border_name, output_name, output_numbers
 from autopar.passes.space.space import Space
-from autopar.passes.space.tables import is_bucketed
+from autopar.passes.space.tensors import is_bucketed
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ def placed(space: Space, assignment: Assignment) -> Iterator[Placed]:
         return producer[rename.get(site.name, site.name)]
 
     for site in space.rest.sites.values():
-        option = _option(space, site, assignment.rest[site.name])
+        option = space.decided(site, assignment.rest[site.name])
         yield Placed(site, option, nothing, order(site, nothing))
     bodies = zip(space.repeats, space.bodies, assignment.copies, strict=True)
     for number, (repeat, region, copies) in enumerate(bodies):
@@ -57,7 +57,7 @@ def placed(space: Space, assignment: Assignment) -> Iterator[Placed]:
                 if site.kind == "border" and not site.reads:
                     # the neighbour's border site that reads it makes it
                     continue
-                option = _option(space, site, decisions[site.name])
+                option = space.decided(site, decisions[site.name])
                 yield Placed(site, option, rename, order(site, rename), again[k] and site.name in recomputable)
 
 
@@ -92,13 +92,6 @@ def _rename(space: Space, repeat: Repeated, k: int) -> dict[str, str]:
         rename.setdefault(border.values[0], border.values[k])
         rename.setdefault(border.values[1], border.values[k + 1])
     return rename
-
-
-def _option(space: Space, site: Site, choice: SiteChoice) -> Option:
-    option = space.option(site, choice)
-    if option is None:
-        raise ValueError(f"{site.kind} {site.name} ({site.module}) cannot take {choice}")
-    return option
 
 
 @dataclass(eq=False, kw_only=True)

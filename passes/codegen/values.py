@@ -18,8 +18,9 @@ from autopar.ir.rewrite import reading
 from autopar.ops.emit import OPERAND, Emission, local_program
 from autopar.passes.space.choices import REGATHER
 from autopar.passes.space.collapse import Steps, from_root
+from autopar.passes.space.items import operand_layouts
 from autopar.passes.space.operator_layouts import splits_of
-from autopar.passes.space.space import Space, operand_layouts
+from autopar.passes.space.space import Space
 
 from .demand import Demand, Placed
 from .redistribution import Redistribution
@@ -157,7 +158,7 @@ class Values:
             self.view(item.name(read.alias.root), read.alias.steps, layout, phase)
             for read, layout in zip(site.reads, option.reads, strict=True)
         ]
-        layouts = operand_layouts(site, option, self.space)
+        layouts = operand_layouts(self.space, site, option)
         key = (phase, site.form, option.choice, *operands)
         known = dict(zip(site.makes, self.made.get(key, ()), strict=False)) if site.made else {}
         names = {}

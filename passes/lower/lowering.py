@@ -103,9 +103,9 @@ def rewritten(program: Program, rewrites: Sequence[Rewrite], target: Target) -> 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lowering:
     """A row of the table of lowerings. In words, its `name`, where it `applies`, what it `writes` and what that
-    `costs`; and `adopt`, which looks at a program and says how it is taken, or None. With `taken` "first" or "last" it
-    is taken always, one after the other; of those "where quicker", the one, or those together, that make the shortest
-    step.
+    `costs`; `adopt`, which looks at a program and says how it is taken, or None; and the `rewrites` by whose names a
+    text says how (none: by its own). With `taken` "first" or "last" it is taken always, one after the other; of those
+    "where quicker", the one, or those together, that make the shortest step.
     """
 
     name: str
@@ -113,6 +113,7 @@ class Lowering:
     writes: str
     costs: str
     adopt: Callable[[Program, Target], Adopted | None]
+    rewrites: tuple[Rewrite, ...] = ()
     taken: When = "where quicker"
 
     def __post_init__(self) -> None:

@@ -23,6 +23,8 @@ from autopar.ops.sdpa import ATTENTION, ATTENTION_BACKWARD
 
 from .known import AND, EXPAND, KnownValues, RuleOf
 
+MASK = (("aten.where.self(condition, 0.0, -inf)", None),)
+
 broadcast: Callable[..., tuple[int, ...]] = torch.broadcast_shapes
 
 
@@ -93,12 +95,12 @@ class _Masks(Rewriter):
     def _condition(self, mask: str) -> tuple[Node, str] | None:
         """Of a mask that is 0 where a condition holds and -inf elsewhere: the node that makes it so, the condition."""
         node = self._made_by(mask)
-        if node is None or node.op != "aten.where.self" or not all(isinstance(value, Ref) for value in node.args):
+        found = None if node is None else next(self.matcher.find(MASK, node), None)
+        if node is None or found is None:
             return None
-        condition, seen, hidden = (value.name for value in node.args)
+        condition = found[1]["condition"]
         wide = self.graph.metas[condition].shape
-        same = wide == self.graph.metas[node.outputs[0]].shape and len(wide) in (2, 4)
-        return (node, condition) if same and (self._number(seen), self._number(hidden)) == (0.0, -math.inf) else None
+        return (node, condition) if wide == self.graph.metas[node.name].shape and len(wide) in (2, 4) else None
 
     def _made_by(self, name: str) -> Node | None:
         """The node that makes a value, or what it is a view of with dims of size 1 more."""
@@ -109,14 +111,6 @@ class _Masks(Rewriter):
                 return None
             node = self.known.node(node.inputs[0])
         return node
-
-    def _number(self, name: str) -> float | None:
-        """The number that a value is, if it is one that the graph holds."""
-        node = self.known.node(name)
-        if node is None or node.op not in ("aten.scalar_tensor.default", "aten.full.default"):
-            return None
-        value = node.args[-1]
-        return float(value) if isinstance(value, int | float) and self.graph.metas[name].numel == 1 else None
 
     def _rest(self, condition: str, queries: int, keys: int) -> Rest | None:
         """What is left of a condition for so many queries and keys; None where all of it is."""

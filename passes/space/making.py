@@ -11,12 +11,10 @@ from collections.abc import Collection, Iterable
 
 from autopar.ir.graph import GraphInput, JointGraph, is_view, readers
 from autopar.ir.layout import REPLICATE, Layout, Split
-from autopar.ops.emit import expands, local_program
 from autopar.passes.segments.segment import Segments
 
 from .choices import REPLICATED, AxisChoice, SiteChoice
-from .collapse import from_root
-from .operator_layouts import splits_of
+from .items import operand_layouts, operator_items
 from .options import operator_option
 from .setting import Setting
 from .sites import Option, Site
@@ -128,15 +126,9 @@ class Making:
         """Whether all that an option reads can be had, and makes can be read, without communication."""
         if not all(isinstance(p, Split) or p == REPLICATE for layout in (*option.reads, *option.makes) for p in layout):
             return False
-        rule, call = site.rule, site.call
-        splits = splits_of(rule, option.choice) if rule is not None else ()
-        if rule is None or call is None or not expands(rule, splits):
-            return True
-        mesh = self.setting.mesh
-        here = [from_root(r.alias.steps, at, mesh) for r, at in zip(site.reads, option.reads, strict=True)]
-        operands = tuple(layout for layout in here if layout is not None)
-        emission = local_program(call, rule, splits, operands, option.makes, mesh, site.zeros)
-        return not any(instruction.collective for instruction in emission.instructions)
+        operands = operand_layouts(self.setting, site, option)
+        items = operator_items(self.setting, site, site.rule, operands, option.makes, option.choice)
+        return all(item.axis < 0 for item in items)
 
     def seconds(self, root: str, layouts: Iterable[Layout]) -> float:
         """Seconds of having a root in all these layouts, made from nothing."""

@@ -3,12 +3,13 @@
 from dataclasses import replace
 
 from autopar.ir.graph import TensorMeta
-from autopar.ir.layout import PARTIAL, REPLICATE, Layout, Placement, Split, is_chunked, is_legal, local_meta, nest
+from autopar.ir.layout import PARTIAL, REPLICATE, Layout, Placement, Split, is_chunked, is_legal, nest
 
 from .choices import REPLICATED, SiteChoice
 from .collapse import from_root, to_root
-from .operator_layouts import operator_layouts, splits_of
-from .setting import Setting, cast_seconds, operator_seconds, used_of
+from .items import operator_items, parameter_items, total
+from .operator_layouts import operator_layouts
+from .setting import Setting
 from .sites import Option, Site
 
 
@@ -37,15 +38,7 @@ def _stored_option(setting: Setting, site: Site, choice: SiteChoice) -> Option |
         if root is None or not is_legal(setting.metas[read.alias.root].shape, root, setting.mesh):
             return None
         reads.append(root)
-    seconds = size = 0.0
-    if site.kind == "parameter":
-        local, optimizer = local_meta(site.meta, layout, setting.mesh), setting.optimizer
-        used = used_of(setting, site, layout)
-        size = float(local.bytes + (used.bytes if used else 0))
-        if site.reads:
-            size += local.bytes + optimizer.bytes(local)
-            seconds = setting.cluster.device.optimizer_seconds(optimizer.name, optimizer.moved_bytes(local))
-        seconds += cast_seconds(setting, local, used, bool(site.reads))
+    seconds, size = total(parameter_items(setting, site, layout)) if site.kind == "parameter" else (0.0, 0.0)
     return Option(choice=choice, reads=tuple(reads), makes=(layout,) * len(site.makes), seconds=seconds, bytes=size)
 
 
@@ -61,7 +54,7 @@ def _replicated_option(setting: Setting, site: Site, choice: SiteChoice) -> Opti
         return None
     replicated = (REPLICATE,) * len(setting.mesh)
     reads, makes = (replicated,) * len(site.reads), (replicated,) * len(site.makes)
-    seconds = operator_seconds(setting, site, None, (), reads, makes, choice)
+    seconds, _ = total(operator_items(setting, site, None, reads, makes, choice))
     return Option(choice=choice, reads=reads, makes=makes, seconds=seconds, bytes=0.0)
 
 
@@ -95,9 +88,7 @@ def operator_option(setting: Setting, site: Site, choice: SiteChoice) -> Option 
         reads.append(root)
     key = site.form, site.zeros, choice
     if key not in memo.local_seconds:
-        memo.local_seconds[key] = operator_seconds(
-            setting, site, rule, splits_of(rule, choice), operands, results, choice
-        )
+        memo.local_seconds[key], _ = total(operator_items(setting, site, rule, operands, results, choice))
     return Option(choice=choice, reads=tuple(reads), makes=results, seconds=memo.local_seconds[key], bytes=0.0)
 
 

@@ -13,29 +13,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from autopar.cost.redistribute import Acquired
-from autopar.ir.layout import Layout, Partial, Routed, local_meta
+from autopar.ir.layout import Layout
 from autopar.solve.problem import Choice, Problem, Repeat, Tensor, Variable
 
 from .choices import REGATHER, Policy, SiteChoice
-from .gradients import gradients_of
+from .items import total
 from .sites import Option, Region, Site, joined_sites
 from .space import Space
 from .switch import SWITCH, Recomputed, twice
-from .tables import (
-    PARTS,
-    PHASES,
-    WHOLE,
-    MovedKind,
-    Movement,
-    RootTensor,
-    Wanted,
-    encoded,
-    in_order,
-    moved_of,
-    of_bits,
-    positions_of,
-)
+from .tables import PARTS, PHASES, WHOLE, Movement, Wanted, encoded, of_bits, positions_of
+from .tensors import RootTensor, root_tensors, tensor_items
 
 Allowed = Mapping[str, Sequence[SiteChoice]]
 """Site name -> the options that it may take."""
@@ -74,15 +61,8 @@ class ProblemBuilder:
         self.space = space
         self.tables: dict[Any, Tensor] = {}
         """Tensors but for their names and variables."""
-        self.gradients = gradients_of(space.regions()) if space.has_own_reductions else frozenset()
         self.joined = joined_sites(space.regions(), space.repeats)
         self.again = tuple(Recomputed.of(body) for body in space.bodies)
-
-    def moved(self, root: str, maker: Site, readers: Sequence[tuple[Site, bool]], copies: int) -> MovedKind:
-        """As `moved_of`, in a region of which there are so many copies."""
-        moved = moved_of(self.space.metas[root], maker, readers)._replace(is_gradient=root in self.gradients)
-        moved = self.space.reduced(moved)
-        return moved._replace(made=root, copies=copies) if root in self.space.making.sites else moved
 
     def build(self, allowed: Allowed, *, recompute: bool = False) -> tuple[Problem, Decoder]:
         """The problem in which each site takes one of its allowed options; to `recompute` copies of segments in
@@ -140,47 +120,23 @@ class ProblemBuilder:
     ) -> tuple[tuple[Variable, ...], tuple[Tensor, ...], tuple[str, ...]]:
         """Its variables, tensors, and the names of its sites. If something is done `again` where the region is
         recomputed, a last variable, `SWITCH`, says whether it is."""
-        variables, times = [], self.space.micro_batches
-        readers: dict[str, list[tuple[int, int]]] = {}
-        makers: dict[str, tuple[int, int]] = {}
-        names = tuple(region.sites)
-        region_options: list[tuple[Option, ...]] = []
-        for number, site in enumerate(region.sites.values()):
-            options = self._site_options(site, legal[site.name])
-            region_options.append(options)
-            variables.append(
-                Variable(
-                    name=site.name,
-                    options=tuple(str(o.choice) for o in options),
-                    seconds=tuple(o.seconds * (1 if site.kind == "parameter" else times) for o in options),
-                    bytes=tuple(o.bytes for o in options),
-                )
+        times, sites = self.space.micro_batches, list(region.sites.values())
+        options = [self._site_options(site, legal[site.name]) for site in sites]
+        variables = [
+            Variable(
+                name=site.name,
+                options=tuple(str(o.choice) for o in of_site),
+                seconds=tuple(o.seconds * (1 if site.kind == "parameter" else times) for o in of_site),
+                bytes=tuple(o.bytes for o in of_site),
             )
-            for position, root in enumerate(site.makes):
-                if root:
-                    makers[root] = (number, position)
-            for position, read in enumerate(site.reads):
-                if not site.made:
-                    readers.setdefault(read.alias.root, []).append((number, position))
-        sites = list(region.sites.values())
-        tensors: list[Tensor] = []
-        for root, reading in readers.items():
-            maker, result = makers[root]
-            tensor = RootTensor(
-                root=root,
-                sites=sites,
-                options=region_options,
-                maker=maker,
-                result=result,
-                reading=in_order(sites, reading),
-                copies=copies,
-            )
-            tensors += self._tensors(tensor, again)
+            for site, of_site in zip(sites, options, strict=True)
+        ]
+        tensors = [t for root in root_tensors(region, options, copies) for t in self._tensors(root, again)]
         if again.operators:
             variables.append(Variable(name=SWITCH, options=("no", "yes"), seconds=(0.0, 0.0), bytes=(0.0, 0.0)))
             numbers = [number for number, site in enumerate(sites) if site.name in again.operators]
             tensors += [twice(variables[number], number, len(sites)) for number in numbers]
-        return tuple(variables), tuple(tensors), names
+        return tuple(variables), tuple(tensors), tuple(region.sites)
 
     def _site_options(self, site: Site, options: tuple[Option, ...]) -> tuple[Option, ...]:
         """The options as this very site means them: a border's reads differ between its two sites."""
@@ -195,12 +151,9 @@ class ProblemBuilder:
         """
         sites, maker = of.sites, of.sites[of.maker]
         is_parameter = maker.kind == "parameter"
-        phases = {(r, p): again.phases(sites[r], maker, backward=sites[r].reads[p].backward) for r, p in of.reading}
+        phases = of.readings(again)
         is_switched = of.root in again.roots or any(sites[reader].name in again.operators for reader, _ in of.reading)
-        ways = tuple(
-            self.moved(of.root, maker, [(sites[r], "backward" in at[n]) for (r, _), at in phases.items()], of.copies)
-            for n in range(1 + is_switched)
-        )
+        ways = tuple(of.moved(self.space, phases, again=bool(n)) for n in range(1 + is_switched))
         late = sum("backward" in first for first, _ in phases.values())
         is_wide = is_parameter and min(late, len(phases) - late) > 1
         for part in PARTS if is_switched or is_wide else WHOLE:
@@ -253,69 +206,18 @@ class ProblemBuilder:
     def _acquisition(
         self, movement: Movement, number: int, produced: tuple[Layout, Policy] | None, wanted: Sequence[Wanted]
     ) -> tuple[float, float] | None:
-        """As `cost`, of a part of what is acquired, in one of the ways in which it may be."""
+        """Seconds and kept bytes of a part of what is acquired, in one of the ways in which it may be; None if it
+        cannot."""
         if produced is None:
             return 0.0, 0.0
         layout, policy = produced
         policy = REGATHER if number and movement.reacquired else policy
         if movement.excludes(policy):
             return 0.0, 0.0
-        moved = movement.ways[number]
         readers = [(each.layout, each.late) for each in wanted if number or not each.extra]
-        cost = self.cost(moved, layout, policy, readers)
-        if cost is None or not (movement.part == "forward" and movement.is_border and moved.kept):
-            return cost
-        return cost[0], cost[1] + local_meta(moved.meta, layout, self.space.mesh).bytes
-
-    def cost(
-        self, moved: MovedKind, produced: Layout, policy: Policy, wanted: Sequence[tuple[Layout, bool]]
-    ) -> tuple[float, float] | None:
-        """Seconds and kept bytes of having a tensor in all layouts wanted; None if one cannot be had.
-
-        `wanted` tells forward and backward readers apart for parameters only (that is what "regather"
-        is about). For another forward tensor that backward reads, every layout that is wanted of it counts as kept: a
-        little more than the truth where forward alone wants one.
-        """
-        if moved.made:
-            return self.made(moved, wanted)
-        phases = self.acquired(moved, produced, policy, wanted)
-        if phases is None:
-            return None
-        held = self.held_bytes(moved, produced, policy, wanted)
-        return self.space.acquired_seconds(moved, phases, wanted), float(held)
-
-    def made(self, moved: MovedKind, wanted: Sequence[tuple[Layout, bool]]) -> tuple[float, float] | None:
-        """Seconds and kept bytes of a copy's share of what is made where it is read; None for partial sums."""
-        layouts = frozenset(layout for layout, _ in wanted)
-        if any(isinstance(placement, Partial | Routed) for layout in layouts for placement in layout):
-            return None
-        held = sum(local_meta(moved.meta, layout, self.space.mesh).bytes for layout in layouts) if moved.kept else 0
-        seconds = self.space.making.seconds(moved.made, layouts) * self.space.micro_batches
-        return seconds / moved.copies, held / moved.copies
-
-    def acquired(
-        self, moved: MovedKind, produced: Layout, policy: Policy, wanted: Sequence[tuple[Layout, bool]]
-    ) -> list[tuple[Acquired, ...]] | None:
-        """How a tensor is had in all layouts wanted: at once, or, what is gathered again, in forward and in backward.
-        None if one of them cannot be had."""
-        acquire, shape, dtype = self.space.redistributor.acquire, moved.meta.shape, moved.meta.dtype
-        phases = []
-        for phase in ((False,), (True,)) if policy == REGATHER else ((False, True),):
-            layouts = frozenset(layout for layout, late in wanted if late in phase)
-            acquired = acquire(shape, dtype, produced, layouts, moved.bucketed)
-            if acquired is None:
-                return None
-            phases.append(acquired)
-        return phases
-
-    def held_bytes(
-        self, moved: MovedKind, produced: Layout, policy: Policy, wanted: Sequence[tuple[Layout, bool]]
-    ) -> int:
-        """What is kept for backward of a tensor; a parameter is there as it rests in any case."""
-        if not moved.kept or policy == REGATHER:
-            return 0
-        layouts = {layout for layout, _ in wanted if layout != produced or not moved.is_parameter}
-        return sum(local_meta(moved.meta, layout, self.space.mesh).bytes for layout in layouts)
+        crosses = movement.part == "forward" and movement.is_border
+        items = tensor_items(self.space, movement.ways[number], layout, policy, readers, crosses=crosses)
+        return None if items is None else total(items)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

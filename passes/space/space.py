@@ -16,7 +16,8 @@ from autopar.ir.layout import Layout, describe
 from autopar.passes.segments.segment import Repeated, Segments
 
 from .choices import KEEP, REGATHER, REPLICATED, AxisChoice, SiteChoice
-from .collapse import Roots, from_root
+from .collapse import Roots
+from .gradients import gradients_of
 from .making import Making
 from .options import OPTION
 from .setting import Setting
@@ -47,6 +48,11 @@ class Space(Setting):
         """How values that depend on nothing are made where they are read."""
         return Making(self, (site for region in self.regions() for site in region.sites.values()))
 
+    @cached_property
+    def gradients(self) -> frozenset[str]:
+        """Gradients of parameters up to their reduction, where that is less frequent, or in a dtype of its own."""
+        return gradients_of(self.regions()) if self.has_own_reductions else frozenset()
+
     @property
     def repeats(self) -> tuple[Repeated, ...]:
         return self.segments.repeats
@@ -63,6 +69,13 @@ class Space(Setting):
         if choice not in options:
             options[choice] = OPTION[site.kind](self, site, choice)
         return options[choice]
+
+    def decided(self, site: Site, choice: SiteChoice) -> Option:
+        """What a choice means. Raises ValueError if it is not legal."""
+        option = self.option(site, choice)
+        if option is None:
+            raise ValueError(f"{site.kind} {site.name} ({site.module}) cannot take {choice}")
+        return option
 
     def replicated(self, site: Site) -> SiteChoice:
         """The choice that is always legal: everything replicated, or where it is held."""
@@ -110,13 +123,3 @@ def _held(space: Space, site: Site, layouts: Collection[Layout]) -> Site:
         for ranks in set(space.mesh)
     }
     return replace(site, held=kept, choices=on_axes)
-
-
-def operand_layouts(site: Site, option: Option, space: Space) -> tuple[Layout, ...]:
-    """Layouts of an operator's operands, as it reads them."""
-    layouts = []
-    for read, layout in zip(site.reads, option.reads, strict=True):
-        here = from_root(read.alias.steps, layout, space.mesh)
-        assert here is not None
-        layouts.append(here)
-    return tuple(layouts)

@@ -4,44 +4,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeVar
 
-import torch
-
-from autopar.ir.graph import TensorMeta
 from autopar.ir.layout import Layout
 from autopar.solve.problem import unions_of
 
 from .choices import REGATHER, Policy
-from .sites import Option, Site
-
-
-class MovedKind(NamedTuple):
-    """What the price of having a tensor in several layouts depends on beside these. `kept`: forward makes it, and
-    backward reads it."""
-
-    meta: TensorMeta
-    kept: bool
-    is_parameter: bool
-    bucketed: bool
-    made: str = ""
-    """The name of what is made where it is read."""
-    copies: int = 1
-    """How many copies of a repeat share it."""
-    is_gradient: bool = False
-    """Whether only parameters and sums of their gradients read it, so that it is reduced once a step."""
-    cast_from: torch.dtype | None = None
-    """The dtype in which such a gradient is computed, where `meta` says that it is reduced in another one."""
-
-
-def moved_of(meta: TensorMeta, maker: Site, readers: Sequence[tuple[Site, bool]]) -> MovedKind:
-    """Of the site that makes a tensor, and those that read it, each with whether it does so in backward."""
-    kept = not maker.backward and any(late for _, late in readers)
-    return MovedKind(meta, kept, maker.kind == "parameter", is_bucketed(maker, [site for site, _ in readers]))
-
-
-def is_bucketed(maker: Site, readers: Sequence[Site]) -> bool:
-    """Whether a tensor travels in a bucket: parameters and gradients do."""
-    return maker.kind == "parameter" or any(reader.kind == "parameter" for reader in readers)
-
+from .tensors import MovedKind
 
 Part = Literal["whole", "once", "forward", "backward"]
 """What a table prices of having a tensor: all of it, or a part. What is gathered again costs a sum of what forward and
@@ -82,33 +49,8 @@ class Movement:
         return not self.reacquired and self.excludes(policy)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RootTensor:
-    """A root in a region of `copies` copies: site number `maker` makes it, as one of its results, and those of
-    `reading` read it, each as (site, position of the operand)."""
-
-    root: str
-    sites: Sequence[Site]
-    options: Sequence[tuple[Option, ...]]
-    maker: int
-    result: int
-    reading: Sequence[tuple[int, int]]
-    copies: int
-
-    @property
-    def produced(self) -> tuple[tuple[Layout, Policy], ...]:
-        """By each option of the maker."""
-        return tuple((o.makes[self.result], o.choice.policy) for o in self.options[self.maker])
-
-
 Made = TypeVar("Made")
 Item = TypeVar("Item")
-
-
-def in_order(sites: Sequence[Site], reading: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """(reader, position), a forward reader next to its backward twin: solvers take readers in this order, and what
-    stands together is eliminated together."""
-    return sorted(reading, key=lambda at: -1 if (node := sites[at[0]].node) is None else node.sequence)
 
 
 def positions_of(reading: Iterable[tuple[int, int]]) -> dict[int, list[int]]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
+from autopar.extensions import scoped
 from autopar.ir.graph import Node, Ref
 from autopar.ir.layout import REPLICATE, Partial, Routed
 from autopar.ir.program import RankIndex
 from autopar.ir.text import parsed_graph, parsed_program, text_of
-from autopar.passes.flow import rewrites
+from autopar.passes.flow import LOWERINGS, register_lowering, rewrites
 from autopar.passes.lower.bucket import Bucket
 from autopar.passes.lower.chunk import Chunk
 from autopar.passes.lower.compact import Compact
@@ -142,6 +144,21 @@ def test_rewrites_are_what_their_text_says() -> None:
     assert rewrites(text) == given
     assert rewrites(" bucket{ axis_bytes = (1000, 2000), unhidden = (0,) },\n slice{parts=4}") == given[:2]
     assert rewrites("") == ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finer(Slice):
+    """A rewrite with arguments, from outside."""
+
+    name = "finer"
+
+
+def test_a_registered_lowering_names_its_rewrites() -> None:
+    with scoped():
+        register_lowering(replace(LOWERINGS["slice"], name="mine", rewrites=(Finer(),)))
+        assert rewrites("finer{parts=4},slice{parts=2}") == (Finer(parts=4), Slice(parts=2))
+    with pytest.raises(ValueError, match="unknown rewrite 'finer'"):
+        rewrites("finer")
 
 
 @pytest.mark.parametrize(

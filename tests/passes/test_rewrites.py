@@ -269,3 +269,37 @@ def test_a_weight_looked_up_for_each_row_is_a_product_by_expert() -> None:
     assert len(products) == 1 and re.search(r"expert_mm\.default\(\w+, w, \w+\)", products[0])
     turned = text_of(graph).replace("aten.index.Tensor(w, [k])", "aten.mul.Tensor(w, w)").replace("[3, 4", "[6, 4")
     assert in_token_order(parsed_graph(turned), rule_of) == parsed_graph(turned), "there is nothing to look up"
+
+
+def test_rows_sorted_by_expert_stand_in_the_order_of_tokens() -> None:
+    graph = parsed_graph(
+        """
+        x = input x: float32[3, 4]
+        w = parameter w: float32[2, 4, 5]
+        k = input ids: int64[6]
+
+        forward
+        _, o = aten.sort.default(k)
+        t = aten.floor_divide.default(o, 2)
+        r = aten.index.Tensor(x, [t])
+        e = aten.exp.default(r)
+        z = aten.zeros.default([3, 4])
+        y = aten.index_put.default(z, [t], e, True)
+
+        backward
+
+        output y = y
+        """
+    )
+    assert half(in_token_order(graph, rule_of), "forward") == dedent(
+        """\
+        r_rows_1 = aten.reshape.default(x, [3, 1, 4])
+        r_rows_2 = aten.expand.default(r_rows_1, [3, 2, 4])
+        r_rows_3 = aten.clone.default(r_rows_2, memory_format=torch.contiguous_format)
+        r = aten.reshape.default(r_rows_3, [6, 4])
+        e = aten.exp.default(r)
+        y_rows_1 = aten.reshape.default(e, [3, 2, 4])
+        y = aten.sum.dim_IntList(y_rows_1, [1])"""
+    )
+    ordered = parsed_graph(text_of(graph).replace("aten.exp.default(r)", "aten.cumsum.default(r, 0)"))
+    assert in_token_order(ordered, rule_of) == ordered, "the order matters to a sum over the rows before"

@@ -27,8 +27,11 @@ from autopar.cost.streams import timeline
 from autopar.passes.codegen.program import codegen
 from autopar.passes.lower.bucket import bucket
 from autopar.passes.space.choices import KEEP, REGATHER, REPLICATED
+from autopar.passes.space.items import total
 from autopar.passes.space.problem import Assignment, ProblemBuilder
 from autopar.passes.space.space import Space
+from autopar.passes.space.switch import Recomputed
+from autopar.passes.space.tensors import root_tensors, tensor_items
 from autopar.planning.account import Account, account, optimizer_seconds
 from autopar.planning.options import Options, joint, taken
 from autopar.planning.plan import Plan
@@ -124,8 +127,9 @@ def test_tables_of_what_many_read_add_up_to_the_price_of_all_that_they_want(
     space = dataclasses.replace(made.space, micro_batches=micro_batches, holds=holds)
     options = Options(space, {}, 1.0)
     every = {name: joint(options.sites[name], axes, 1.0) for name, axes in options.everything().items()}
-    builder = ProblemBuilder(space)
-    problem, decoder = builder.build({name: rng.sample(of, min(len(of), 6)) for name, of in every.items()})
+    problem, decoder = ProblemBuilder(space).build(
+        {name: rng.sample(of, min(len(of), 6)) for name, of in every.items()}
+    )
     assert not problem.repeats
     sites = [space.rest.sites[name] for name in decoder.rest]
     policies, parts = set(), 0
@@ -137,18 +141,19 @@ def test_tables_of_what_many_read_add_up_to_the_price_of_all_that_they_want(
         if site.kind != "parameter":
             continue
         parts = max(parts, len(tensors))
-        moved = builder.moved(site.makes[0], site, [(sites[r], sites[r].reads[p].backward) for r, p in reading], 1)
+        tensor = next(t for t in root_tensors(space.rest, [], 1) if t.root in site.makes)
+        moved = tensor.moved(space, tensor.readings(Recomputed()), again=False)
         for _ in range(300):
             at = [rng.randrange(len(variable.options)) for variable in problem.variables]
             chosen = [decoder.options[name][option] for name, option in zip(decoder.rest, at, strict=True)]
             wanted = [(chosen[r].reads[p], sites[r].reads[p].backward) for r, p in reading]
             policies.add(policy := chosen[number].choice.policy)
-            direct = builder.cost(moved, chosen[number].makes[0], policy, wanted)
+            direct = tensor_items(space, moved, chosen[number].makes[0], policy, wanted)
             costs = [tensor.costs.get(state_of(tensor, at)) for tensor in tensors]
             assert (direct is None) == (None in costs)
             if direct is not None:
                 priced = tuple(map(sum, zip(*filter(None, costs), strict=True)))
-                assert priced == pytest.approx(direct, rel=1e-12)
+                assert priced == pytest.approx(total(direct), rel=1e-12)
     assert policies == {KEEP, REGATHER} and parts == 3
 
 

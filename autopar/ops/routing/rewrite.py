@@ -1,7 +1,6 @@
 """What rewrites of routing share: what they look for, and the graph that they write."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from autopar.ir.graph import PERMUTE, RESHAPE, JointGraph, Node, Ref
@@ -13,27 +12,10 @@ SORTS = ("aten.sort.default", "aten.sort.stable", "aten.argsort.default", "aten.
 ZEROS = ("aten.new_zeros.default", "aten.zeros.default", "aten.zeros_like.default")
 UNREAD = (*ZEROS, "aten.empty_like.default", "aten.new_empty.default")
 """Ops that read the shape and dtype of their operand, and no element."""
+ZERO = " | ".join(f"{op}(...)" for op in ZEROS)
+"""The pattern of a tensor of zeros."""
 
 RuleOf = Callable[[Call], OpRule | None]
-
-
-@dataclass(frozen=True, slots=True)
-class Put:
-    """index_put of `values` along dim 0 of `base`."""
-
-    base: str
-    index: str
-    values: str
-    accumulate: bool
-
-
-def put_along_rows(node: Node) -> Put | None:
-    """index_put along dim 0."""
-    if node.op != "aten.index_put.default" or len(node.args[1]) != 1 or node.args[1][0] is None:
-        return None
-    accumulate = node.args[3] if len(node.args) > 3 else dict(node.kwargs).get("accumulate", False)
-    base, index, values = node.inputs
-    return Put(base, index, values, accumulate)
 
 
 def row_factor(rule: OpRule, rows: Sequence[int | None], count: int) -> int | None:
@@ -52,18 +34,11 @@ def row_factor(rule: OpRule, rows: Sequence[int | None], count: int) -> int | No
     return None if factor.size != count or factor.expands or factor.contiguous else number
 
 
-def only_step(graph: JointGraph, name: str, op: str) -> Node | None:
-    """The node that produces a value, if it is of this op and a single node reads its result."""
-    index = graph.producer.get(name)
-    alone = len(graph.consumers.get(name, ())) == 1 and name not in {output.name for output in graph.outputs}
-    return graph.nodes[index] if index is not None and alone and graph.nodes[index].op == op else None
-
-
 class RoutingRewrite(Rewriter):
     """A graph rewritten for rows of experts."""
 
     def __init__(self, graph: JointGraph) -> None:
-        super().__init__(graph=graph, metas=dict(graph.metas))
+        super().__init__(graph=graph, metas=dict(graph.metas), such={"weights": graph.metas.__contains__})
         self.matrices: dict[str, Ref] = {}
 
     def write(self, op: str, *args: Any, name: str = "", **kwargs: Any) -> Ref:
@@ -80,8 +55,7 @@ class RoutingRewrite(Rewriter):
 
     def matrix(self, name: str, rows: int, width: int) -> Ref:
         """A value whose other dims have size 1 as a matrix, the same one for every view of the value."""
-        while (index := self.graph.producer.get(name)) is not None:
-            node = self.graph.nodes[index]
+        while (node := self.matcher.made_by(name)) is not None:
             if node.op not in (RESHAPE, PERMUTE) or self.shape(node.inputs[0])[0] != rows:
                 break
             source = self.shape(node.inputs[0])
@@ -99,7 +73,3 @@ class RoutingRewrite(Rewriter):
 
     def call(self, node: Node) -> Call:
         return call_of(node, self.metas)
-
-    def is_zero(self, name: str) -> bool:
-        index = self.graph.producer.get(name)
-        return index is not None and self.graph.nodes[index].op in ZEROS

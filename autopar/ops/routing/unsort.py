@@ -2,14 +2,16 @@
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from autopar.ir.graph import PERMUTE, RESHAPE, JointGraph, Node, Ref
+from autopar.ir.matcher import Rules
 from autopar.ops.experts import MM, MM_WEIGHT
 
-from .rewrite import SORTS, UNREAD, RoutingRewrite, RuleOf, put_along_rows, row_factor
+from .rewrite import SORTS, UNREAD, ZERO, RoutingRewrite, RuleOf, row_factor
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,247 +38,199 @@ class SortedRows(RoutingRewrite):
     def __init__(self, graph: JointGraph, rule_of: RuleOf) -> None:
         super().__init__(graph)
         self.rule_of = rule_of
-        self.facts: dict[str, Fact] = {}
+        self.facts: dict[Any, Fact] = {}
         self.ids: dict[str, str] = {}
         """Name of a sort -> what it sorts."""
+        self.sort = ""
+        """The one whose rows the node reads."""
+        kinds = ("order", "tokens", "inverse", "ids", "counts", "ends")
+        self.such = {
+            **{kind: partial(self.is_a, kind) for kind in kinds},
+            "rows": self.has_rows,
+            "gradient": self.has_rows,
+            "columns": partial(self.has_rows, dim=1),
+            "sorted": partial(self.has_rows, dim=None),
+            **{plain: lambda value: value not in self.facts for plain in ("x", "weight")},
+        }
 
-    def kind(self, value: Any) -> str:
-        fact = self.facts.get(value.name) if isinstance(value, Ref) else None
-        return fact.kind if fact else ""
+    def is_a(self, kind: str, value: Any) -> bool:
+        return value in self.facts and self.facts[value].kind == kind
 
-    def is_rows(self, value: Any, dim: int = 0) -> bool:
-        fact = self.facts.get(value.name)
-        return fact is not None and ((fact.kind == "ids" and dim == 0) or (fact.kind == "rows" and fact.size == dim))
+    def has_rows(self, value: Any, dim: int | None = 0) -> bool:
+        """Whether sorted rows run along a dim, or along any."""
+        fact = self.facts.get(value)
+        return fact is not None and fact.kind in ("rows", "ids") and dim in (None, fact.size)
 
-    def has_rows(self, name: str) -> bool:
-        return self.facts[name].kind in ("rows", "ids")
-
-    def know(self, name: str, sort: str, kind: str, size: int = 0) -> bool:
-        self.facts[name] = Fact(sort, kind, size)
+    def know(self, kind: str, size: int = 0, name: str = "") -> bool:
+        self.facts[name or self.node.name] = Fact(self.sort, kind, size)
         return True
 
-    def count(self, sort: str) -> int:
-        return self.shape(self.ids[sort])[0]
+    @property
+    def count(self) -> int:
+        return self.shape(self.ids[self.sort])[0]
 
-
-def divided(rewrite: SortedRows, node: Node, sort: str) -> bool:
-    """The token of each row."""
-    size = node.args[1]
-    floor = node.op == "aten.floor_divide.default" or dict(node.kwargs).get("rounding_mode") == "floor"
-    if rewrite.kind(node.args[0]) != "order" or not isinstance(size, int) or not floor or rewrite.count(sort) % size:
-        return False
-    return rewrite.know(node.name, sort, "tokens", size)
-
-
-def counted(rewrite: SortedRows, node: Node, sort: str) -> bool:
-    """histc: one bin an expert."""
-    call = rewrite.call(node)
-    bins = call.argument("bins")
-    if rewrite.kind(node.args[0]) != "ids" or (call.argument("min"), call.argument("max")) != (0, bins - 1):
-        return False
-    return rewrite.know(node.name, sort, "counts", bins)
-
-
-def summed_up(rewrite: SortedRows, node: Node, sort: str) -> bool:
-    if rewrite.kind(node.args[0]) != "counts":
-        return False
-    return rewrite.know(node.name, sort, "ends", rewrite.facts[node.inputs[0]].size)
-
-
-def converted(rewrite: SortedRows, node: Node, sort: str) -> bool:
-    """To another dtype: ids stay ids, and counts stay counts."""
-    fact = rewrite.facts[node.inputs[0]]
-    if fact.kind not in ("ids", "counts", "ends"):
-        return False
-    if fact.kind == "ids":
-        rewrite.keep(node)
-    rewrite.facts[node.name] = fact
-    return True
-
-
-def indexed(rewrite: SortedRows, node: Node, sort: str) -> bool:
-    source, indices = node.args[:2]
-    if len(indices) != 1 or source.name == indices[0].name:
-        return False
-    kind, rows = rewrite.kind(indices[0]), rewrite.shape(source.name)[0]
-    if kind == "inverse" and rewrite.is_rows(source):
-        rewrite.same[node.name] = rewrite.now(source.name).name
+    def stand_for(self, name: str) -> bool:
+        """The value is what the node makes, in the order of tokens."""
+        self.same[self.node.name] = self.now(name).name
         return True
-    if rewrite.kind(source):
-        return False
-    if kind == "order" and rows == rewrite.count(sort):
-        rewrite.same[node.name] = rewrite.now(source.name).name
-    elif kind == "tokens" and rows * rewrite.facts[indices[0].name].size == rewrite.count(sort):
-        _repeat(rewrite, node, rewrite.now(source.name), rewrite.facts[indices[0].name].size)
-    elif kind == "ids":
-        rewrite.keep(node)
-    else:
-        return False
-    return rewrite.know(node.name, sort, "rows")
 
+    # --- places
 
-def _repeat(rewrite: SortedRows, node: Node, x: Ref, times: int) -> None:
-    """A row for every expert of a token."""
-    tokens, *rest = rewrite.shape(x.name)
-    one = rewrite.write(RESHAPE, x, (tokens, 1, *rest))
-    wide = rewrite.write("aten.expand.default", one, (tokens, times, *rest))
-    repeated = rewrite.write("aten.clone.default", wide, memory_format=torch.contiguous_format)
-    rewrite.write(RESHAPE, repeated, rewrite.shape(node.name), name=node.name)
+    def divided(self, order: str, size: Any) -> bool:
+        """The token of each row."""
+        return isinstance(size, int) and not self.count % size and self.know("tokens", size)
 
+    def counted(self, ids: str, bins: int, last: int) -> bool:
+        """One bin an expert."""
+        return last == bins - 1 and self.know("counts", bins)
 
-def put(rewrite: SortedRows, node: Node, sort: str) -> bool:
-    put = put_along_rows(node)
-    if put is None or rewrite.shape(put.values)[0] != rewrite.count(sort):
-        return False
-    kind = rewrite.kind(Ref(put.index))
-    if kind == "order" and not put.accumulate and _counts_up(rewrite, put.values):
-        return rewrite.shape(put.base) == rewrite.shape(put.values) and rewrite.know(node.name, sort, "inverse")
-    if kind == "ids" and put.accumulate and rewrite.is_rows(Ref(put.values)) and not rewrite.kind(Ref(put.base)):
-        rewrite.keep(node)  # the sum of each expert: the gradient of its bias
+    def summed_up(self, counts: str) -> None:
+        self.know("ends", self.facts[counts].size)
+
+    def cast(self, ids: str = "", counts: str = "", ends: str = "") -> None:
+        if ids:
+            self.keep(self.node)
+        self.facts[self.node.name] = self.facts[ids or counts or ends]
+
+    def inverted(self, x: str, order: str, end: int) -> bool:
+        return self.shape(x) == (self.count,) == (end,) and self.know("inverse")
+
+    # --- rows
+
+    def put_in_order(self, x: str, order: str) -> bool:
+        return self.shape(x)[0] == self.count and self.stand_for(x) and self.know("rows")
+
+    def repeated(self, x: str, tokens: str) -> bool:
+        """A row for every expert of a token."""
+        (count, *rest), times = self.shape(x), self.facts[tokens].size
+        if count * times != self.count:
+            return False
+        one = self.write(RESHAPE, self.now(x), (count, 1, *rest))
+        wide = self.write("aten.expand.default", one, (count, times, *rest))
+        apart = self.write("aten.clone.default", wide, memory_format=torch.contiguous_format)
+        self.write(RESHAPE, apart, self.shape(self.node.name), name=self.node.name)
+        return self.know("rows")
+
+    def looked_up(self, x: str, ids: str) -> None:
+        self.keep(self.node)
+        self.know("rows")
+
+    def put_back(self, rows: str, inverse: str = "", order: str = "", zeros: str = "") -> bool:
+        return (not zeros or self.shape(zeros) == self.shape(rows)) and self.stand_for(rows)
+
+    def scattered(self, zeros: str, inverse: str, x: str) -> bool:
+        return self.shape(zeros) == self.shape(x) and self.put_in_order(x, inverse)
+
+    def added_up(self, zeros: str, tokens: str, rows: str) -> bool:
+        """The sum of the rows of each token."""
+        (count, *rest), (sums, *width), size = self.shape(rows), self.shape(zeros), self.facts[tokens].size
+        if sums * size != count or width != rest:
+            return False
+        apart = self.write(RESHAPE, self.now(rows), (sums, size, *rest))
+        return bool(self.write("aten.sum.dim_IntList", apart, (1,), name=self.node.name))
+
+    def summed(self, x: str, ids: str, rows: str) -> None:
+        """The sum of each expert: the gradient of its bias."""
+        self.keep(self.node)
+
+    def reshaped(self, sorted: str) -> bool:
+        """A view that keeps the dim of the rows keeps them apart."""
+        before, after, dim = self.shape(sorted), self.shape(self.node.name), self.facts[sorted].size
+        above = torch.Size(before[:dim]).numel()
+        places = [d for d in range(len(after)) if after[d] == before[dim] and torch.Size(after[:d]).numel() == above]
+        if not places:
+            return False
+        self.keep(self.node)
+        return self.know("rows", places[0])
+
+    def permuted(self, sorted: str, dims: tuple[int, ...]) -> None:
+        self.keep(self.node)
+        self.know("rows", dims.index(self.facts[sorted].size))
+
+    def row_by_row(self) -> bool:
+        """Any operator that treats all rows alike by its rule."""
+        rule = self.rule_of(self.call(self.node))
+        facts = [self.facts.get(name) for name in self.node.inputs]
+        if rule is None or not all(fact is None or fact.kind in ("rows", "ids") for fact in facts):
+            return False
+        number = row_factor(rule, [None if fact is None else fact.size for fact in facts], self.count)
+        if number is None:
+            return False
+        self.keep(self.node)
+        for name, dims in zip(self.node.outputs, rule.outputs, strict=True):
+            if name and number in dims:
+                self.know("rows", dims.index(number), name)
         return True
-    if not rewrite.is_zero(put.base) or rewrite.shape(put.base)[1:] != rewrite.shape(put.values)[1:]:
-        return False
-    rows = rewrite.is_rows(Ref(put.values))
-    if kind == "tokens" and rows and put.accumulate:
-        size = rewrite.facts[put.index].size
-        return rewrite.shape(put.base)[0] * size == rewrite.count(sort) and _add_up(rewrite, node, put.values, size)
-    if rewrite.shape(put.base) != rewrite.shape(put.values):
-        return False
-    if kind == "order" and rows:
-        rewrite.same[node.name] = rewrite.now(put.values).name
+
+    # --- products
+
+    def groups(self, ends: str, experts: str) -> bool:
+        return self.facts[ends].size == self.shape(experts)[0]
+
+    def by_expert(self, name: str, x: str, weight: Ref) -> bool:
+        self.write(MM, self.now(x), weight, self.now(self.ids[self.sort]), name=name)
+        return self.know("rows", name=name)
+
+    def gradient_by_expert(self, name: str, x: Ref, gradient: str) -> bool:
+        ids, experts = self.now(self.ids[self.sort]), self.shape(name)[0]
+        return bool(self.write(MM_WEIGHT, x, self.now(gradient), ids, experts, name=name))
+
+    def multiplied(self, rows: str, weight: str, ends: str) -> bool:
+        return self.groups(ends, weight) and self.by_expert(self.node.name, rows, self.now(weight))
+
+    def contracted(self, columns: str, rows: str, ends: str, straight: str = "") -> bool:
+        """A gradient of weights: the rows are contracted."""
+        if not self.groups(ends, self.node.name):
+            return False
+        x = self.now(straight) if straight else self.write(PERMUTE, self.now(columns), (1, 0))
+        return self.gradient_by_expert(self.node.name, x, rows)
+
+    def multiplied_backward(self, rows: str, weight: str, ends: str, gradient: str) -> bool:
+        if not self.groups(ends, weight):
+            return False
+        of_rows, of_weight = self.node.outputs
+        if of_rows:
+            self.by_expert(of_rows, gradient, self.turned(self.now(weight)))
+        if of_weight:
+            self.gradient_by_expert(of_weight, self.now(rows), gradient)
         return True
-    if kind == "inverse" and not rewrite.kind(Ref(put.values)):
-        rewrite.same[node.name] = rewrite.now(put.values).name
-        return rewrite.know(node.name, sort, "rows")
-    return False
 
 
-def _counts_up(rewrite: SortedRows, name: str) -> bool:
-    """Whether a value is 0, 1, 2, ..."""
-    index = rewrite.graph.producer.get(name)
-    node = None if index is None else rewrite.graph.nodes[index]
-    return node is not None and node.op == "aten.arange.default" and node.args == rewrite.shape(name)
+GROUPED = ("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default")
+STRAIGHT = "(columns := aten.permute.default(straight, (1, 0)))"
 
-
-def _add_up(rewrite: SortedRows, node: Node, rows: str, size: int) -> bool:
-    """The sum of the rows of each token."""
-    shape = rewrite.shape(rows)
-    value = rewrite.write(RESHAPE, rewrite.now(rows), (shape[0] // size, size, *shape[1:]))
-    rewrite.write("aten.sum.dim_IntList", value, (1,), name=node.name)
-    return True
-
-
-def multiplied(rewrite: SortedRows, node: Node, sort: str) -> bool:
-    """A grouped product: of rows and weights, or, where the rows are contracted, a gradient of weights."""
-    x, y = node.args[:2]
-    call = rewrite.call(node)
-    if any(call.has(name) and call.argument(name) is not None for name in ("bias", "out_dtype")):
-        return False
-    if not _groups(rewrite, call.argument("offs"), rewrite.shape(node.name if rewrite.is_rows(x, 1) else y.name)[0]):
-        return False
-    if rewrite.is_rows(x) and not rewrite.kind(y):
-        _by_expert(rewrite, node.name, rewrite.now(x.name), rewrite.now(y.name), sort)
-        return rewrite.know(node.name, sort, "rows")
-    if rewrite.is_rows(x, 1) and rewrite.is_rows(y):
-        _gradient_by_expert(rewrite, node.name, _straight(rewrite, x.name), rewrite.now(y.name), sort)
-        return True
-    return False
-
-
-def _straight(rewrite: SortedRows, name: str) -> Ref:
-    """A matrix of rows along dim 1 with its dims exchanged."""
-    node = rewrite.graph.nodes[rewrite.graph.producer[name]]
-    if node.op == PERMUTE and node.args[1] == (1, 0):
-        return rewrite.now(node.inputs[0])
-    return rewrite.write(PERMUTE, rewrite.now(name), (1, 0))
-
-
-def multiplied_backward(rewrite: SortedRows, node: Node, sort: str) -> bool:
-    """The gradients of a grouped product's rows and weights."""
-    x, weight, ends, gradient = node.args
-    fine = rewrite.is_rows(x) and rewrite.is_rows(gradient) and not rewrite.kind(weight)
-    if not fine or not _groups(rewrite, ends, rewrite.shape(weight.name)[0]):
-        return False
-    of_rows, of_weight = node.outputs
-    if of_rows:
-        _by_expert(rewrite, of_rows, rewrite.now(gradient.name), rewrite.turned(rewrite.now(weight.name)), sort)
-        rewrite.know(of_rows, sort, "rows")
-    if of_weight:
-        _gradient_by_expert(rewrite, of_weight, rewrite.now(x.name), rewrite.now(gradient.name), sort)
-    return True
-
-
-def _groups(rewrite: SortedRows, ends: Any, experts: int) -> bool:
-    return rewrite.kind(ends) == "ends" and rewrite.facts[ends.name].size == experts
-
-
-def _by_expert(rewrite: SortedRows, name: str, x: Ref, weight: Ref, sort: str) -> None:
-    rewrite.write(MM, x, weight, rewrite.now(rewrite.ids[sort]), name=name)
-
-
-def _gradient_by_expert(rewrite: SortedRows, name: str, x: Ref, gradient: Ref, sort: str) -> None:
-    rewrite.write(MM_WEIGHT, x, gradient, rewrite.now(rewrite.ids[sort]), rewrite.shape(name)[0], name=name)
-
-
-def reshaped(rewrite: SortedRows, node: Node, sort: str) -> bool:
-    """A view that keeps the dim of the rows keeps them apart."""
-    if not rewrite.has_rows(node.inputs[0]):
-        return False
-    before, after = rewrite.shape(node.inputs[0]), rewrite.shape(node.name)
-    dim = rewrite.facts[node.inputs[0]].size
-    above = torch.Size(before[:dim]).numel()
-    places = [d for d in range(len(after)) if after[d] == before[dim] and torch.Size(after[:d]).numel() == above]
-    if not places:
-        return False
-    rewrite.keep(node)
-    return rewrite.know(node.name, sort, "rows", places[0])
-
-
-def permuted(rewrite: SortedRows, node: Node, sort: str) -> bool:
-    if not rewrite.has_rows(node.inputs[0]):
-        return False
-    rewrite.keep(node)
-    return rewrite.know(node.name, sort, "rows", node.args[1].index(rewrite.facts[node.inputs[0]].size))
-
-
-def row_by_row(rewrite: SortedRows, node: Node, sort: str) -> bool:
-    """Any operator that treats all rows alike by its rule."""
-    call = rewrite.call(node)
-    rule = rewrite.rule_of(call)
-    if rule is None or not all(rewrite.has_rows(name) for name in node.inputs if name in rewrite.facts):
-        return False
-    facts = [rewrite.facts.get(name) for name in node.inputs]
-    number = row_factor(rule, [None if fact is None else fact.size for fact in facts], rewrite.count(sort))
-    if number is None:
-        return False
-    rewrite.keep(node)
-    for name, dims in zip(node.outputs, rule.outputs, strict=True):
-        if name and number in dims:
-            rewrite.know(name, sort, "rows", dims.index(number))
-    return True
-
-
-USES: dict[str, Callable[[SortedRows, Node, str], bool]] = {
-    "aten.floor_divide.default": divided,
-    "aten.div.Tensor_mode": divided,
-    "aten.histc.default": counted,
-    "aten.cumsum.default": summed_up,
-    "aten._to_copy.default": converted,
-    "aten.index.Tensor": indexed,
-    "aten.index_put.default": put,
-    "aten._grouped_mm.default": multiplied,
-    "transformers.grouped_mm_fallback.default": multiplied,
-    "transformers.grouped_mm_fallback_backward.default": multiplied_backward,
-    RESHAPE: reshaped,
-    PERMUTE: permuted,
-}
-"""Op -> a use of sorted rows that does not depend on their order. The function takes the rewrite so far, a node that
-reads sorted values, and the sort. It appends what replaces the node in the order of tokens and records facts about the
-results, or returns False if it cannot prove that the order does not matter."""
+USES: Rules[Callable[..., bool | None]] = (
+    ("aten.floor_divide.default(order, size)", SortedRows.divided),
+    ("aten.div.Tensor_mode(order, size, rounding_mode='floor')", SortedRows.divided),
+    ("aten.histc.default(ids, bins, 0, last)", SortedRows.counted),
+    ("aten.cumsum.default(counts, ...)", SortedRows.summed_up),
+    ("aten._to_copy.default(ids | counts | ends, ...)", SortedRows.cast),
+    ("aten.index.Tensor(rows, (inverse,))", SortedRows.put_back),
+    ("aten.index.Tensor(x, (order,))", SortedRows.put_in_order),
+    ("aten.index.Tensor(x, (tokens,))", SortedRows.repeated),
+    ("aten.index.Tensor(x, (ids,))", SortedRows.looked_up),
+    ("aten.index_put.default(x, (order,), aten.arange.default(end, ...))", SortedRows.inverted),
+    ("aten.index_put.default(x, (ids,), rows, True)", SortedRows.summed),
+    (f"aten.index_put.default((zeros := {ZERO}), (tokens,), rows, True)", SortedRows.added_up),
+    (f"aten.index_put.default((zeros := {ZERO}), (order,), rows, _)", SortedRows.put_back),
+    (f"aten.index_put.default((zeros := {ZERO}), (inverse,), x, _)", SortedRows.scattered),
+    *((f"{op}(rows, weight, ends)", SortedRows.multiplied) for op in GROUPED),
+    *(
+        (f"{op}((columns := aten.permute.default(straight, (1, 0))), rows, ends)", SortedRows.contracted)
+        for op in GROUPED
+    ),
+    *((f"{op}(columns, rows, ends)", SortedRows.contracted) for op in GROUPED),
+    ("transformers.grouped_mm_fallback_backward.default(rows, weight, ends, gradient)", SortedRows.multiplied_backward),
+    ("aten.reshape.default(sorted, _)", SortedRows.reshaped),
+    ("aten.permute.default(sorted, dims)", SortedRows.permuted),
+)
+"""Uses of sorted rows that do not depend on their order, and what is written in the order of tokens instead. The names
+in a pattern are kinds of facts (`Fact`): `columns` are rows along dim 1, `sorted` along any; `x` and `weight` are not
+sorted. A row returns False if it cannot prove that the order does not matter."""
 
 
 class Unproved(Exception):
-    """Sorted values have a use of which no function here proves that the order does not matter."""
+    """Sorted values have a use of which nothing here proves that the order does not matter."""
 
     def __init__(self, sorts: Collection[str]) -> None:
         self.sorts = sorts
@@ -298,7 +252,8 @@ def _rewritten(rewrite: SortedRows, stay: frozenset[str]) -> JointGraph:
         rewrite.at(node)
         sorts = {facts[name].sort for name in node.inputs if name in facts}
         if sorts and node.op not in UNREAD:
-            if len(sorts) > 1 or not _use(rewrite, node, *sorts):
+            rewrite.sort = min(sorts)
+            if len(sorts) > 1 or not (rewrite.apply(USES, node) or rewrite.row_by_row()):
                 raise Unproved(sorts)
         else:
             rewrite.keep(node)
@@ -314,16 +269,11 @@ def _start(rewrite: SortedRows, node: Node) -> None:
     source = rewrite.metas[node.inputs[0]]
     if len(source.shape) != 1 or source.dtype.is_floating_point:
         return
+    rewrite.sort = node.name
     rewrite.ids[node.name] = node.inputs[0]
     *values, order = node.outputs
     if order:
-        rewrite.know(order, node.name, "order")
+        rewrite.know("order", name=order)
     if values and values[0]:
-        rewrite.know(values[0], node.name, "ids")
+        rewrite.know("ids", name=values[0])
         rewrite.same[values[0]] = rewrite.now(node.inputs[0]).name
-
-
-def _use(rewrite: SortedRows, node: Node, sort: str) -> bool:
-    """Rewrites a node that reads sorted values; False if that cannot be done."""
-    use = USES.get(node.op)
-    return (use is not None and use(rewrite, node, sort)) or row_by_row(rewrite, node, sort)

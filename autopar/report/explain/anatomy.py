@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.cluster.links import Link
-from autopar.cost.memory import Held, held
+from autopar.cost.memory import Moment, moments
 from autopar.cost.timeline import COMPUTE, Timeline
 from autopar.passes.blocks.block import Blocks
 from autopar.planning.plan import Plan
@@ -60,7 +60,7 @@ class Anatomy:
 def anatomy(planner: Planner, plan: Plan) -> Anatomy:
     program, space = planner.program(plan), planner.space
     step = planner.timeline(plan)
-    every = held(program, planner.optimizer, planner.kind_of_device, planner.memory)
+    every = moments(program, planner.optimizer, planner.kind_of_device, planner.memory)
     return Anatomy(
         timeline=step,
         moments=tuple(_placed(every, step)),
@@ -75,7 +75,7 @@ def _reach(link: Link) -> tuple[tuple[str, int], ...]:
     return tuple((stage.name, stage.width) for stage in link.stages if stage.width > 1)
 
 
-def _placed(every: Sequence[Held], step: Timeline) -> Iterator[MemoryAt]:
+def _placed(every: Sequence[Moment], step: Timeline) -> Iterator[MemoryAt]:
     """Moments at the times of their instructions. What takes no time on the rank is where the one before it began."""
     starts = {(event.backward, event.op, event.name): event for event in step.events if event.stream == COMPUTE}
     now = 0.0
