@@ -39,7 +39,6 @@ from autopar.passes.space.space import Space  # noqa: E402
 from autopar.planning.plan import table  # noqa: E402
 from autopar.planning.planner import Planner  # noqa: E402
 from autopar.planning.request import Request  # noqa: E402
-from autopar.solve.effort import EFFORT  # noqa: E402
 
 CHIPS = (16, 32, 64, 128, 256)
 HEADS = {"GPT-3": 96, "Megatron-NLG": 128}

@@ -230,34 +230,30 @@ class Choice:
 
     def _again(self, found: list[Estimated], request: Request) -> list[Estimated]:
         """The candidates, and what descents find at the prices that the timeline of the shortest gives, the shortest
-        first. Without a limit descents from all replicated, with either axis first, lead elsewhere; within one, a
-        descent at serial prices may: what hides traffic needs bytes."""
+        first. Without a limit descents from all replicated, with either axis first, lead elsewhere, too; within one a
+        descent at serial prices, where the first leads nowhere: what hides traffic needs bytes."""
         limit = request.bytes_limit
         found.sort(key=_estimate)
-        for number in range(self.effort.rounds - (limit is not None)):
+        for number in range(self.effort.rounds):
             shortest = found[0]
             priced = account(self.space, shortest.solved.assignment)
             if priced.communication_seconds < self.effort.hidden_worth * priced.seconds:
                 break
             part = self.flow.timed("steps", self.steps.hidden_part, shortest.solved.assignment)
             ways: list[tuple[float, Solved | None, bool]] = [(part, shortest.solved, False)]
-            if limit is not None:
-                ways += [(0.0, shortest.solved, False)]
-            elif number == 0:
-                ways += [(part, None, False), (part, None, True)]
+            if number == 0:
+                anew = [(part, None, False), (part, None, True)]
+                ways += anew if limit is None else [(0.0, shortest.solved, False)]
             for at, start, fast_first in ways:
                 near = None if self.effort.is_over else self._near(at, start, request, fast_first=fast_first)
                 if near is not None and all(near.assignment != one.solved.assignment for one in found):
                     found.append(self._estimated(AGAIN, near, limit, shortest.seconds))
-                if limit is not None and self._is_shorter(found[-1], shortest):
+                if limit is not None and found[-1].seconds < shortest.seconds * (1 - self.effort.gain):
                     break
             found.sort(key=_estimate)
-            if not self._is_shorter(found[0], shortest):
+            if found[0].seconds >= shortest.seconds * (1 - self.effort.round_gain):
                 break
         return found
-
-    def _is_shorter(self, one: Estimated, other: Estimated) -> bool:
-        return one.seconds < other.seconds * (1 - self.effort.gain)
 
     def _near(self, part: float, start: Solved | None, request: Request, *, fast_first: bool) -> Solved | None:
         """What a descent from another solution (None: from all replicated) finds if so much of the traffic in buckets

@@ -92,6 +92,8 @@ class Effort:
     # ---- the choice among candidates
     rounds: int = 3
     """Times that timelines give prices, at which descents lead on from the shortest candidate."""
+    round_gain: float = 1e-3
+    """A round that makes the step shorter by less is the last: within a limit one writes programs for seconds."""
     hidden_within: float = 0.5
     """Of what the cheapest plan's timeline hides, where a memory limit binds: of 0, a half and all, a half was the best
     for Llama-3-8B, Mixtral, BERT and GPT-2 together."""
