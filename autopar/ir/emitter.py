@@ -60,10 +60,15 @@ class Emitter:
             metas = tuple(self.metas[name] for name in names)
         if metas is None:
             of = self.metas.__getitem__
-            metas = infer(op, map_references(args, of), map_references(kwargs, of), self.mesh)
-        names = names or tuple(self.fresh(op.split(".")[1]) if meta else "" for meta in metas)
-        self.metas.update({name: meta for name, meta in zip(names, metas, strict=True) if name and meta})
-        self.written.append(Node(op=op, args=args, kwargs=kwargs, outputs=names, **{**self.about, **about}))
+            metas = infer(op, map_references(args, of), map_references(kwargs, of) if kwargs else (), self.mesh)
+        if not names:
+            hint = op.split(".")[1]
+            names = tuple([self.fresh(hint) if meta else "" for meta in metas])
+        for name, meta in zip(names, metas, strict=True):
+            if name and meta:
+                self.metas[name] = meta
+        said = {**self.about, **about} if about else self.about
+        self.written.append(Node(op=op, args=args, kwargs=kwargs, outputs=names, **said))
         return names[0]
 
 
@@ -90,8 +95,8 @@ def _inferred(op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...
     return tuple(None if o is None else meta_of(o) for o in on_meta(op, args, kwargs))
 
 
-def _types(value: Any) -> Any:
-    return tuple(map(_types, value)) if isinstance(value, tuple) else type(value)
+def _types(value: tuple[Any, ...]) -> Any:
+    return tuple([_types(item) if isinstance(item, tuple) else type(item) for item in value])
 
 
 def on_meta(op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> tuple[torch.Tensor | None, ...]:

@@ -149,9 +149,10 @@ def traced(emitter: Emitter, value: Any) -> Any:
 
 def record(emitter: Emitter, op: str, *args: Any, **kwargs: Any) -> Any:
     """Append an operator, and return its result, or several. One that it leaves out (a masked gradient) is None."""
-    emitter.emit(op, _plain(args), kwargs=tuple([(key, _plain(value)) for key, value in kwargs.items()]))
-    results = [Traced(emitter, name) if name else None for name in emitter.written[-1].outputs]
-    return results[0] if len(results) == 1 else tuple(results)
+    named = tuple([(key, _plain(value)) for key, value in kwargs.items()]) if kwargs else ()
+    name = emitter.emit(op, _plain(args), kwargs=named)
+    names = emitter.written[-1].outputs
+    return Traced(emitter, name) if len(names) == 1 else tuple([Traced(emitter, n) if n else None for n in names])
 
 
 def collective(kind: str, value: Any, *args: Any) -> Any:
@@ -165,8 +166,9 @@ def trace(emitter: Emitter, name: str, args: tuple[Any, ...], kwargs: dict[str, 
     """
     if name.count(".") == 2:
         return record(emitter, name, *args, **kwargs)
-    forms = tuple(map(_form, args))
-    op, rest, wrapped = _overload(name, forms, tuple([(key, _form(value)) for key, value in kwargs.items()]))
+    forms = _form(args)
+    named = tuple([(key, _form(value)) for key, value in kwargs.items()]) if kwargs else ()
+    op, rest, wrapped = _overload(name, forms, named)
     if rest:
         args = (*args, *(kwargs.pop(key, default) for key, default in rest))
     if wrapped:
@@ -188,7 +190,8 @@ _TAKES: dict[str, tuple[type, ...]] = {
 
 
 def _form(value: Any) -> Form:
-    return tuple(map(_form, value)) if isinstance(value, (tuple, list)) else type(value)
+    kind = type(value)
+    return tuple([_form(item) for item in value]) if kind is tuple or kind is list else kind
 
 
 @lru_cache(maxsize=1 << 12)
@@ -233,9 +236,9 @@ def _one(shape: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Traced):
-        return Ref(value.name)
-    return tuple(map(_plain, value)) if isinstance(value, (tuple, list)) else value
+    if isinstance(value, (tuple, list)):
+        return tuple([Ref(item.name) if type(item) is Traced else _plain(item) for item in value])
+    return Ref(value.name) if isinstance(value, Traced) else value
 
 
 def _emitter(args: Any) -> Emitter:

@@ -5,7 +5,8 @@ oracle trace the same expansion, so that ranks run what was priced and proved.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,15 +53,17 @@ def local_program(
     counter = iter(range(1 << 30))
     emitter = Emitter(metas=metas, mesh=mesh, named=lambda hint: f"{hint}_{next(counter)}")
     values: list[Any] = [Traced(emitter, name) for name in metas]
-    local = LocalCall(call, (), (), dict(splits), operands, results, local_outputs, emitter)
+    local = partial(
+        LocalCall, call, splits=dict(splits), operands=operands, results=results, outputs=local_outputs, emitter=emitter
+    )
     if rule is not None:
         for i, dim, value in fillings(call, rule, operands, zeros):
-            values[i] = filled_beyond(local, values[i], call.inputs[i].shape, operands[i], dim, value)
+            values[i] = filled_beyond(local((), ()), values[i], call.inputs[i].shape, operands[i], dim, value)
     feed = iter(values)
     args, kwargs = localize(call, local_inputs, local_outputs, results, mesh)
     if rule is not None and expands(rule, splits):
         args, kwargs = map_references((args, kwargs), lambda _: next(feed))
-        produced = _named(expand(replace(local, args=args, kwargs=kwargs)), len(local_inputs))
+        produced = _named(expand(local(args, kwargs)), len(local_inputs))
     else:
         args, kwargs = map_references((args, kwargs), lambda _: Ref(next(feed).name))
         local_metas = tuple(

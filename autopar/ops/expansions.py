@@ -7,7 +7,7 @@ a rank (see `autopar.ir.traced`), and returns the local results, in the op's ord
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -47,21 +47,22 @@ class LocalCall:
         """How many ranks mesh axes have together."""
         return math.prod(self.emitter.mesh[axis] for axis in axes)
 
-    def coordinate(self, axis: int) -> Any:
+    def coordinate(self, axis: int) -> int:
         """This rank's coordinate on a mesh axis: an int that differs by rank, to add or to give to an op."""
-        return RankIndex(((axis, 1),))
+        return cast(int, RankIndex(((axis, 1),)))
 
-    def offset(self, axes: tuple[int, ...], local_size: int) -> Any:
+    def offset(self, axes: tuple[int, ...], local_size: int) -> int:
         """The global index, in a dim split contiguously by `axes` (outermost first), of this rank's first element,
         where the rank holds `local_size` elements: an int that differs by rank."""
         strides = (local_size * self.ranks(axes[i + 1 :]) for i in range(len(axes)))
-        return RankIndex(tuple(zip(axes, strides, strict=True)))
+        return cast(int, RankIndex(tuple(zip(axes, strides, strict=True))))
 
-    def result(self, *args: Any, **kwargs: Any) -> Any:
-        """What the op itself makes of other arguments, or of its own if there are none."""
+    def result(self, *args: Any, **kwargs: Any) -> Tensor:
+        """What the op itself makes of other arguments, or of its own if there are none: a tensor or several."""
         if not args:
             args, kwargs = self.args, {**dict(self.kwargs), **kwargs}
-        return record(self.emitter, self.call.node.op, *args, **kwargs)
+        made: Tensor = record(self.emitter, self.call.node.op, *args, **kwargs)
+        return made
 
     def arange(self, *bounds: int) -> Tensor:
         """int64: as `torch.arange` makes them."""

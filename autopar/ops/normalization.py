@@ -234,10 +234,11 @@ def group_norm_statistics(local: LocalCall) -> Results:
     mean, variance = moments(local, source.reshape(n, groups, -1), (2,), count, axes)
     scale = torch.rsqrt(variance + epsilon)
     dtype = _statistics_dtype(source, weight)
-    by_channel = [_to_channels(statistic.to(dtype), channels) for statistic in (mean, variance)]
+    of_channels = (_to_channels(statistic.to(dtype), channels) for statistic in (mean, variance))
+    means, variances = of_channels
     weight, bias = (None if value is None else _to_samples(value, n) for value in (weight, bias))
     one = source.reshape(1, n * channels, *spatial)
-    output = torch.batch_norm(one, weight, bias, *by_channel, False, 0.0, epsilon, True)
+    output = torch.batch_norm(one, weight, bias, means, variances, False, 0.0, epsilon, True)
     saved = in_output_dtypes(call.outputs[1:], (mean, scale))
     return (output.reshape(source.shape), *saved)
 

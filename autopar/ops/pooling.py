@@ -229,7 +229,8 @@ def _is_full(call: Call, window: HaloWindow, size: int, count: int) -> bool:
 def average_pool(local: LocalCall, spatial: int) -> Results:
     """avg_pool and its backward with spatial dims split: sums, divided by the number of elements that they count."""
     call, halos, backward = local.call, _halos(local, spatial), local.call.has("grad_output")
-    value, divisor = local.args[0], call.argument("divisor_override")
+    divisor = call.argument("divisor_override")
+    value: Tensor = local.args[0]
     uncounted: list[int] = []
     if divisor is None:
         fine, coarse = _fine_and_coarse(call)

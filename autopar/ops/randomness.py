@@ -16,10 +16,10 @@ from torch import Tensor
 
 from autopar.ir import randomness
 from autopar.ir.emitter import Emitter
-from autopar.ir.graph import Node, overload, parameters
+from autopar.ir.graph import Node, Ref, overload, parameters
 from autopar.ir.layout import Layout, Shape, Split, digits_of, padded_shape
 from autopar.ir.program import RankIndex
-from autopar.ir.traced import Traced, traced
+from autopar.ir.traced import traced
 
 from .expansions import Results, slice_of
 from .rule import Call, OpRule
@@ -93,20 +93,20 @@ def drops_all(node: Node) -> bool:
     return node.op in _DROPOUTS and node.args[1] == 1 and node.args[2] is not False
 
 
-def dropped(emitter: Emitter, call: Call) -> tuple[Tensor | None, ...]:
+def dropped(emitter: Emitter, call: Call) -> tuple[Any, ...]:
     """The results of a dropout of everything: its input times 0, and a mask of nothing."""
     x = _holding_tensors(emitter, call).argument("input")
     kept = torch.zeros_like(x, dtype=torch.bool) if len(call.outputs) > 1 else None
     return (x * 0.0, kept)[: len(call.outputs)]
 
 
-def seeded(emitter: Emitter, call: Call, key: str) -> tuple[Tensor | None, ...] | None:
+def seeded(emitter: Emitter, call: Call, key: str) -> tuple[Any, ...] | None:
     """The call with its numbers drawn from a key, or None if there is no such form of it."""
     draw = SEEDED.get(call.node.op)
     if draw is None or (call.has("generator") and call.argument("generator") is not None):
         return None
-    results = draw(_holding_tensors(emitter, call), Traced(emitter, key))  # type: ignore[arg-type]
-    return (results,) if isinstance(results, Traced) else results
+    results: Any = draw(_holding_tensors(emitter, call), traced(emitter, Ref(key)))
+    return results if results is None or isinstance(results, tuple) else (results,)
 
 
 def _holding_tensors(emitter: Emitter, call: Call) -> Call:
@@ -125,7 +125,9 @@ def _normal(call: Call, key: Tensor) -> Tensor:
 
 
 def _scaled_normal(call: Call, key: Tensor) -> Tensor:
-    return _normal(call, key) * call.argument("std") + call.argument("mean")
+    deviation, mean = call.argument("std"), call.argument("mean")
+    numbers: Tensor = _normal(call, key) * deviation + mean
+    return numbers
 
 
 def _dropout(call: Call, key: Tensor) -> Any:
@@ -151,8 +153,8 @@ def _exponentials(key: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
 
 def _exponential(call: Call, key: Tensor) -> Tensor:
     wide = torch.promote_types(call.output.dtype, torch.float32)
-    numbers = _exponentials(key, call.output.shape, wide)
-    return (numbers * (1.0 / call.argument("lambd"))).to(call.output.dtype)
+    rate = float(call.argument("lambd"))
+    return (_exponentials(key, call.output.shape, wide) * (1.0 / rate)).to(call.output.dtype)
 
 
 def _geometric(call: Call, key: Tensor) -> Tensor:
@@ -165,8 +167,8 @@ def _geometric(call: Call, key: Tensor) -> Tensor:
 def _cauchy(call: Call, key: Tensor) -> Tensor:
     wide = torch.promote_types(call.output.dtype, torch.float32)
     u: Tensor = ops.uniform(key, call.output.shape, wide)
-    tangent = torch.tan(u * math.pi + -math.pi / 2)
-    return (tangent * call.argument("sigma") + call.argument("median")).to(call.output.dtype)
+    numbers: Tensor = torch.tan(u * math.pi + -math.pi / 2) * call.argument("sigma") + call.argument("median")
+    return numbers.to(call.output.dtype)
 
 
 def _log_normal(call: Call, key: Tensor) -> Tensor:
@@ -179,7 +181,7 @@ def _multinomial(call: Call, key: Tensor) -> Tensor:
     weights, count = call.argument("self"), call.argument("num_samples")
     wide = weights.to(torch.float64)
     if count == 1 or not call.argument("replacement"):
-        speeds = wide / _exponentials(key, weights.shape, torch.float64)
+        speeds: Tensor = wide / _exponentials(key, weights.shape, torch.float64)
         return speeds.argmax(-1, keepdim=True) if count == 1 else speeds.topk(count)[1]
     sums = wide.cumsum(-1)
     total = slice_of(sums, sums.ndim - 1, sums.shape[-1] - 1, sums.shape[-1])

@@ -123,7 +123,8 @@ def interpolation(local: LocalCall, spatial: int, taps: int) -> Results:
     """Interpolation with spatial dims split: the halo is resampled too, and its part of the result cut off. At the ends
     the halo repeats the outermost row."""
     window = HaloWindow(1, taps, 2 * taps)
-    (value, *_), call = local.args, local.call
+    call = local.call
+    value: Tensor = local.args[0]
     first, backward = value.ndim - spatial, call.has("grad_output")
     factors = dict(enumerate(_factors(call, spatial)))
     split = {i: local.splits[f"s{i}"] for i, f in factors.items() if f > 1 and f"s{i}" in local.splits}
