@@ -20,7 +20,7 @@ Metas = tuple[TensorMeta | None, ...]
 class Emitter:
     """Writes nodes one after the other, and records the metas of what they make, inferred unless they are stated.
 
-    An expansion (`ops`) writes the local program of an operator as code on tensors: see `traced`.
+    An expansion (`ops`) writes the local program of an operator as code on tensors: see `autopar.ops.traced`.
     """
 
     metas: dict[str, TensorMeta]

@@ -14,11 +14,11 @@ import torch
 from autopar.ir.emitter import Emitter
 from autopar.ir.graph import Node, Ref, TensorMeta, map_references
 from autopar.ir.layout import Layout, Shape, local_shape, padded_shape
-from autopar.ir.traced import Traced
 
 from .expansions import LocalCall, filled_beyond
 from .rule import ROUTED, Call, OpRule, neutral
 from .rules import expand, localize
+from .traced import Traced
 
 
 @dataclass(frozen=True, slots=True)

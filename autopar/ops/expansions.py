@@ -1,7 +1,7 @@
 """Ops that do not run on shards as they are: the local program of each, with its collectives.
 
 An expansion replaces the op when a factor that says `expands` is split. It is code on tensors, which stand for those of
-a rank (see `autopar.ir.traced`), and returns the local results, in the op's order.
+a rank (see `autopar.ops.traced`), and returns the local results, in the op's order.
 """
 
 import math
@@ -16,10 +16,10 @@ from autopar.ir.emitter import Emitter
 from autopar.ir.graph import TensorMeta
 from autopar.ir.layout import Layout, Shape, digits_of, padded_shape
 from autopar.ir.program import RankIndex
-from autopar.ir.traced import collective, record, trace
 
 from .bounds import checked
 from .rule import Call, OpRule
+from .traced import collective, record, trace
 
 Results: TypeAlias = Tensor | tuple[Tensor | None, ...]
 

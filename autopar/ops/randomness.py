@@ -19,11 +19,11 @@ from autopar.ir.emitter import Emitter
 from autopar.ir.graph import Node, Ref, overload, parameters
 from autopar.ir.layout import Layout, Shape, Split, digits_of, padded_shape
 from autopar.ir.program import RankIndex
-from autopar.ir.traced import traced
 
 from .expansions import Results, slice_of
 from .rule import Call, OpRule
 from .template import assemble
+from .traced import traced
 
 KEY_SHAPE, KEY_DTYPE = randomness.KEY_SHAPE, randomness.KEY_DTYPE
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from .emitter import Emitter
-from .graph import WAIT, Ref, TensorMeta, map_references, overload, schema
-from .program import RankIndex
+from autopar.ir.emitter import Emitter
+from autopar.ir.graph import WAIT, Ref, TensorMeta, map_references, overload, schema
+from autopar.ir.program import RankIndex
 
 _OPERATORS = type(torch.ops.aten.mm), type(torch.ops.aten.mm.default)
 """What stands under `torch.ops`, called "aten.mm" and "aten.mm.default"."""
