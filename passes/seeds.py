@@ -8,7 +8,7 @@ its own, copies of a repeated layer stay alike.
 
 import itertools
 
-from autopar.ir.graph import GraphInput, JointGraph, Node, Ref, TensorMeta
+from autopar.ir.graph import GraphInput, JointGraph, Node, TensorMeta
 from autopar.ir.rewrite import distinct, inlined
 from autopar.ir.rewriter import Rewriter
 from autopar.ops.randomness import KEY_DTYPE, KEY_SHAPE, draws, dropped, drops_all, seeded
@@ -50,9 +50,9 @@ def _write(rewriter: Rewriter, node: Node, key: str | None) -> bool:
     call, number, start = call_of(node, rewriter.metas), itertools.count(), len(rewriter.written)
     rewriter.at(node)
     rewriter.named = lambda hint: distinct(f"{node.name}_{hint}_{next(number)}", rewriter.metas)
-    results = dropped(rewriter, call) if key is None else seeded(rewriter, call, Ref(key))
+    results = dropped(rewriter, call) if key is None else seeded(rewriter, call, key)
     if results is None:
         return False
-    names = {ref.name: name for ref, name in zip(results, node.outputs, strict=True) if ref is not None and name}
+    names = {x.name: name for x, name in zip(results, node.outputs, strict=True) if x is not None and name}
     rewriter.written[start:] = [inlined(written, names) for written in rewriter.written[start:]]
     return True

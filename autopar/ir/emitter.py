@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .graph import CONTIGUOUS, PERMUTE, RESHAPE, WAIT, Node, Ref, TensorMeta, map_references, meta_of, overload, takes
+from .graph import CONTIGUOUS, PERMUTE, RESHAPE, Node, TensorMeta, map_references, meta_of, overload, takes
 from .program import RankIndex
 from .rewrite import numbered
 
@@ -20,8 +20,7 @@ Metas = tuple[TensorMeta | None, ...]
 class Emitter:
     """Writes nodes one after the other, and records the metas of what they make, inferred unless they are stated.
 
-    An expansion (`ops`) writes the local program of an operator with `op`, `ops` and what stands below them; its
-    references are to local values.
+    An expansion (`ops`) writes the local program of an operator as code on tensors: see `autopar.ops.traced`.
     """
 
     metas: dict[str, TensorMeta]
@@ -61,64 +60,16 @@ class Emitter:
             metas = tuple(self.metas[name] for name in names)
         if metas is None:
             of = self.metas.__getitem__
-            metas = infer(op, map_references(args, of), map_references(kwargs, of), self.mesh)
-        names = names or tuple(self.fresh(op.split(".")[1]) if meta else "" for meta in metas)
-        self.metas.update({name: meta for name, meta in zip(names, metas, strict=True) if name and meta})
-        self.written.append(Node(op=op, args=args, kwargs=kwargs, outputs=names, **{**self.about, **about}))
+            metas = infer(op, map_references(args, of), map_references(kwargs, of) if kwargs else (), self.mesh)
+        if not names:
+            hint = op.split(".")[1]
+            names = tuple([self.fresh(hint) if meta else "" for meta in metas])
+        for name, meta in zip(names, metas, strict=True):
+            if name and meta:
+                self.metas[name] = meta
+        said = {**self.about, **about} if about else self.about
+        self.written.append(Node(op=op, args=args, kwargs=kwargs, outputs=names, **said))
         return names[0]
-
-    def op(self, op: str, *args: Any, **kwargs: Any) -> Ref:
-        """Append an ATen op with one output."""
-        (result,) = self.ops(op, *args, **kwargs)
-        return result
-
-    def ops(self, op: str, *args: Any, **kwargs: Any) -> tuple[Ref, ...]:
-        """Append an ATen op with several outputs. One that it leaves out (a masked gradient) has an empty name."""
-        self.emit(op, _tuples(args), kwargs=tuple((key, _tuples(value)) for key, value in kwargs.items()))
-        return tuple(map(Ref, self.written[-1].outputs))
-
-    def meta(self, value: Ref) -> TensorMeta:
-        """Local shape and dtype."""
-        return self.metas[value.name]
-
-    def collective(self, kind: str, value: Ref, *args: Any) -> Ref:
-        """Append a collective, whose last argument is a mesh axis, and wait for it. The value is contiguous."""
-        return Ref(self.emit(WAIT, (Ref(self.emit(f"collective.{kind}", (value, *args))),)))
-
-    def all_reduce(self, value: Ref, reduction: str, axis: int) -> Ref:
-        """Append an all-reduce over a mesh axis and wait for it."""
-        return self.collective("all_reduce", value, reduction, axis)
-
-    def shift(self, value: Ref, offset: int, axis: int) -> Ref:
-        """Append a shift along a mesh axis and wait for it: the value of the rank `offset` places before this one
-        (negative: behind), zeros where there is no such rank."""
-        return self.collective("shift", value, offset, axis)
-
-    def exchange(self, value: Ref, sizes: Ref, axis: int) -> Ref:
-        """Append an exchange of rows along a mesh axis and wait for it; see `program.COLLECTIVES`."""
-        return self.collective("exchange", value, sizes, axis)
-
-    def ranks(self, axis: int) -> int:
-        """Size of a mesh axis."""
-        return self.mesh[axis]
-
-    def coordinate(self, axis: int, stride: int = 1, constant: int = 0) -> RankIndex:
-        """This rank's coordinate on a mesh axis, times `stride` plus `constant`. An argument for an op (an
-        int at run time that differs by rank)."""
-        return RankIndex(((axis, stride),), constant)
-
-    def offset(self, axes: tuple[int, ...], local_size: int) -> RankIndex:
-        """The global index, in a dim split contiguously by `axes` (outermost first), of this rank's first element,
-        where the rank holds `local_size` elements. An argument for an op (an int at run time that differs by rank)."""
-        terms, stride = [], local_size
-        for axis in reversed(axes):
-            terms.append((axis, stride))
-            stride *= self.mesh[axis]
-        return RankIndex(tuple(reversed(terms)))
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, (list, tuple)) else value
 
 
 def infer(op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], mesh: tuple[int, ...] = ()) -> Metas:
@@ -144,8 +95,8 @@ def _inferred(op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...
     return tuple(None if o is None else meta_of(o) for o in on_meta(op, args, kwargs))
 
 
-def _types(value: Any) -> Any:
-    return tuple(map(_types, value)) if isinstance(value, tuple) else type(value)
+def _types(value: tuple[Any, ...]) -> Any:
+    return tuple([_types(item) if isinstance(item, tuple) else type(item) for item in value])
 
 
 def on_meta(op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> tuple[torch.Tensor | None, ...]:

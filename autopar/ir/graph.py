@@ -238,11 +238,13 @@ def readers(nodes: Sequence[Node]) -> dict[str, list[int]]:
 
 def map_references(value: Any, function: Callable[[str], Any]) -> Any:
     """The argument with every reference replaced by `function(name)`."""
-    if isinstance(value, Ref):
-        return function(value.name)
-    if isinstance(value, tuple):
-        return tuple(map_references(item, function) for item in value)
-    return value
+    if isinstance(value, tuple):  # what stands directly in it, which is nearly all there is, without a call
+        return tuple([
+            function(item.name) if isinstance(item, Ref)
+            else map_references(item, function) if isinstance(item, tuple) else item
+            for item in value
+        ])  # fmt: skip
+    return function(value.name) if isinstance(value, Ref) else value
 
 
 def called(node: Node, value: Callable[[str], Any]) -> Any:

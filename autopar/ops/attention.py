@@ -10,8 +10,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from autopar.ir.emitter import Emitter
-from autopar.ir.graph import Ref, TensorMeta
+import torch
+from torch import Tensor
+
+from autopar.ir.graph import TensorMeta
 from autopar.ir.layout import padded_shape
 
 from .expansions import LocalCall, Results, all_reduce, global_indices
@@ -68,64 +70,60 @@ def _named(names: Named, meta: TensorMeta | None, heads: int) -> Named:
     return list(map(named, names, meta.shape if meta else ()))
 
 
-def _mask(emitter: Emitter, local: LocalCall, causal: bool, given: Ref | None) -> Ref | None:
+def _mask(local: LocalCall, causal: bool, given: Tensor | None) -> Tensor | None:
     """What is added to the scores of local queries and keys: 0 where a query may see a key, -inf elsewhere, and in
     padding."""
     metas = dict(zip(roles(local.call), zip(local.call.inputs, local.operands, strict=True), strict=True))
     (query, query_layout), (key, key_layout) = metas["query"], metas["key"]
     keys = key.shape[2]
     padded = padded_shape(key.shape, key_layout)[2] > keys
-    if not causal and (not padded or (given is not None and emitter.meta(given).shape[-1] > 1)):
+    if not causal and (not padded or (given is not None and given.shape[-1] > 1)):
         return given
-    columns = global_indices(emitter, key.shape, key_layout, 2)
-    hidden = emitter.op("aten.ge.Scalar", columns, keys) if padded else None
+    columns = global_indices(local, key.shape, key_layout, 2)
+    hidden = columns >= keys if padded else None
     if causal:
-        rows = global_indices(emitter, query.shape, query_layout, 2)
-        later = emitter.op("aten.gt.Tensor", columns, emitter.op("aten.unsqueeze.default", rows, 1))
-        hidden = later if hidden is None else emitter.op("aten.logical_or.default", later, hidden)
+        rows = global_indices(local, query.shape, query_layout, 2)
+        later = columns > rows.unsqueeze(1)
+        hidden = later if hidden is None else torch.logical_or(later, hidden)
     else:
-        hidden = emitter.op("aten.reshape.default", hidden, (1, 1, 1, -1))
-    empty = emitter.op("aten.zeros_like.default", hidden, dtype=query.dtype)
-    mask = emitter.op("aten.masked_fill.Scalar", empty, hidden, -math.inf)
-    return mask if given is None else emitter.op("aten.add.Tensor", given, mask)
+        assert hidden is not None
+        hidden = hidden.reshape(1, 1, 1, -1)
+    mask = torch.zeros_like(hidden, dtype=query.dtype).masked_fill(hidden, -math.inf)
+    return mask if given is None else given + mask
 
 
-def _with_mask(emitter: Emitter, local: LocalCall) -> tuple[tuple[Any, ...], Ref | None, dict[str, Any]]:
+def _with_mask(local: LocalCall) -> tuple[tuple[Any, ...], Tensor | None, dict[str, Any]]:
     """The tensors of a call in their order, among them the mask that shards need, the mask, and the other arguments."""
     tensors = tensor_arguments(local.call.node.op)
     given = dict(zip(tensors, local.args, strict=False))
-    mask = _mask(emitter, local, local.call.argument("is_causal"), given.get("attn_mask"))
+    mask = _mask(local, local.call.argument("is_causal"), given.get("attn_mask"))
     given = {**given, "attn_mask": mask}
     return tuple(given.get(name) for name in tensors), mask, {**dict(local.kwargs), "is_causal": False}
 
 
-def forward(emitter: Emitter, local: LocalCall) -> Results:
+def forward(local: LocalCall) -> Results:
     """With queries split under a causal mask, or with keys split: two all-reduces of [batch, heads, queries], of the
     largest logsumexp and of the sum of what stands behind them."""
-    tensors, mask, named = _with_mask(emitter, local)
-    output, logsumexp = emitter.ops(local.call.node.op, *tensors, **named)
+    tensors, mask, named = _with_mask(local)
+    output, logsumexp = local.result(*tensors, **named)
     if "k" not in local.splits:
         return output, logsumexp
     if mask is not None:
         # the op says 0 for queries that see no key
-        seen = emitter.op("aten.amax.default", mask, (-1,))
-        blind = emitter.op("aten.eq.Scalar", seen, -math.inf)
-        logsumexp = emitter.op("aten.masked_fill.Scalar", logsumexp, blind, -math.inf)
-    highest = all_reduce(emitter, logsumexp, "max", local.splits["k"])
+        logsumexp = logsumexp.masked_fill(mask.amax(-1) == -math.inf, -math.inf)
+    highest = all_reduce(logsumexp, "max", local.splits["k"])
     if mask is not None:
-        nowhere = emitter.op("aten.eq.Scalar", highest, -math.inf)
-        highest = emitter.op("aten.masked_fill.Scalar", highest, nowhere, 0.0)
-    powers = emitter.op("aten.exp.default", emitter.op("aten.sub.Tensor", logsumexp, highest))
-    total = all_reduce(emitter, powers, "sum", local.splits["k"])
+        nowhere = highest == -math.inf
+        highest = highest.masked_fill(nowhere, 0.0)
+    powers = torch.exp(logsumexp - highest)
+    total = all_reduce(powers, "sum", local.splits["k"])
     if mask is not None:
-        total = emitter.op("aten.masked_fill.Scalar", total, nowhere, 1.0)
-    share = emitter.op("aten.unsqueeze.default", emitter.op("aten.div.Tensor", powers, total), -1)
-    part = emitter.op("aten.mul.Tensor", output, share)
-    part = emitter.op("aten._to_copy.default", part, dtype=emitter.meta(output).dtype)
-    return part, emitter.op("aten.add.Tensor", highest, emitter.op("aten.log.default", total))
+        total = total.masked_fill(nowhere, 1.0)
+    part = output * (powers / total).unsqueeze(-1)
+    return part.to(output.dtype), highest + torch.log(total)
 
 
-def backward(emitter: Emitter, local: LocalCall) -> Results:
+def backward(local: LocalCall) -> Results:
     """Its backward. The logsumexp is that of all keys, so that each rank finds its own part of the probabilities."""
-    tensors, _, named = _with_mask(emitter, local)
-    return emitter.ops(local.call.node.op, *tensors, **named)
+    tensors, _, named = _with_mask(local)
+    return local.result(*tensors, **named)

@@ -5,9 +5,8 @@ index outside of the dim, where one device raises IndexError: an op that splits 
 """
 
 import torch
+from torch import Tensor
 
-from autopar.ir.emitter import Emitter
-from autopar.ir.graph import Ref
 from autopar.ir.own import FUNCTIONS
 
 CHECK = "autopar.in_range.default"
@@ -39,6 +38,8 @@ torch.library.impl("autopar::in_range", "CompositeExplicitAutograd")(
 FUNCTIONS[CHECK] = in_range
 
 
-def checked(emitter: Emitter, indices: Ref, size: int, *, from_end: bool = False, ignored: int | None = None) -> Ref:
+def checked(indices: Tensor, size: int, *, from_end: bool = False, ignored: int | None = None) -> Tensor:
     """Indices into a dim of this (global) size; `from_end`: -1 is the last."""
-    return emitter.op(CHECK, indices, -size if from_end else 0, size, *(() if ignored is None else (ignored,)))
+    bounds = -size if from_end else 0, size, *(() if ignored is None else (ignored,))
+    result: Tensor = torch.ops.autopar.in_range(indices, *bounds)
+    return result

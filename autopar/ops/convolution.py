@@ -5,15 +5,15 @@ input, it is the other way round. Rows beyond the ends are zeros, like the paddi
 shard.
 """
 
-import math
 from collections.abc import Mapping
 
-from autopar.ir.emitter import Emitter
+from torch import Tensor
+
 from autopar.ir.layout import Shape
 
 from .expansions import LocalCall, Results
 from .families import EACH, FIRST
-from .halo import Halos, HaloWindow, each, halos_added, halos_of, with_halos
+from .halo import Halos, HaloWindow, each, halos_added, halos_of, surrounded, with_halos
 from .local import Arguments, replaced
 from .rule import Call, OpRule
 from .template import Linear, Name, Named, assemble, roles
@@ -104,59 +104,47 @@ def _unpadded(local: LocalCall, halos: Halos) -> tuple[Shape, Shape, Shape, Shap
     return stride, tuple(padding), dilation, tuple(output_padding)
 
 
-def convolution_with_halos(emitter: Emitter, local: LocalCall) -> Results:
+def convolution_with_halos(local: LocalCall) -> Results:
     """Spatial dims split, or input channels with a bias, of which each rank adds its share."""
     source, weight, bias = local.args[:3]
-    groups = local.args[8]
     halos = halos_of(local, windows(local.call))
     stride, padding, dilation, output_padding = _unpadded(local, halos)
-    transposed = local.call.argument("transposed")
+    transposed, spatial = local.call.argument("transposed"), len(stride)
     if bias is not None and "c" in local.splits:
-        shards = math.prod(map(emitter.ranks, local.splits["c"]))
-        bias = emitter.op("aten.mul.Scalar", bias, 1.0 / shards)
+        bias = bias * (1.0 / local.ranks(local.splits["c"]))
     late = bias if transposed and halos else None  # or it would be added once more where halos overlap
-    spatial = len(stride)
     if not transposed:
-        source = with_halos(emitter, source, spatial, halos)
-    result = local.result(
-        emitter, source, weight, None if late is not None else bias, stride, padding, dilation, transposed,
-        output_padding, groups,
+        source = with_halos(local, source, spatial, halos)
+    result: Tensor = local.result(
+        source, weight, None if late is not None else bias, stride, padding, dilation, transposed, output_padding,
+        local.args[8],
     )  # fmt: skip
     if transposed:
-        result = halos_added(emitter, result, spatial, halos)
-    if late is not None:
-        column = emitter.op("aten.reshape.default", late, (-1, *(1,) * spatial))
-        result = emitter.op("aten.add.Tensor", result, column)
-    return (result,)
+        result = halos_added(local, result, spatial, halos)
+    return result if late is None else result + late.reshape(-1, *(1,) * spatial)
 
 
-def convolution_backward_with_halos(emitter: Emitter, local: LocalCall) -> Results:
+def convolution_backward_with_halos(local: LocalCall) -> Results:
     """Spatial dims split. Edges of fine tensors travel: those of the input for the gradient of the weight, those of the
     gradient of the input back; transposed, those of the gradient of the output, for both."""
     gradient, source, weight, bias_sizes = local.args[:4]
     groups, mask = local.args[9:11]
     halos = halos_of(local, windows(local.call))
     stride, padding, dilation, output_padding = _unpadded(local, halos)
-    transposed = local.call.argument("transposed")
+    transposed, spatial = local.call.argument("transposed"), len(stride)
     original, bias = gradient, None
-    spatial = len(stride)
     if transposed:
-        gradient = with_halos(emitter, gradient, spatial, halos)
+        gradient = with_halos(local, gradient, spatial, halos)
     elif mask[1]:
-        source = with_halos(emitter, source, spatial, halos)
+        source = with_halos(local, source, spatial, halos)
     else:  # the kernel reads no more of it than its shape
-        for i, (window, _) in halos.items():
-            shape = list(emitter.meta(source).shape)
-            shape[2 + i] += window.before + window.after
-            source = emitter.op("aten.new_empty.default", source, tuple(shape))
+        source = surrounded(source, spatial, halos)
     if mask[2] and transposed:
-        dims = (0, *range(2, len(emitter.meta(original).shape)))
-        bias = emitter.op("aten.sum.dim_IntList", original, dims)
-    result, of_weight, of_bias = emitter.ops(
-        local.call.node.op, gradient, source, weight, bias_sizes, stride, padding, dilation, transposed, output_padding,
-        groups, (mask[0], mask[1], mask[2] and not transposed),
+        bias = original.sum((0, *range(2, original.ndim)))
+    result, of_weight, of_bias = local.result(
+        gradient, source, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups,
+        (mask[0], mask[1], mask[2] and not transposed),
     )  # fmt: skip
     if mask[0] and not transposed:
-        result = halos_added(emitter, result, spatial, halos)
-    results = (result, of_weight, bias if transposed else of_bias)
-    return tuple(value if wanted else None for value, wanted in zip(results, mask, strict=True))
+        result = halos_added(local, result, spatial, halos)
+    return result, of_weight, bias if transposed else of_bias

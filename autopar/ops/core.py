@@ -7,6 +7,7 @@ a line by brute force.
 """
 
 import math
+from functools import partial
 
 from . import expansions, local, windows
 from .families import (
@@ -64,7 +65,7 @@ RULES.know({
     **aten("bmm", Entry(from_template("b m k, b k n -> b m n", linear=EACH, contraction=True))),
     **aten("addmm", Entry(_with_bias("...m n, m k, k n -> m n"), expand=expansions.share_of_bias)),
     **aten("baddbmm", Entry(_with_bias("...b m n, b m k, b k n -> b m n"), expand=expansions.share_of_bias)),
-    **aten("linear", Entry(_linear, expand=expansions.share_of_last("k"))),
+    **aten("linear", Entry(_linear, expand=expansions.linear)),
 
     # embedding and losses
     **aten("embedding", Entry(
@@ -72,13 +73,15 @@ RULES.know({
         expand=expansions.embedding)),
     **aten("embedding_dense_backward", Entry(
         _embedding_backward, local.rows_of_output("num_weights"), expansions.embedding_backward)),
-    **aten("_softmax", Entry(along(the_dim, name="c", padding=-math.inf), expand=expansions.softmax())),
-    **aten("_log_softmax", Entry(along(the_dim, name="c", padding=-math.inf), expand=expansions.softmax(log=True))),
-    **aten("_safe_softmax", Entry(along(the_dim, name="c", padding=-math.inf), expand=expansions.softmax(safe=True))),
+    **aten("_softmax", Entry(along(the_dim, name="c", padding=-math.inf), expand=expansions.softmax)),
+    **aten("_log_softmax", Entry(
+        along(the_dim, name="c", padding=-math.inf), expand=partial(expansions.softmax, log=True))),
+    **aten("_safe_softmax", Entry(
+        along(the_dim, name="c", padding=-math.inf), expand=partial(expansions.softmax, safe=True))),
     **aten("_softmax_backward_data", Entry(
-        along(the_dim, linear=FIRST, name="c", padding=0.0), expand=expansions.softmax_backward(log=False))),
+        along(the_dim, linear=FIRST, name="c", padding=0.0), expand=expansions.softmax_backward)),
     **aten("_log_softmax_backward_data", Entry(
-        along(the_dim, linear=FIRST, name="c", padding=0.0), expand=expansions.softmax_backward(log=True))),
+        along(the_dim, linear=FIRST, name="c", padding=0.0), expand=partial(expansions.softmax_backward, log=True))),
     **aten("nll_loss_forward nll_loss2d_forward", Entry(nll, expand=nll_on_shards)),
     **aten("nll_loss_backward nll_loss2d_backward", Entry(
         nll_backward, expand=nll_backward_on_shards, strides=needs("self"))),

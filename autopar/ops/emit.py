@@ -1,21 +1,24 @@
 """Writing local programs: instructions, their local shapes, and the expansions of operators.
 
-The op table writes an expansion (say, a softmax whose class dim is split) with an `Emitter`. Costs, codegen and the
-oracle run the same expansion, so that ranks run what was priced and proved.
+The op table has an expansion (say, of a softmax whose class dim is split), which is traced. Costs, codegen and the
+oracle trace the same expansion, so that ranks run what was priced and proved.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 
 from autopar.ir.emitter import Emitter
-from autopar.ir.graph import RESHAPE, Node, Ref, TensorMeta, map_references
+from autopar.ir.graph import Node, Ref, TensorMeta, map_references
 from autopar.ir.layout import Layout, Shape, local_shape, padded_shape
 
 from .expansions import LocalCall, filled_beyond
 from .rule import ROUTED, Call, OpRule, neutral
 from .rules import expand, localize
+from .traced import Traced
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,38 +52,40 @@ def local_program(
     metas = {OPERAND.format(i): TensorMeta(shape, meta.dtype) for i, (shape, meta) in enumerate(shapes)}
     counter = iter(range(1 << 30))
     emitter = Emitter(metas=metas, mesh=mesh, named=lambda hint: f"{hint}_{next(counter)}")
-    values = [Ref(OPERAND.format(i)) for i in range(len(local_inputs))]
+    values: list[Any] = [Traced(emitter, name) for name in metas]
+    local = partial(
+        LocalCall, call, splits=dict(splits), operands=operands, results=results, outputs=local_outputs, emitter=emitter
+    )
     if rule is not None:
         for i, dim, value in fillings(call, rule, operands, zeros):
-            values[i] = filled_beyond(emitter, values[i], call.inputs[i].shape, operands[i], dim, value)
+            values[i] = filled_beyond(local((), ()), values[i], call.inputs[i].shape, operands[i], dim, value)
     feed = iter(values)
-    given = localize(call, local_inputs, local_outputs, results, mesh)
-    args, kwargs = map_references(given, lambda _: next(feed))
+    args, kwargs = localize(call, local_inputs, local_outputs, results, mesh)
     if rule is not None and expands(rule, splits):
-        local = LocalCall(call, args, kwargs, dict(splits), operands, results, local_outputs)
-        produced: Sequence[Ref | None] = _named(emitter, expand(emitter, local))
+        args, kwargs = map_references((args, kwargs), lambda _: next(feed))
+        produced = _named(expand(local(args, kwargs)), len(local_inputs))
     else:
+        args, kwargs = map_references((args, kwargs), lambda _: Ref(next(feed).name))
         local_metas = tuple(
             None if meta is None or shape is None else TensorMeta(shape, meta.dtype)
             for meta, shape in zip(call.outputs, local_outputs, strict=True)
         )
         emitter.emit(call.node.op, args, kwargs=kwargs, metas=local_metas)
-        produced = tuple(map(Ref, emitter.written[-1].outputs))
-    return Emission(tuple(emitter.written), metas, tuple(r.name or None if r else None for r in produced))
+        produced = tuple(name or None for name in emitter.written[-1].outputs)
+    return Emission(tuple(emitter.written), metas, produced)
 
 
-def _named(emitter: Emitter, results: tuple[Ref | None, ...]) -> list[Ref | None]:
+def _named(results: tuple[Any, ...], operands: int) -> tuple[str | None, ...]:
     """Results under names of their own: one may be an operand unchanged (the gradient of a bias without rows to sum),
     or equal to another."""
-    taken = {OPERAND.format(i) for i in range(len(emitter.metas))}
-    named: list[Ref | None] = []
+    taken: set[str | None] = {OPERAND.format(i) for i in range(operands)}
+    named: list[str | None] = []
     for result in results:
         if result is not None and result.name in taken:
-            result = emitter.op(RESHAPE, result, emitter.meta(result).shape)
-        if result is not None and result.name:
-            taken.add(result.name)
-        named.append(result)
-    return named
+            result = result.reshape(result.shape)
+        named.append(None if result is None else result.name)
+        taken.update(named[-1:])
+    return tuple(named)
 
 
 def expands(rule: OpRule, splits: tuple[tuple[str, tuple[int, ...]], ...]) -> bool:

@@ -15,12 +15,10 @@ from typing import Any
 
 import torch
 
-from autopar.ir.emitter import Emitter
-from autopar.ir.graph import Ref
 from autopar.ir.layout import Layout, Routed, local_stride, settled
 from autopar.ir.own import define
 
-from .expansions import LocalCall, Results
+from .expansions import LocalCall, Results, exchange
 from .families import EACH, FIRST, from_template
 from .rule import Call, OpRule, Routing
 from .template import assemble
@@ -226,47 +224,44 @@ def moved_rule(call: Call) -> OpRule:
     return replace(rule, routing=routing)
 
 
-def mm(emitter: Emitter, local: LocalCall) -> Results:
+def mm(local: LocalCall) -> Results:
     """Experts split: each rank multiplies the rows of its own experts."""
     x, weight, ids = local.args[:3]
-    first = emitter.offset(local.splits["e"], emitter.meta(weight).shape[0])
-    return (local.result(emitter, x, weight, ids, first),)
+    return local.result(x, weight, ids, local.offset(local.splits["e"], weight.shape[0]))
 
 
-def mm_weight(emitter: Emitter, local: LocalCall) -> Results:
+def mm_weight(local: LocalCall) -> Results:
     """Experts split: each rank computes the gradients of its own experts."""
     x, gradient, ids, experts = local.args[:4]
-    return (local.result(emitter, x, gradient, ids, experts, emitter.offset(local.splits["e"], experts)),)
+    return local.result(x, gradient, ids, experts, local.offset(local.splits["e"], experts))
 
 
-def _routes(emitter: Emitter, local: LocalCall, ids: Ref, layout: Layout) -> tuple[int, tuple[Ref, ...]]:
+def _routes(local: LocalCall, ids: torch.Tensor, layout: Layout) -> tuple[int, tuple[torch.Tensor, ...]]:
     """The axis along which rows of this layout travel, and the tables of `routes`."""
     (axis,) = (axis for axis, placement in enumerate(layout) if isinstance(placement, Routed))
-    ranks = emitter.ranks(axis)
-    mesh = tuple(emitter.ranks(a) for a in range(len(layout)))
-    stride = local_stride(settled(layout), mesh, axis)
+    ranks = local.ranks([axis])
+    stride = local_stride(settled(layout), local.emitter.mesh, axis)
     experts = local.call.argument("experts") // ranks
-    return axis, emitter.ops("autopar.routes.default", ids, experts, ranks, stride, emitter.coordinate(axis))
+    return axis, torch.ops.autopar.routes(ids, experts, ranks, stride, local.coordinate(axis))
 
 
-def to_experts(emitter: Emitter, local: LocalCall) -> Results:
+def to_experts(local: LocalCall) -> Results:
     """Each row travels to the rank of its expert."""
     x, ids = local.args[:2]
-    axis, (order, _, sizes, _) = _routes(emitter, local, ids, local.results[0])
-    return (emitter.exchange(emitter.op("aten.index_select.default", x, 0, order), sizes, axis),)
+    axis, (order, _, sizes, _) = _routes(local, ids, local.results[0])
+    return exchange(x.index_select(0, order), sizes, axis)
 
 
-def from_experts(emitter: Emitter, local: LocalCall) -> Results:
+def from_experts(local: LocalCall) -> Results:
     """Each row travels back."""
     x, ids = local.args[:2]
-    axis, (_, inverse, sizes, _) = _routes(emitter, local, ids, local.operands[0])
-    back = emitter.op("aten.flip.default", sizes, (0,))
-    arrived = emitter.exchange(emitter.op("aten.contiguous.default", x), back, axis)
-    return (emitter.op("aten.index_select.default", arrived, 0, inverse),)
+    axis, (_, inverse, sizes, _) = _routes(local, ids, local.operands[0])
+    back = sizes.flip(0)
+    return exchange(x.contiguous(), back, axis).index_select(0, inverse)
 
 
-def ids_at_experts(emitter: Emitter, local: LocalCall) -> Results:
+def ids_at_experts(local: LocalCall) -> Results:
     """The experts of the rows that have come, from the table that every rank has."""
-    ids = local.args[0]
-    _, (_, _, _, coming) = _routes(emitter, local, ids, local.results[0])
-    return (emitter.op("aten.index_select.default", ids, 0, coming),)
+    ids: torch.Tensor = local.args[0]
+    _, (_, _, _, coming) = _routes(local, ids, local.results[0])
+    return ids.index_select(0, coming)

@@ -7,14 +7,13 @@ d (k - 1) - p - s + 1 after them: its halo, which the neighbours have.
 """
 
 import itertools
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from autopar.ir.emitter import Emitter
-from autopar.ir.graph import Ref
+import torch
+from torch import Tensor
 
-from .expansions import LocalCall
+from .expansions import LocalCall, shift, slice_of
 from .rule import Call
 
 
@@ -63,95 +62,89 @@ def halos_of(local: LocalCall, windows: Iterable[HaloWindow]) -> Halos:
     return {i: (w, local.splits[f"s{i}"]) for i, w in split.items() if w.before or w.after}
 
 
-def neighbour(emitter: Emitter, value: Ref, axes: tuple[int, ...], step: int) -> Ref:
+def neighbour(local: LocalCall, value: Tensor, axes: tuple[int, ...], step: int) -> Tensor:
     """The value of the shard before this one (`step` 1) or after it (-1), of a dim split by `axes` (outermost first);
     zeros at the ends."""
     *outer, inner = axes
-    received = emitter.shift(value, step, inner)
+    received = shift(value, step, inner)
     if outer:
         # at the end of an inner run the neighbour is at the other end of the next one
-        wrapped = emitter.shift(value, -step * (emitter.ranks(inner) - 1), inner)
-        received = emitter.op("aten.add.Tensor", received, neighbour(emitter, wrapped, tuple(outer), step))
+        wrapped = shift(value, -step * (local.ranks([inner]) - 1), inner)
+        received = received + neighbour(local, wrapped, tuple(outer), step)
     return received
 
 
-def slice_of(emitter: Emitter, value: Ref, dim: int, start: int, end: int) -> Ref:
-    """Rows [start, end)."""
-    if (start, end) == (0, emitter.meta(value).shape[dim]):
-        return value
-    return emitter.op("aten.slice.Tensor", value, dim, start, end)
-
-
-def _sent(emitter: Emitter, value: Ref, dim: int, start: int, end: int) -> Ref:
-    """Rows to send."""
-    return emitter.op("aten.contiguous.default", slice_of(emitter, value, dim, start, end))
-
-
-def at_end(emitter: Emitter, rows: int, axes: tuple[int, ...], step: int) -> Ref:
+def at_end(local: LocalCall, rows: int, axes: tuple[int, ...], step: int) -> Tensor:
     """bool [1]: whether there is no shard before this one of `rows` (`step` 1), or none after it (-1)."""
-    last = (math.prod(map(emitter.ranks, axes)) - 1) * rows
-    first_row = emitter.op("aten.add.Tensor", emitter.op("aten.arange.default", 1), emitter.offset(axes, rows))
-    return emitter.op("aten.eq.Scalar", first_row, 0 if step == 1 else last)
+    last = (local.ranks(axes) - 1) * rows
+    return local.arange(1) + local.offset(axes, rows) == (0 if step == 1 else last)
 
 
 def with_halo(
-    emitter: Emitter, value: Ref, dim: int, window: HaloWindow, axes: tuple[int, ...], beyond: float | None = 0.0
-) -> Ref:
+    local: LocalCall, value: Tensor, dim: int, window: HaloWindow, axes: tuple[int, ...], beyond: float | None = 0.0
+) -> Tensor:
     """A shard of fine rows with the neighbours' rows around it. Beyond the ends stands `beyond`, or, if that is None,
     the outermost row repeated."""
-    rows, parts = emitter.meta(value).shape[dim], [value]
+    rows, parts = value.shape[dim], [value]
 
-    def ended(halo: Ref, step: int) -> Ref:
+    def halo(start: int, end: int, step: int) -> Tensor:
+        received = neighbour(local, slice_of(value, dim, start, end).contiguous(), axes, step)
         if beyond == 0:
-            return halo
-        end = at_end(emitter, rows, axes, step)
+            return received
+        end_of_dim = at_end(local, rows, axes, step)
         if beyond is not None:
-            return emitter.op("aten.masked_fill.Scalar", halo, end, beyond)
-        outermost = slice_of(emitter, value, dim, 0, 1) if step == 1 else slice_of(emitter, value, dim, rows - 1, rows)
-        return emitter.op("aten.where.self", end, outermost, halo)
+            return received.masked_fill(end_of_dim, beyond)
+        outermost = slice_of(value, dim, 0, 1) if step == 1 else slice_of(value, dim, rows - 1, rows)
+        return torch.where(end_of_dim, outermost, received)
 
     if window.before:
-        edge = _sent(emitter, value, dim, rows - window.before, rows)
-        parts.insert(0, ended(neighbour(emitter, edge, axes, 1), 1))
+        parts.insert(0, halo(rows - window.before, rows, 1))
     if window.after:
-        edge = _sent(emitter, value, dim, 0, window.after)
-        parts.append(ended(neighbour(emitter, edge, axes, -1), -1))
-    return emitter.op("aten.cat.default", tuple(parts), dim)
+        parts.append(halo(0, window.after, -1))
+    return torch.cat(parts, dim)
 
 
-def halo_added(emitter: Emitter, value: Ref, dim: int, window: HaloWindow, axes: tuple[int, ...]) -> Ref:
+def halo_added(local: LocalCall, value: Tensor, dim: int, window: HaloWindow, axes: tuple[int, ...]) -> Tensor:
     """The transpose of `with_halo`: a shard's rows plus those of the neighbours' halos."""
     before, after = window.before, window.after
-    end = emitter.meta(value).shape[dim] - after
+    end = value.shape[dim] - after
     rows = end - before
     from_after = from_before = None
     if before:
-        from_after = neighbour(emitter, _sent(emitter, value, dim, 0, before), axes, -1)
+        from_after = neighbour(local, slice_of(value, dim, 0, before).contiguous(), axes, -1)
     if after:
-        from_before = neighbour(emitter, _sent(emitter, value, dim, end, end + after), axes, 1)
+        from_before = neighbour(local, slice_of(value, dim, end, end + after).contiguous(), axes, 1)
     parts = []
     for start, stop in itertools.pairwise(sorted({0, after, rows - before, rows})):
-        part = slice_of(emitter, value, dim, before + start, before + stop)
+        part = slice_of(value, dim, before + start, before + stop)
         if from_before is not None and stop <= after:
-            part = emitter.op("aten.add.Tensor", part, slice_of(emitter, from_before, dim, start, stop))
+            part = part + slice_of(from_before, dim, start, stop)
         if from_after is not None and start >= rows - before:
             first = rows - before
-            part = emitter.op("aten.add.Tensor", part, slice_of(emitter, from_after, dim, start - first, stop - first))
+            part = part + slice_of(from_after, dim, start - first, stop - first)
         parts.append(part)
-    return emitter.op("aten.cat.default", tuple(parts), dim)
+    return torch.cat(parts, dim)
 
 
-def with_halos(emitter: Emitter, value: Ref, spatial: int, halos: Halos, beyond: float = 0.0) -> Ref:
+def with_halos(local: LocalCall, value: Tensor, spatial: int, halos: Halos, beyond: float = 0.0) -> Tensor:
     """A shard with its halos along some of its last `spatial` dims, and `beyond` beyond the ends."""
-    first = len(emitter.meta(value).shape) - spatial
+    first = value.ndim - spatial
     for i, (window, axes) in halos.items():
-        value = with_halo(emitter, value, first + i, window, axes, beyond)
+        value = with_halo(local, value, first + i, window, axes, beyond)
     return value
 
 
-def halos_added(emitter: Emitter, value: Ref, spatial: int, halos: Halos) -> Ref:
+def halos_added(local: LocalCall, value: Tensor, spatial: int, halos: Halos) -> Tensor:
     """The transpose of `with_halos`."""
-    first = len(emitter.meta(value).shape) - spatial
+    first = value.ndim - spatial
     for i, (window, axes) in halos.items():
-        value = halo_added(emitter, value, first + i, window, axes)
+        value = halo_added(local, value, first + i, window, axes)
     return value
+
+
+def surrounded(value: Tensor, spatial: int, halos: Halos) -> Tensor:
+    """A tensor of the shape with halos, for a backward op that reads no more than its shape."""
+    shape = list(value.shape)
+    for i, (window, _) in halos.items():
+        shape[i - spatial] += window.before + window.after
+    return value.new_empty(shape) if halos else value

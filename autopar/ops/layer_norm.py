@@ -6,10 +6,10 @@ forward, and one backward: what 2D tensor parallelism does between its products.
 
 import math
 
-from autopar.ir.emitter import Emitter
-from autopar.ir.graph import Ref
+import torch
+from torch import Tensor
 
-from .expansions import LocalCall, Results, all_reduce, cast, in_output_dtypes, wide
+from .expansions import LocalCall, Results, all_reduce, in_output_dtypes, wide
 from .families import DIMS, FIRST
 from .normalization import moments
 from .rule import Call, OpRule
@@ -43,68 +43,48 @@ def normalized(call: Call) -> OpRule:
     )  # fmt: skip
 
 
-def _over(local: LocalCall) -> tuple[int, ...]:
-    """The mesh axes that split normalised dims."""
-    _, inner = _names(local.call)
-    return local.axes(lambda name: name in inner)
-
-
-def _dims(local: LocalCall) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Row dims, normalised dims, and how many elements a row has."""
-    shape = local.call.argument("normalized_shape")
+def _dims(local: LocalCall) -> tuple[tuple[int, ...], tuple[int, ...], int, tuple[int, ...]]:
+    """Row dims, normalised dims, how many elements a row has, and the mesh axes that split it."""
     rows, inner = _names(local.call)
-    rank = len(rows) + len(inner)
-    return tuple(range(len(rows))), tuple(range(len(rows), rank)), math.prod(shape)
+    first = len(rows)
+    dims = tuple(range(first, first + len(inner)))
+    return tuple(range(first)), dims, math.prod(local.call.argument("normalized_shape")), local.axes(inner.__contains__)
 
 
-def _column(emitter: Emitter, statistic: Ref, source: Ref, inner: tuple[int, ...]) -> Ref:
-    """A number a row, with dims of size 1 behind."""
-    shape = emitter.meta(source).shape
-    return emitter.op("aten.reshape.default", statistic, (*shape[: inner[0]], *(1,) * len(inner)))
-
-
-def layer_norm(emitter: Emitter, local: LocalCall) -> Results:
+def layer_norm(local: LocalCall) -> Results:
     """native_layer_norm -> output, mean and inverse deviation."""
     source, _, weight, bias, epsilon = local.args
-    _, inner, count = _dims(local)
-    mean, variance = moments(emitter, source, inner, count, _over(local))
-    scale = emitter.op("aten.rsqrt.default", emitter.op("aten.add.Scalar", variance, epsilon))
-    exact = wide(emitter, source)
-    mean, scale = (cast(emitter, _column(emitter, v, source, inner), emitter.meta(exact).dtype) for v in (mean, scale))
-    output = emitter.op("aten.mul.Tensor", emitter.op("aten.sub.Tensor", exact, mean), scale)
+    _, inner, count, axes = _dims(local)
+    mean, variance = moments(local, source, inner, count, axes)
+    scale = torch.rsqrt(variance + epsilon)
+    exact = wide(source)
+    column = (*source.shape[: inner[0]], *(1,) * len(inner))
+    mean, scale = (statistic.reshape(column).to(exact.dtype) for statistic in (mean, scale))
+    output = (exact - mean) * scale
     if weight is not None:
-        output = emitter.op("aten.mul.Tensor", output, weight)
+        output = output * weight
     if bias is not None:
-        output = emitter.op("aten.add.Tensor", output, bias)
-    return in_output_dtypes(emitter, local.call, (output, mean, scale))
+        output = output + bias
+    return in_output_dtypes(local.call.outputs, (output, mean, scale))
 
 
-def layer_norm_gradients(emitter: Emitter, local: LocalCall) -> Results:
+def layer_norm_gradients(local: LocalCall) -> Results:
     """native_layer_norm_backward -> gradients of source, weight and bias. With sums over a row of N elements:
 
     dx = rstd * (w * dy - sum(w * dy) / N - x^ * sum(w * dy * x^) / N),    x^ = (x - mean) * rstd
     """
     gradient, source, _, mean, scale, weight, _, mask = local.args
-    exact, mean, scale = (wide(emitter, value) for value in (source, mean, scale))
-    normal = emitter.op("aten.mul.Tensor", emitter.op("aten.sub.Tensor", exact, mean), scale)
-    rows, inner, count = _dims(local)
-    gradient = wide(emitter, gradient)
-    gradients: list[Ref | None] = []
+    exact, mean, scale = map(wide, (source, mean, scale))
+    normal = (exact - mean) * scale
+    rows, inner, count, axes = _dims(local)
+    gradient = wide(gradient)
+    gradients: list[Tensor | None] = [None]
     if mask[0]:
-        weighted = gradient if weight is None else emitter.op("aten.mul.Tensor", gradient, weight)
-        terms = [emitter.op("aten.mul.Tensor", weighted, normal), weighted]
-        sums = [emitter.op("aten.sum.dim_IntList", term, inner, True) for term in terms]
-        both = all_reduce(emitter, emitter.op("aten.stack.default", tuple(sums)), "sum", _over(local))
-        both = emitter.op("aten.mul.Scalar", both, -1 / count)
-        across = emitter.op("aten.select.int", both, 0, 0)
-        result = emitter.op("aten.addcmul.default", weighted, normal, across)
-        result = emitter.op("aten.add.Tensor", result, emitter.op("aten.select.int", both, 0, 1))
-        gradients.append(emitter.op("aten.mul.Tensor", result, scale))
-    else:
-        gradients.append(None)
-    products = [emitter.op("aten.mul.Tensor", gradient, normal) if mask[1] else None]
-    products += [gradient if given else None for given in mask[2:]]
-    for product in products:
-        summed = product is not None and rows
-        gradients.append(emitter.op("aten.sum.dim_IntList", product, rows) if summed else product)
-    return in_output_dtypes(emitter, local.call, gradients)
+        weighted = gradient if weight is None else gradient * weight
+        sums = [term.sum(inner, keepdim=True) for term in (weighted * normal, weighted)]
+        both = all_reduce(torch.stack(sums), "sum", axes) * (-1 / count)
+        result = torch.addcmul(weighted, normal, both[0]) + both[1]
+        gradients = [result * scale]
+    products = [gradient * normal if mask[1] else None, gradient if mask[2] else None]
+    gradients += [product if product is None or not rows else product.sum(rows) for product in products]
+    return in_output_dtypes(local.call.outputs, gradients)

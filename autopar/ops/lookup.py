@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
-from autopar.ir.emitter import Emitter
-from autopar.ir.graph import Ref, TensorMeta
+from autopar.ir.graph import TensorMeta
 from autopar.ir.layout import digits_of
 
 from .expansions import LocalCall, local_indices
@@ -36,37 +36,31 @@ def dims_of(call: Call, meta: TensorMeta) -> tuple[Sequence[str], int]:
     return names, dim_of(call, len(names))
 
 
-def held(emitter: Emitter, local: LocalCall, places: Ref, dim: int) -> tuple[Ref, Ref]:
+def held(local: LocalCall, places: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """Global indices into a dim of the first operand as local indices, and which of them belong to other ranks."""
-    shape, layout = local.call.inputs[0].shape, local.operands[0]
-    digits = digits_of(layout, dim, emitter.ranks)
+    shape, layout, mesh = local.call.inputs[0].shape, local.operands[0], local.emitter.mesh
+    digits = digits_of(layout, dim, mesh.__getitem__)
     above = [shape[dim], *(stride for stride, _ in digits)]
-    if all(stride * emitter.ranks(axis) >= size for (stride, axis), size in zip(digits, above, strict=False)):
-        places, mine = local_indices(emitter, places, tuple(axis for _, axis in digits), digits[-1][0])
-        return places, emitter.op("aten.logical_not.default", mine)
-    mine = emitter.op("aten.ge.Scalar", places, 0)
+    if all(stride * mesh[axis] >= size for (stride, axis), size in zip(digits, above, strict=False)):
+        places, mine = local_indices(local, places, tuple(axis for _, axis in digits), digits[-1][0])
+        return places, mine.logical_not()
+    mine = places >= 0
     for stride, axis in digits:
         # each axis takes one digit of the mixed-radix index; those above and below it close the gap
-        ranks = emitter.ranks(axis)
-        digit = emitter.op("aten.remainder.Scalar", emitter.op("aten.floor_divide.Scalar", places, stride), ranks)
-        here = emitter.op("aten.eq.Scalar", digit, emitter.coordinate(axis))
-        mine = emitter.op("aten.logical_and.default", mine, here)
-        higher = emitter.op("aten.floor_divide.Scalar", places, stride * ranks)
-        lower = emitter.op("aten.remainder.Scalar", places, stride)
-        places = emitter.op("aten.add.Tensor", emitter.op("aten.mul.Scalar", higher, stride), lower)
-    return places, emitter.op("aten.logical_not.default", mine)
+        digit = places // stride % mesh[axis]
+        mine = torch.logical_and(mine, digit == local.coordinate(axis))
+        higher, lower = places // (stride * mesh[axis]), places % stride
+        places = higher * stride + lower
+    return places, mine.logical_not()
 
 
-def along_dim(emitter: Emitter, vector: Ref, rank: int, dim: int) -> Ref:
+def along_dim(vector: Tensor, rank: int, dim: int) -> Tensor:
     """A vector along one dim of a tensor of this rank."""
-    return emitter.op("aten.reshape.default", vector, tuple(-1 if d == dim else 1 for d in range(rank)))
+    return vector.reshape([-1 if d == dim else 1 for d in range(rank)])
 
 
-def looked_up(emitter: Emitter, local: LocalCall, source: Ref, dim: int, places: Ref) -> Ref:
+def looked_up(local: LocalCall, source: Tensor, dim: int, places: Tensor) -> Tensor:
     """The elements at places (a vector of global indices) along a split dim: zeros for other ranks' places."""
-    shape = emitter.meta(source).shape
-    row, other = held(emitter, local, places, dim)
-    elements = emitter.op(
-        "aten.index_select.default", source, dim, emitter.op("aten.masked_fill.Scalar", row, other, 0)
-    )
-    return emitter.op("aten.masked_fill.Scalar", elements, along_dim(emitter, other, len(shape), dim), 0)
+    row, other = held(local, places, dim)
+    elements = source.index_select(dim, row.masked_fill(other, 0))
+    return elements.masked_fill(along_dim(other, source.ndim, dim), 0)

@@ -1,12 +1,10 @@
 """Losses: their rules, and negative log-likelihood with the classes or the tokens split."""
 
 import torch
-
-from autopar.ir.emitter import Emitter
-from autopar.ir.graph import Ref
+from torch import Tensor
 
 from .bounds import checked
-from .expansions import NARROW, LocalCall, Results, all_reduce, cast, local_indices, wide
+from .expansions import NARROW, LocalCall, Results, all_reduce, local_indices, wide
 from .families import DIMS, FIRST, aligned
 from .rule import Call, OpRule
 from .template import Named, assemble
@@ -70,49 +68,42 @@ def _scores(rank: int) -> list[str]:
     return ["c"] if rank == 1 else ["n", "c", *DIMS[: rank - 2]]
 
 
-def nll_on_shards(emitter: Emitter, local: LocalCall) -> Results:
+def nll_on_shards(local: LocalCall) -> Results:
     """nll_loss forward: each rank sums over its tokens and classes. A mean divides by the total weight of
     all ranks' tokens: one all-reduce of two numbers, the sum and its weight. A rank whose labels are all
     ignored adds zero to both."""
     scores, target, weight, reduction, ignored = local.args
     classes = local.splits.get("c", ())
     tokens = local.axes(lambda name: name != "c")
-    dtype = emitter.meta(scores).dtype
-    exact = torch.float32 if dtype in NARROW else dtype
+    exact = torch.float32 if scores.dtype in NARROW else scores.dtype
     counted = None
-    if weight is None and (classes or dtype in NARROW):
+    if weight is None and (classes or scores.dtype in NARROW):
         # each token is in the classes of one rank only, but it counts on all, and exactly
-        counted = emitter.op("aten.sum.default", emitter.op("aten.ne.Scalar", target, ignored), dtype=exact)
+        counted = (target != ignored).sum(dtype=exact)
     if classes:
-        dim = 0 if len(emitter.meta(scores).shape) == 1 else 1
-        size = emitter.meta(scores).shape[dim]
-        target = checked(emitter, target, local.call.inputs[0].shape[dim], ignored=ignored)
-        target, ignored = _local_targets(emitter, target, ignored, classes, size), _IGNORED
-    summed = SUM if reduction == MEAN else reduction
-    total, weights = emitter.ops(local.call.node.op, scores, target, weight, summed, ignored)
-    if reduction == NONE and len(emitter.meta(scores).shape) > 1:
+        dim = 0 if scores.ndim == 1 else 1
+        target = checked(target, local.call.inputs[0].shape[dim], ignored=ignored)
+        target, ignored = _local_targets(local, target, ignored, scores.shape[dim]), _IGNORED
+    total, weights = local.result(scores, target, weight, SUM if reduction == MEAN else reduction, ignored)
+    if reduction == NONE and scores.ndim > 1:
         return total, weights
     counted = weights if counted is None else counted
     if reduction != MEAN:
-        return total, cast(emitter, counted, dtype)
+        return total, counted.to(scores.dtype)
     shared = tokens if weight is None else (*tokens, *classes)
     if shared:
-        both = emitter.op("aten.stack.default", (wide(emitter, total), wide(emitter, counted)))
-        both = all_reduce(emitter, both, "sum", shared)
-        total, counted = (emitter.op("aten.select.int", both, 0, i) for i in (0, 1))
-    mean = emitter.op("aten.div.Tensor", total, counted)
-    return cast(emitter, mean, dtype), cast(emitter, counted, dtype)
+        total, counted = all_reduce(torch.stack((wide(total), wide(counted))), "sum", shared)
+    return (total / counted).to(scores.dtype), counted.to(scores.dtype)
 
 
-def _local_targets(emitter: Emitter, target: Ref, ignored: int, axes: tuple[int, ...], classes: int) -> Ref:
-    local, mine = local_indices(emitter, target, axes, classes)
-    mine = emitter.op("aten.logical_and.default", mine, emitter.op("aten.ne.Scalar", target, ignored))
-    return emitter.op("aten.masked_fill.Scalar", local, emitter.op("aten.logical_not.default", mine), _IGNORED)
+def _local_targets(local: LocalCall, target: Tensor, ignored: int, classes: int) -> Tensor:
+    row, mine = local_indices(local, target, local.splits["c"], classes)
+    mine = torch.logical_and(mine, target != ignored)
+    return row.masked_fill(mine.logical_not(), _IGNORED)
 
 
-def nll_backward_on_shards(emitter: Emitter, local: LocalCall) -> Results:
+def nll_backward_on_shards(local: LocalCall) -> Results:
     """nll_loss backward with the classes split: other ranks' classes are ignored."""
     gradient, scores, target, weight, reduction, ignored, total_weight = local.args
-    size = emitter.meta(scores).shape[0 if len(emitter.meta(scores).shape) == 1 else 1]
-    target = _local_targets(emitter, target, ignored, local.splits["c"], size)
-    return (local.result(emitter, gradient, scores, target, weight, reduction, _IGNORED, total_weight),)
+    target = _local_targets(local, target, ignored, scores.shape[0 if scores.ndim == 1 else 1])
+    return local.result(gradient, scores, target, weight, reduction, _IGNORED, total_weight)

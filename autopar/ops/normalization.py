@@ -8,12 +8,12 @@ import math
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
-from autopar.ir.emitter import Emitter
-from autopar.ir.graph import Ref, TensorMeta
+from autopar.ir.graph import TensorMeta
 from autopar.ir.layout import Shape
 
-from .expansions import NARROW, LocalCall, Results, all_reduce, cast, in_output_dtypes, wide
+from .expansions import NARROW, LocalCall, Results, all_reduce, in_output_dtypes, wide
 from .families import FIRST
 from .local import Arguments, replaced
 from .rule import Call, OpRule
@@ -80,14 +80,15 @@ def _over(local: LocalCall) -> tuple[int, ...]:
     return local.axes(lambda name: name != CHANNEL)
 
 
-def _summed(emitter: Emitter, pair: Sequence[Ref], axes: tuple[int, ...]) -> tuple[Ref, Ref]:
+def _summed(pair: Sequence[Tensor], axes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Two tensors of one shape, summed over the ranks of `axes` in one all-reduce an axis."""
-    both = all_reduce(emitter, emitter.op("aten.stack.default", tuple(pair)), "sum", axes)
-    first, second = (emitter.op("aten.select.int", both, 0, i) for i in range(2))
+    first, second = all_reduce(torch.stack(tuple(pair)), "sum", axes)
     return first, second
 
 
-def moments(emitter: Emitter, source: Ref, dims: tuple[int, ...], count: int, axes: tuple[int, ...]) -> tuple[Ref, Ref]:
+def moments(
+    local: LocalCall, source: Tensor, dims: tuple[int, ...], count: int, axes: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
     """Mean and variance (biased, float64) over local `dims` and the ranks of `axes`, of `count` elements in all.
 
     The shards' own means and variances are combined (Chan, Golub, LeVeque 1979) by summing E[x] and E[x^2] of
@@ -95,48 +96,46 @@ def moments(emitter: Emitter, source: Ref, dims: tuple[int, ...], count: int, ax
     fill an uneven shard add nothing to the sums, and are not counted; far from the mean as they are, they take
     float64 from the start.
     """
-    elements = math.prod(emitter.meta(source).shape[d] for d in dims)
+    elements = math.prod(source.shape[d] for d in dims)
     share = elements / count
-    filled = elements * math.prod(map(emitter.ranks, axes)) != count
-    exact = cast(emitter, source, torch.float64) if filled else wide(emitter, source)
-    variance, mean = emitter.ops("aten.var_mean.correction", exact, dims, correction=0)
-    mean, variance = cast(emitter, mean, torch.float64), cast(emitter, variance, torch.float64)
-    squares = emitter.op("aten.addcmul.default", variance, mean, mean)
-    pair = [emitter.op("aten.mul.Scalar", moment, share) for moment in (mean, squares)]
-    mean, squares = _summed(emitter, pair, axes)
-    variance = emitter.op("aten.addcmul.default", squares, mean, mean, value=-1)
-    return mean, emitter.op("aten.clamp_min.default", variance, 0)
+    exact = source.to(torch.float64) if elements * local.ranks(axes) != count else wide(source)
+    variance, mean = torch.var_mean(exact, dims, correction=0)
+    mean, variance = mean.to(torch.float64), variance.to(torch.float64)
+    squares = torch.addcmul(variance, mean, mean)
+    mean, squares = _summed([mean * share, squares * share], axes)
+    variance = torch.addcmul(squares, mean, mean, value=-1)
+    return mean, variance.clamp_min(0)
 
 
-def batch_norm_statistics(emitter: Emitter, local: LocalCall) -> Results:
+def _statistics_dtype(source: Tensor, weight: Tensor | None) -> torch.dtype:
+    if weight is not None:
+        return weight.dtype
+    return torch.float32 if source.dtype in NARROW else source.dtype
+
+
+def batch_norm_statistics(local: LocalCall) -> Results:
     """Batch norm in training with the batch or spatial dims split: statistics of all ranks' elements, then the op with
     these as its running statistics."""
     call = local.call
-    named = dict(zip(roles(call), call.inputs, strict=True))
+    shape = call.inputs[0].shape
     source, weight, bias = local.args[:3]
-    shape = named["input"].shape
-    count, rank = named["input"].numel // shape[1], len(shape)
-    mean, variance = moments(emitter, source, (0, *range(2, rank)), count, _over(local))
-    epsilon = call.argument("eps")
-    scale = emitter.op("aten.rsqrt.default", emitter.op("aten.add.Scalar", variance, epsilon))
+    count, epsilon = math.prod(shape) // shape[1], call.argument("eps")
+    mean, variance = moments(local, source, (0, *range(2, len(shape))), count, _over(local))
+    scale = torch.rsqrt(variance + epsilon)
 
-    dtype = emitter.meta(source).dtype
-    statistic = emitter.meta(weight).dtype if weight is not None else torch.float32 if dtype in NARROW else dtype
-    plain = (cast(emitter, mean, statistic), cast(emitter, variance, statistic))
-    output = emitter.op("aten.batch_norm.default", source, weight, bias, *plain, False, 0.0, epsilon, True)
-    saved = [cast(emitter, s, m.dtype) if m else None for s, m in zip((mean, scale), call.outputs[1:3], strict=True)]
+    dtype = _statistics_dtype(source, weight)
+    plain = mean.to(dtype), variance.to(dtype)
+    output = torch.batch_norm(source, weight, bias, *plain, False, 0.0, epsilon, True)
+    saved = in_output_dtypes(call.outputs[1:3], (mean, scale))
     if len(call.outputs) == 3:
         return (output, *saved)
     # the running variance is unbiased
-    unbiased = emitter.op("aten.mul.Scalar", variance, count / max(1, count - 1))
-    running = []
-    for old, new in zip(local.args[3:5], (mean, unbiased), strict=True):
-        new = cast(emitter, new, emitter.meta(old).dtype)
-        running.append(emitter.op("aten.lerp.Scalar", old, new, call.argument("momentum")))
-    return (output, *saved, *running)
+    unbiased = variance * (count / max(1, count - 1))
+    olds = zip(local.args[3:5], (mean, unbiased), strict=True)
+    return (output, *saved, *(torch.lerp(old, new.to(old.dtype), call.argument("momentum")) for old, new in olds))
 
 
-def batch_norm_gradients(emitter: Emitter, local: LocalCall) -> Results:
+def batch_norm_gradients(local: LocalCall) -> Results:
     """Batch norm backward in training with the batch or spatial dims split. With sums over all ranks' elements, N a
     channel, and x^ = (x - mean) * invstd:
 
@@ -148,35 +147,28 @@ def batch_norm_gradients(emitter: Emitter, local: LocalCall) -> Results:
     given = weight
     if weight is None:
         # ones of the statistics' dtype, which running ones of another may not stand beside; in training none are read
-        given, running = emitter.op("aten.ones_like.default", mean), [None, None]
-    arguments = (gradient, source, given, *running, mean, scale, True, call.argument("eps"), (False, True, True))
-    _, product, total = emitter.ops(call.node.op, *arguments)
-    product, total = _summed(emitter, [wide(emitter, product), wide(emitter, total)], _over(local))
+        given, running = torch.ones_like(mean), [None, None]
+    mask = False, True, True
+    _, product, total = local.result(gradient, source, given, *running, mean, scale, True, call.argument("eps"), mask)
+    product, total = _summed([wide(product), wide(total)], _over(local))
 
-    mean, scale, given = (wide(emitter, value) for value in (mean, scale, given))
+    mean, scale, given = map(wide, (mean, scale, given))
     # sums of weight * dy and weight * dy * x^, by -N
-    along, across = (
-        emitter.op("aten.mul.Scalar", emitter.op("aten.mul.Tensor", value, given), -1 / count)
-        for value in (total, product)
-    )
-    result = _input_gradient(emitter, gradient, source, mean, scale, given, along, across)
-    return in_output_dtypes(emitter, call, (result, product, total))
+    along, across = (value * given * (-1 / count) for value in (total, product))
+    result = _input_gradient(gradient, source, mean, scale, given, along, across)
+    return in_output_dtypes(call.outputs, (result, product, total))
 
 
 def _input_gradient(
-    emitter: Emitter, gradient: Ref, source: Ref, mean: Ref, scale: Ref, weight: Ref, along: Ref, across: Ref
-) -> Ref:
+    gradient: Tensor, source: Tensor, mean: Tensor, scale: Tensor, weight: Tensor, along: Tensor, across: Tensor
+) -> Tensor:
     """invstd * (weight * dy + along + across * x^), the last five a number a channel."""
-    column: Shape = (1, -1, *([1] * (len(emitter.meta(source).shape) - 2)))
-    slope = emitter.op("aten.mul.Tensor", scale, weight)
-    offset = emitter.op("aten.mul.Tensor", scale, along)
-    steps = emitter.op("aten.mul.Tensor", emitter.op("aten.mul.Tensor", scale, scale), across)
-    slope, offset, steps, mean = (
-        emitter.op("aten.reshape.default", value, column) for value in (slope, offset, steps, mean)
-    )
-    centered = emitter.op("aten.sub.Tensor", source, mean)
-    result = emitter.op("aten.addcmul.default", offset, centered, steps)
-    return emitter.op("aten.addcmul.default", result, gradient, slope)
+    column = (1, -1, *([1] * (source.ndim - 2)))
+    by_channel = scale * weight, scale * along, scale * scale * across, mean
+    slope, offset, steps, mean = (value.reshape(column) for value in by_channel)
+    centered = source - mean
+    result = torch.addcmul(offset, centered, steps)
+    return torch.addcmul(result, gradient, slope)
 
 
 # Group norm: a group of channels, on one sample, has statistics of its own
@@ -220,70 +212,58 @@ def group_sizes(call: Call, local_inputs: tuple[Shape, ...], local_outputs: tupl
     return replaced(call, N=n, C=c, HxW=math.prod(spatial), group=call.argument("group") * c // call.argument("C"))
 
 
-def _to_channels(emitter: Emitter, statistic: Ref, channels: int) -> Ref:
+def _to_channels(statistic: Tensor, channels: int) -> Tensor:
     """[n, groups] -> [n * channels]."""
-    n, groups = emitter.meta(statistic).shape
-    column = emitter.op("aten.reshape.default", statistic, (n, groups, 1))
-    return emitter.op(
-        "aten.reshape.default", emitter.op("aten.expand.default", column, (n, groups, channels // groups)), (-1,)
-    )
+    n, groups = statistic.shape
+    return statistic.reshape(n, groups, 1).expand(n, groups, channels // groups).reshape(-1)
 
 
-def _to_samples(emitter: Emitter, weight: Ref | None, n: int) -> Ref | None:
+def _to_samples(weight: Tensor, n: int) -> Tensor:
     """[channels] -> [n * channels]."""
-    if weight is None:
-        return None
-    channels = emitter.meta(weight).shape[0]
-    return emitter.op("aten.reshape.default", emitter.op("aten.expand.default", weight, (n, channels)), (-1,))
+    return weight.expand(n, weight.shape[0]).reshape(-1)
 
 
-def group_norm_statistics(emitter: Emitter, local: LocalCall) -> Results:
+def group_norm_statistics(local: LocalCall) -> Results:
     """Group norm with spatial dims split: statistics of all ranks' elements, one all-reduce of 2 numbers a group and
     sample. A channel of a sample is then a channel of a batch norm in evaluation."""
     call = local.call
     source, weight, bias, *_, groups, epsilon = local.args
-    shape, dtype = emitter.meta(source).shape, emitter.meta(source).dtype
-    n, channels = shape[:2]
+    n, channels, *spatial = source.shape
     count = call.inputs[0].numel // (call.inputs[0].shape[0] * call.argument("group"))
     axes = local.axes(lambda name: name.startswith("s"))
-    rows = emitter.op("aten.reshape.default", source, (n, groups, -1))
-    mean, variance = moments(emitter, rows, (2,), count, axes)
-    scale = emitter.op("aten.rsqrt.default", emitter.op("aten.add.Scalar", variance, epsilon))
-    statistic = emitter.meta(weight).dtype if weight is not None else torch.float32 if dtype in NARROW else dtype
-    mean_, variance_ = (_to_channels(emitter, cast(emitter, v, statistic), channels) for v in (mean, variance))
-    weight, bias = _to_samples(emitter, weight, n), _to_samples(emitter, bias, n)
-    one = emitter.op("aten.reshape.default", source, (1, n * channels, *shape[2:]))
-    output = emitter.op("aten.batch_norm.default", one, weight, bias, mean_, variance_, False, 0.0, epsilon, True)
-    saved = [cast(emitter, s, m.dtype) if m else None for s, m in zip((mean, scale), call.outputs[1:], strict=True)]
-    return (emitter.op("aten.reshape.default", output, shape), *saved)
+    mean, variance = moments(local, source.reshape(n, groups, -1), (2,), count, axes)
+    scale = torch.rsqrt(variance + epsilon)
+    dtype = _statistics_dtype(source, weight)
+    of_channels = (_to_channels(statistic.to(dtype), channels) for statistic in (mean, variance))
+    means, variances = of_channels
+    weight, bias = (None if value is None else _to_samples(value, n) for value in (weight, bias))
+    one = source.reshape(1, n * channels, *spatial)
+    output = torch.batch_norm(one, weight, bias, means, variances, False, 0.0, epsilon, True)
+    saved = in_output_dtypes(call.outputs[1:], (mean, scale))
+    return (output.reshape(source.shape), *saved)
 
 
-def group_norm_gradients(emitter: Emitter, local: LocalCall) -> Results:
+def group_norm_gradients(local: LocalCall) -> Results:
     """Group norm backward with spatial dims split: one all-reduce of 2 numbers a group and sample. The gradients of
     weight and bias are sums of the ranks' own elements."""
     call = local.call
     gradient, source, mean, scale, weight, *_, groups, _ = local.args
-    shape = emitter.meta(source).shape
-    n, channels = shape[:2]
+    n, channels, *spatial = source.shape
     count = call.inputs[1].numel // (call.inputs[1].shape[0] * call.argument("group"))
     axes = local.axes(lambda name: name.startswith("s"))
-    mean, scale = (_to_channels(emitter, wide(emitter, v), channels) for v in (mean, scale))
-    one = (1, n * channels, *shape[2:])
-    dy, x = (emitter.op("aten.reshape.default", v, one) for v in (gradient, source))
-    ones = emitter.op("aten.ones_like.default", mean)
-    op = "aten.native_batch_norm_backward.default"
-    _, product, total = emitter.ops(op, dy, x, ones, None, None, mean, scale, True, 0.0, (False, True, True))
-    given = ones if weight is None else wide(emitter, _to_samples(emitter, weight, n) or weight)
+    mean, scale = (_to_channels(wide(value), channels) for value in (mean, scale))
+    dy, x = (value.reshape(1, n * channels, *spatial) for value in (gradient, source))
+    ones = torch.ones_like(mean)
+    _, product, total = torch.ops.aten.native_batch_norm_backward(
+        dy, x, ones, None, None, mean, scale, True, 0.0, (False, True, True)
+    )
+    given = ones if weight is None else wide(_to_samples(weight, n))
 
-    def of_groups(value: Ref) -> Ref:
-        weighted = emitter.op("aten.mul.Tensor", value, given)
-        rows = emitter.op("aten.reshape.default", weighted, (n, groups, channels // groups))
-        return emitter.op("aten.sum.dim_IntList", rows, (2,))
+    def of_groups(value: Tensor) -> Tensor:
+        return (value * given).reshape(n, groups, channels // groups).sum(2)
 
-    sums = _summed(emitter, [of_groups(product), of_groups(total)], axes)
-    across, along = (_to_channels(emitter, emitter.op("aten.mul.Scalar", v, -1 / count), channels) for v in sums)
-    result = _input_gradient(emitter, dy, x, mean, scale, given, along, across)
-    result = emitter.op("aten.reshape.default", result, shape)
-    by_sample = (emitter.op("aten.reshape.default", v, (n, channels)) for v in (product, total))
-    sums_of_weights = (emitter.op("aten.sum.dim_IntList", v, (0,)) for v in by_sample)
-    return in_output_dtypes(emitter, call, (result, *sums_of_weights))
+    sums = _summed([of_groups(product), of_groups(total)], axes)
+    across, along = (_to_channels(value * (-1 / count), channels) for value in sums)
+    result = _input_gradient(dy, x, mean, scale, given, along, across).reshape(source.shape)
+    sums_of_weights = (value.reshape(n, channels).sum(0) for value in (product, total))
+    return in_output_dtypes(call.outputs, (result, *sums_of_weights))

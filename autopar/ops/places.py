@@ -9,12 +9,10 @@ also split the values: every rank adds its part, and one of them the tensor that
 from collections.abc import Callable, Sequence
 
 import torch
-
-from autopar.ir.emitter import Emitter
-from autopar.ir.graph import Ref
+from torch import Tensor
 
 from .bounds import checked
-from .expansions import Expansion, LocalCall, Results
+from .expansions import LocalCall, Results, slice_of
 from .families import DIMS, FIRST, Rule
 from .lookup import PLACE, dim_of, dims_of, held, looked_up, place_of, with_dim
 from .rule import Call, OpRule
@@ -53,23 +51,22 @@ def place_names(rank: int, places: tuple[int, ...], allowed: bool = True) -> lis
     return [(f"{PLACE}{d}" if allowed else None) if d in places else DIMS[d] for d in range(rank)]
 
 
-def counted_from_start(emitter: Emitter, places: Ref, size: int) -> Ref:
+def counted_from_start(places: Tensor, size: int) -> Tensor:
     """Places in [-size, size), of which -1 is the last, as places in [0, size)."""
-    return emitter.op("aten.remainder.Scalar", checked(emitter, places, size, from_end=True), size)
+    return checked(places, size, from_end=True) % size
 
 
 def split_places(
-    emitter: Emitter, local: LocalCall, source: Ref, outside: Callable[[int], int]
-) -> tuple[list[Ref | None], list[Ref], list[int]]:
+    local: LocalCall, source: Tensor, outside: Callable[[int], int]
+) -> tuple[list[Tensor | None], list[Tensor], list[int]]:
     """The indices relative to this rank's first element, with `outside(size)` for other ranks' places; where those
     are, one mask for each split dim; and the split dims."""
-    indices: list[Ref | None] = list(local.args[1])
-    shape = emitter.meta(source).shape
+    indices: list[Tensor | None] = list(local.args[1])
     masks, dims = [], []
     for d, index in enumerate(indices):
         if index is not None and f"{PLACE}{d}" in local.splits:
-            row, other = held(emitter, local, counted_from_start(emitter, index, local.call.inputs[0].shape[d]), d)
-            indices[d] = emitter.op("aten.masked_fill.Scalar", row, other, outside(shape[d]))
+            row, other = held(local, counted_from_start(index, local.call.inputs[0].shape[d]), d)
+            indices[d] = row.masked_fill(other, outside(source.shape[d]))
             masks.append(other)
             dims.append(d)
     return indices, masks, dims
@@ -84,12 +81,11 @@ def index_selected(call: Call) -> OpRule:
     )  # fmt: skip
 
 
-def index_select(emitter: Emitter, local: LocalCall) -> Results:
+def index_select(local: LocalCall) -> Results:
     """index_select along a split dim."""
     source, dim, places = local.args
-    dim %= len(emitter.meta(source).shape)
-    places = checked(emitter, places, local.call.inputs[0].shape[dim])
-    return (looked_up(emitter, local, source, dim, emitter.op("aten.reshape.default", places, (-1,))),)
+    dim %= source.ndim
+    return looked_up(local, source, dim, checked(places, local.call.inputs[0].shape[dim]).reshape(-1))
 
 
 def gathered(call: Call) -> OpRule:
@@ -101,13 +97,12 @@ def gathered(call: Call) -> OpRule:
     ) if names else unsplit(call)  # fmt: skip
 
 
-def gather(emitter: Emitter, local: LocalCall) -> Results:
+def gather(local: LocalCall) -> Results:
     """gather along a split dim."""
     source, dim, places, *rest = local.args
-    dim %= len(emitter.meta(source).shape)
-    row, other = held(emitter, local, checked(emitter, places, local.call.inputs[0].shape[dim]), dim)
-    elements = local.result(emitter, source, dim, emitter.op("aten.masked_fill.Scalar", row, other, 0), *rest)
-    return (emitter.op("aten.masked_fill.Scalar", elements, other, 0),)
+    dim %= source.ndim
+    row, other = held(local, checked(places, local.call.inputs[0].shape[dim]), dim)
+    return local.result(source, dim, row.masked_fill(other, 0), *rest).masked_fill(other, 0)
 
 
 def indexed(call: Call) -> OpRule | None:
@@ -126,19 +121,17 @@ def indexed(call: Call) -> OpRule | None:
     )  # fmt: skip
 
 
-def index(emitter: Emitter, local: LocalCall) -> Results:
+def index(local: LocalCall) -> Results:
     """index in split dims: elements that any of the indices puts on another rank are zero here."""
     source, addressed = local.args[0], indices_of(local.call)
     assert addressed is not None
     places, adjacent, _ = addressed
-    indices, masks, _ = split_places(emitter, local, source, lambda size: 0)
-    elements = local.result(emitter, source, tuple(indices))
-    rank = len(emitter.meta(source).shape)
-    behind = rank - 1 - places[-1] if adjacent else rank - len(places)
+    indices, masks, _ = split_places(local, source, lambda size: 0)
+    elements = local.result(source, indices)
+    behind = source.ndim - 1 - places[-1] if adjacent else source.ndim - len(places)
     for mask in masks:
-        shape = (*emitter.meta(mask).shape, *(1,) * behind)
-        elements = emitter.op("aten.masked_fill.Scalar", elements, emitter.op("aten.reshape.default", mask, shape), 0)
-    return (elements,)
+        elements = elements.masked_fill(mask.reshape(*mask.shape, *(1,) * behind), 0)
+    return elements
 
 
 def scattered(adds: bool | Callable[[Call], bool], linear: Linear = ()) -> Rule:
@@ -176,23 +169,19 @@ def index_written(adds: bool, linear: Linear = ()) -> Rule:
     return rule
 
 
-def write(*, from_end: bool = False) -> Expansion:
+def write(local: LocalCall, *, from_end: bool = False) -> Results:
     """scatter, index_add and the like along a split dim, or of a split source: (self, dim, index, ...). Places may
     count `from_end`."""
-
-    def expand(emitter: Emitter, local: LocalCall) -> Results:
-        target, dim, places, *rest = local.args
-        target = _once(emitter, local, target, "i")
-        dims = [dim % len(emitter.meta(target).shape)] if PLACE in local.splits else []
-        for d in dims:
-            count = local.call.inputs[0].shape[d]
-            places = counted_from_start(emitter, places, count) if from_end else checked(emitter, places, count)
-            row, other = held(emitter, local, places, d)
-            places = emitter.op("aten.masked_fill.Scalar", row, other, emitter.meta(target).shape[d])
-        written = local.result(emitter, _longer(emitter, target, dims), dim, places, *rest, **dict(local.kwargs))
-        return (_cut(emitter, written, target, dims),)
-
-    return expand
+    target, dim, places, *rest = local.args
+    target = _once(local, target, "i")
+    dims = [dim % target.ndim] if PLACE in local.splits else []
+    for d in dims:
+        count = local.call.inputs[0].shape[d]
+        places = counted_from_start(places, count) if from_end else checked(places, count)
+        row, other = held(local, places, d)
+        places = row.masked_fill(other, target.shape[d])
+    written = local.result(_longer(target, dims), dim, places, *rest, **dict(local.kwargs))
+    return _cut(written, target, dims)
 
 
 def index_put(call: Call) -> OpRule | None:
@@ -214,31 +203,29 @@ def index_put(call: Call) -> OpRule | None:
     )  # fmt: skip
 
 
-def put_at_indices(emitter: Emitter, local: LocalCall) -> Results:
+def put_at_indices(local: LocalCall) -> Results:
     """index_put in split dims, or of split values."""
-    source = _once(emitter, local, local.args[0], "i")
-    indices, _, dims = split_places(emitter, local, source, lambda size: size)
-    longer = _longer(emitter, source, dims)
-    return (_cut(emitter, local.result(emitter, longer, tuple(indices), *local.args[2:]), source, dims),)
+    source = _once(local, local.args[0], "i")
+    indices, _, dims = split_places(local, source, lambda size: size)
+    return _cut(local.result(_longer(source, dims), indices, *local.args[2:]), source, dims)
 
 
-def _once(emitter: Emitter, local: LocalCall, value: Ref, prefix: str) -> Ref:
+def _once(local: LocalCall, value: Tensor, prefix: str) -> Tensor:
     """The tensor that values are added to: kept by the first of the ranks that split the values, zero on the others."""
     for name, axes in local.splits.items():
         for axis in axes if name.startswith(prefix) else ():
-            number = emitter.op("aten.full.default", (), emitter.coordinate(axis), dtype=torch.int64)
-            value = emitter.op("aten.masked_fill.Scalar", value, emitter.op("aten.ne.Scalar", number, 0), 0)
+            value = value.masked_fill(local.full((), local.coordinate(axis)) != 0, 0)
     return value
 
 
-def _longer(emitter: Emitter, value: Ref, dims: Sequence[int]) -> Ref:
+def _longer(value: Tensor, dims: Sequence[int]) -> Tensor:
     """The value with one more element at the end of some dims, which takes what belongs to other ranks."""
-    rank = len(emitter.meta(value).shape)
+    rank = value.ndim
     pad = [int(rank - 1 - i // 2 in dims and i % 2 == 1) for i in range(2 * rank)]
-    return emitter.op("aten.constant_pad_nd.default", value, tuple(pad), 0) if dims else value
+    return torch.constant_pad_nd(value, pad, 0) if dims else value
 
 
-def _cut(emitter: Emitter, value: Ref, like: Ref, dims: Sequence[int]) -> Ref:
+def _cut(value: Tensor, like: Tensor, dims: Sequence[int]) -> Tensor:
     for dim in dims:
-        value = emitter.op("aten.slice.Tensor", value, dim, 0, emitter.meta(like).shape[dim])
+        value = slice_of(value, dim, 0, like.shape[dim])
     return value

@@ -1,17 +1,20 @@
 """Pools: batch and channels split freely, spatial dims where windows keep step with rows; ranks exchange edges where
 windows overlap."""
 
+import itertools
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.ir.emitter import Emitter
-from autopar.ir.graph import Ref, TensorMeta
+from torch import Tensor
+
+from autopar.ir.graph import TensorMeta
 from autopar.ir.layout import Shape
 
-from .expansions import Expansion, LocalCall, Results, global_indices
+from .expansions import LocalCall, Results, global_indices
 from .families import FIRST, Rule
-from .halo import Halos, HaloWindow, each, halos_added, halos_of, with_halos
+from .halo import Halos, HaloWindow, each, halos_added, halos_of, surrounded, with_halos
 from .local import Arguments, Local, replaced
 from .rule import Call, OpRule, neutral
 from .template import Linear, Name, Named, assemble, roles
@@ -129,50 +132,33 @@ def _halos(local: LocalCall, spatial: int) -> Halos:
     return halos_of(local, _windows(local.call, spatial))
 
 
-def _of_surrounded_shape(emitter: Emitter, value: Ref, spatial: int, halos: Halos) -> Ref:
-    """A tensor of the shape with halos, for a backward op that reads no more than its shape."""
-    shape = list(emitter.meta(value).shape)
-    for i, (window, _) in halos.items():
-        shape[i - spatial] += window.before + window.after
-    return emitter.op("aten.new_empty.default", value, tuple(shape)) if halos else value
-
-
 def _padding(call: Call, spatial: int, halos: Halos) -> tuple[int, ...]:
     return tuple(0 if i in halos else size for i, size in enumerate(each(call, "padding", spatial)))
 
 
-def max_pool(spatial: int) -> Expansion:
+def max_pool(local: LocalCall, spatial: int) -> Results:
     """max_pool_with_indices with spatial dims split."""
-
-    def expand(emitter: Emitter, local: LocalCall) -> Results:
-        call, source, halos = local.call, local.args[0], _halos(local, spatial)
-        around = with_halos(emitter, source, spatial, halos, neutral("max", emitter.meta(source).dtype))
-        values, indices = emitter.ops(
-            call.node.op, around, call.argument("kernel_size"), call.argument("stride"), _padding(call, spatial, halos),
-            call.argument("dilation"), call.argument("ceil_mode"),
-        )  # fmt: skip
-        plane = emitter.meta(around).shape[-spatial:]
-        return values, _renumbered(emitter, indices, _along(local, emitter, spatial, source, plane), to_global=True)
-
-    return expand
+    call, source, halos = local.call, local.args[0], _halos(local, spatial)
+    around = with_halos(local, source, spatial, halos, neutral("max", source.dtype))
+    values, indices = local.result(
+        around, call.argument("kernel_size"), call.argument("stride"), _padding(call, spatial, halos),
+        call.argument("dilation"), call.argument("ceil_mode"),
+    )  # fmt: skip
+    dims = _along(local, spatial, source, around.shape[-spatial:])
+    return values, _renumbered(local, indices, dims, to_global=True)
 
 
-def max_pool_backward(spatial: int) -> Expansion:
+def max_pool_backward(local: LocalCall, spatial: int) -> Results:
     """max_pool_with_indices_backward with spatial dims split."""
-
-    def expand(emitter: Emitter, local: LocalCall) -> Results:
-        call, halos = local.call, _halos(local, spatial)
-        gradient, source, indices = local.args[0], local.args[1], local.args[-1]
-        around = _of_surrounded_shape(emitter, source, spatial, halos)
-        plane = emitter.meta(around).shape[-spatial:]
-        indices = _renumbered(emitter, indices, _along(local, emitter, spatial, source, plane), to_global=False)
-        result = local.result(
-            emitter, gradient, around, call.argument("kernel_size"), call.argument("stride"),
-            _padding(call, spatial, halos), call.argument("dilation"), call.argument("ceil_mode"), indices,
-        )  # fmt: skip
-        return (halos_added(emitter, result, spatial, halos),)
-
-    return expand
+    call, halos = local.call, _halos(local, spatial)
+    gradient, source, indices = local.args[0], local.args[1], local.args[-1]
+    around = surrounded(source, spatial, halos)
+    dims = _along(local, spatial, source, around.shape[-spatial:])
+    result = local.result(
+        gradient, around, call.argument("kernel_size"), call.argument("stride"), _padding(call, spatial, halos),
+        call.argument("dilation"), call.argument("ceil_mode"), _renumbered(local, indices, dims, to_global=False),
+    )  # fmt: skip
+    return halos_added(local, result, spatial, halos)
 
 
 # Indices of maxima: they count within the plane of the spatial dims
@@ -190,8 +176,8 @@ class _PlaneDim:
     axes: tuple[int, ...]
 
 
-def _along(local: LocalCall, emitter: Emitter, spatial: int, source: Ref, plane: Sequence[int]) -> list[_PlaneDim]:
-    sizes, own = _fine_and_coarse(local.call)[0].shape[-spatial:], emitter.meta(source).shape[-spatial:]
+def _along(local: LocalCall, spatial: int, source: Tensor, plane: Sequence[int]) -> list[_PlaneDim]:
+    sizes, own = _fine_and_coarse(local.call)[0].shape[-spatial:], source.shape[-spatial:]
     halos = _halos(local, spatial)
     before = [halos[i][0].before if i in halos else 0 for i in range(spatial)]
     axes = [local.splits.get(f"s{i}", ()) for i in range(spatial)]
@@ -202,34 +188,31 @@ def _strides(plane: Sequence[int]) -> list[int]:
     return [math.prod(plane[i + 1 :]) for i in range(len(plane))]
 
 
-def _renumbered(emitter: Emitter, indices: Ref, dims: Sequence[_PlaneDim], *, to_global: bool) -> Ref:
+def _renumbered(local: LocalCall, indices: Tensor, dims: Sequence[_PlaneDim], *, to_global: bool) -> Tensor:
     """Indices into a shard with its halo as indices into the global plane, or back. They stay inside, even where a
     window holds nothing above -inf, or is padding."""
     inner, outer = _strides([d.rows for d in dims]), _strides([d.size for d in dims])
     have, want = (inner, outer) if to_global else (outer, inner)
-    to, back = ("aten.add.Tensor", "aten.sub.Tensor") if to_global else ("aten.sub.Tensor", "aten.add.Tensor")
+    to, back = (operator.add, operator.sub) if to_global else (operator.sub, operator.add)
     if inner == outer and not any(d.before for d in dims):  # rows only
         for d, stride in zip(dims, outer, strict=True):
             if d.axes:
-                indices = emitter.op(to, indices, emitter.offset(d.axes, d.own * stride))
-        return emitter.op(
-            "aten.clamp.default", indices, 0, math.prod(d.size if to_global else d.rows for d in dims) - 1
-        )
+                indices = to(indices, local.offset(d.axes, d.own * stride))
+        return indices.clamp(0, math.prod(d.size if to_global else d.rows for d in dims) - 1)
     total = None
     for i, (d, had, wanted) in enumerate(zip(dims, have, want, strict=True)):
         if d.size == 1:
             continue
         coordinate = indices
         if i < len(dims) - 1:
-            coordinate = emitter.op("aten.floor_divide.default", indices, had)
-            indices = emitter.op("aten.remainder.Scalar", indices, had)
+            coordinate, indices = indices // had, indices % had
         if d.axes:
-            coordinate = emitter.op(to, coordinate, emitter.offset(d.axes, d.own))
+            coordinate = to(coordinate, local.offset(d.axes, d.own))
             if d.before:
-                coordinate = emitter.op(back, coordinate, d.before)
-            coordinate = emitter.op("aten.clamp.default", coordinate, 0, (d.size if to_global else d.rows) - 1)
-        term = emitter.op("aten.mul.Scalar", coordinate, wanted) if wanted > 1 else coordinate
-        total = term if total is None else emitter.op("aten.add.Tensor", total, term)
+                coordinate = back(coordinate, d.before)
+            coordinate = coordinate.clamp(0, (d.size if to_global else d.rows) - 1)
+        term = coordinate * wanted if wanted > 1 else coordinate
+        total = term if total is None else total + term
     assert total is not None
     return total
 
@@ -243,47 +226,39 @@ def _is_full(call: Call, window: HaloWindow, size: int, count: int) -> bool:
     return padding == window.before and window.stride * (count - 1) + window.reach < size + padding + window.before
 
 
-def average_pool(spatial: int) -> Expansion:
+def average_pool(local: LocalCall, spatial: int) -> Results:
     """avg_pool and its backward with spatial dims split: sums, divided by the number of elements that they count."""
-
-    def expand(emitter: Emitter, local: LocalCall) -> Results:
-        call, halos, backward = local.call, _halos(local, spatial), local.call.has("grad_output")
-        value, divisor = local.args[0], call.argument("divisor_override")
-        uncounted: list[int] = []
-        if divisor is None:
-            fine, coarse = _fine_and_coarse(call)
-            sizes = zip(_windows(call, spatial), fine.shape[-spatial:], coarse.shape[-spatial:], strict=True)
-            full = [_is_full(call, *each) for each in sizes]
-            divisor = math.prod(
-                k for k, counts_all in zip(each(call, "kernel_size", spatial), full, strict=True) if counts_all
-            )
-            uncounted = [i for i, counts_all in enumerate(full) if not counts_all]
-        rest = (
-            call.argument("kernel_size"), call.argument("stride"), _padding(call, spatial, halos),
-            call.argument("ceil_mode"), True, divisor,
-        )  # fmt: skip
-        if not backward:
-            value = local.result(emitter, with_halos(emitter, value, spatial, halos), *rest)
-        for i in uncounted:
-            value = emitter.op("aten.div.Tensor", value, _counts(emitter, local, spatial, i))
-        if backward:
-            value = local.result(emitter, value, _of_surrounded_shape(emitter, local.args[1], spatial, halos), *rest)
-            value = halos_added(emitter, value, spatial, halos)
-        return (value,)
-
-    return expand
+    call, halos, backward = local.call, _halos(local, spatial), local.call.has("grad_output")
+    divisor = call.argument("divisor_override")
+    value: Tensor = local.args[0]
+    uncounted: list[int] = []
+    if divisor is None:
+        fine, coarse = _fine_and_coarse(call)
+        sizes = zip(_windows(call, spatial), fine.shape[-spatial:], coarse.shape[-spatial:], strict=True)
+        full = [_is_full(call, *each) for each in sizes]
+        divisor = math.prod(itertools.compress(each(call, "kernel_size", spatial), full))
+        uncounted = [i for i, counts_all in enumerate(full) if not counts_all]
+    rest = (
+        call.argument("kernel_size"), call.argument("stride"), _padding(call, spatial, halos),
+        call.argument("ceil_mode"), True, divisor,
+    )  # fmt: skip
+    if not backward:
+        value = local.result(with_halos(local, value, spatial, halos), *rest)
+    for i in uncounted:
+        value = value / _counts(local, spatial, i)
+    if backward:
+        value = local.result(value, surrounded(local.args[1], spatial, halos), *rest)
+        value = halos_added(local, value, spatial, halos)
+    return value
 
 
-def _counts(emitter: Emitter, local: LocalCall, spatial: int, i: int) -> Ref:
+def _counts(local: LocalCall, spatial: int, i: int) -> Tensor:
     """How many elements each window of this rank counts along a spatial dim, to divide by."""
     fine, coarse = _fine_and_coarse(local.call)
     window, dim = _windows(local.call, spatial)[i], len(coarse.shape) - spatial + i
     layout = (local.operands if local.call.has("grad_output") else local.results)[0]
     beyond = window.before if local.call.argument("count_include_pad") else 0
-    place = global_indices(emitter, coarse.shape, layout, dim)
-    start = emitter.op("aten.sub.Tensor", emitter.op("aten.mul.Scalar", place, window.stride), window.before)
-    end = emitter.op("aten.add.Tensor", start, window.reach + 1)
-    start = emitter.op("aten.clamp.default", start, -beyond)
-    end = emitter.op("aten.clamp.default", end, None, fine.shape[dim] + beyond)
-    count = emitter.op("aten.clamp.default", emitter.op("aten.sub.Tensor", end, start), 1)
-    return emitter.op("aten.reshape.default", count, (-1, *(1,) * (spatial - 1 - i)))
+    start = global_indices(local, coarse.shape, layout, dim) * window.stride - window.before
+    end = start + (window.reach + 1)
+    start, end = start.clamp(-beyond), end.clamp(None, fine.shape[dim] + beyond)
+    return (end - start).clamp(1).reshape(-1, *(1,) * (spatial - 1 - i))

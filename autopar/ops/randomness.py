@@ -7,10 +7,12 @@ communication.
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from autopar.ir import randomness
 from autopar.ir.emitter import Emitter
@@ -18,9 +20,10 @@ from autopar.ir.graph import Node, Ref, overload, parameters
 from autopar.ir.layout import Layout, Shape, Split, digits_of, padded_shape
 from autopar.ir.program import RankIndex
 
-from .expansions import Results, cast
+from .expansions import Results, slice_of
 from .rule import Call, OpRule
 from .template import assemble
+from .traced import traced
 
 KEY_SHAPE, KEY_DTYPE = randomness.KEY_SHAPE, randomness.KEY_DTYPE
 
@@ -60,7 +63,10 @@ def held(call: Call, results: tuple[Layout, ...], mesh: Shape) -> Mapping[str, A
     return {"box": box, "strides": strides, "base": RankIndex(tuple(sorted(terms)))}
 
 
-Draw = Callable[[Emitter, Call, Ref], Results | None]
+ops = torch.ops.autopar
+
+Draw = Callable[[Call, Tensor], Results | None]
+"""From a call that holds tensors, and a key, to its results; None if there is no such form of it."""
 _DROPOUTS = "aten.native_dropout.default", "aten.dropout.default"
 
 
@@ -87,191 +93,169 @@ def drops_all(node: Node) -> bool:
     return node.op in _DROPOUTS and node.args[1] == 1 and node.args[2] is not False
 
 
-def dropped(emitter: Emitter, call: Call) -> Results:
+def dropped(emitter: Emitter, call: Call) -> tuple[Any, ...]:
     """The results of a dropout of everything: its input times 0, and a mask of nothing."""
-    x = call.argument("input")
-    kept = emitter.op("aten.zeros_like.default", x, dtype=torch.bool) if len(call.outputs) > 1 else None
-    return (emitter.op("aten.mul.Scalar", x, 0.0), kept)[: len(call.outputs)]
+    x = _holding_tensors(emitter, call).argument("input")
+    kept = torch.zeros_like(x, dtype=torch.bool) if len(call.outputs) > 1 else None
+    return (x * 0.0, kept)[: len(call.outputs)]
 
 
-def seeded(emitter: Emitter, call: Call, key: Ref) -> Results | None:
+def seeded(emitter: Emitter, call: Call, key: str) -> tuple[Any, ...] | None:
     """The call with its numbers drawn from a key, or None if there is no such form of it."""
     draw = SEEDED.get(call.node.op)
-    own = call.has("generator") and call.argument("generator") is not None
-    return None if draw is None or own else draw(emitter, call, key)
+    if draw is None or (call.has("generator") and call.argument("generator") is not None):
+        return None
+    results: Any = draw(_holding_tensors(emitter, call), traced(emitter, Ref(key)))
+    return results if results is None or isinstance(results, tuple) else (results,)
 
 
-def _uniform(emitter: Emitter, call: Call, key: Ref, low: float = 0.0, high: float = 1.0) -> Ref:
-    u = emitter.op("autopar.uniform.default", key, call.output.shape, call.output.dtype)
-    return u if (low, high) == (0.0, 1.0) else _scaled(emitter, u, high - low, low)
+def _holding_tensors(emitter: Emitter, call: Call) -> Call:
+    args, kwargs = traced(emitter, (call.node.args, call.node.kwargs))
+    return replace(call, node=replace(call.node, args=args, kwargs=kwargs))
 
 
-def _normal(emitter: Emitter, call: Call, key: Ref) -> Ref:
-    return emitter.op("autopar.normal.default", key, call.output.shape, call.output.dtype)
+def _uniform(call: Call, key: Tensor, low: float = 0.0, high: float = 1.0) -> Tensor:
+    u: Tensor = ops.uniform(key, call.output.shape, call.output.dtype)
+    return u if (low, high) == (0.0, 1.0) else u * (high - low) + low
 
 
-def _scaled(emitter: Emitter, value: Ref, factor: Any, term: Any) -> Ref:
-    """value * factor + term, with numbers or tensors."""
-    for name, other in (("mul", factor), ("add", term)):
-        value = emitter.op(f"aten.{name}.{'Tensor' if isinstance(other, Ref) else 'Scalar'}", value, other)
-    return value
+def _normal(call: Call, key: Tensor) -> Tensor:
+    normal: Tensor = ops.normal(key, call.output.shape, call.output.dtype)
+    return normal
 
 
-def _dropout(emitter: Emitter, call: Call, key: Ref) -> Results:
+def _scaled_normal(call: Call, key: Tensor) -> Tensor:
+    deviation, mean = call.argument("std"), call.argument("mean")
+    numbers: Tensor = _normal(call, key) * deviation + mean
+    return numbers
+
+
+def _dropout(call: Call, key: Tensor) -> Any:
     p = 0.0 if call.argument("train") is False else float(call.argument("p"))
-    return emitter.ops("autopar.dropout.default", key, call.argument("input"), p)
+    return ops.dropout(key, call.argument("input"), p)
 
 
-def _bernoulli(emitter: Emitter, call: Call, key: Ref) -> Results:
+def _bernoulli(call: Call, key: Tensor) -> Tensor:
     p = call.argument("p" if call.has("p") else "self")
     if isinstance(p, float):
-        return (cast(emitter, emitter.op("autopar.bernoulli.default", key, call.output.shape, p), call.output.dtype),)
-    u = emitter.op("autopar.uniform.default", key, call.output.shape, torch.float32)
-    hit = emitter.op("aten.lt.Tensor", u, p)
-    return (emitter.op("aten._to_copy.default", hit, dtype=call.output.dtype),)
+        hit: Tensor = ops.bernoulli(key, call.output.shape, p)
+    else:
+        hit = ops.uniform(key, call.output.shape, torch.float32) < p
+    return hit.to(call.output.dtype)
 
 
-def _exponentials(emitter: Emitter, key: Ref, shape: Shape, dtype: torch.dtype) -> Ref:
+def _exponentials(key: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
     """Exponential numbers of mean 1, in float32 or float64. The uniform number stays above 0, whose logarithm is
     infinite: the term added to it is the largest that rounds no number below 1 up to 1."""
-    u = emitter.op("autopar.uniform.default", key, shape, dtype)
-    above = emitter.op("aten.add.Scalar", u, 2.0**-55 if dtype == torch.float64 else 2.0**-26)
-    return emitter.op("aten.neg.default", emitter.op("aten.log.default", above))
+    u: Tensor = ops.uniform(key, shape, dtype)
+    return -torch.log(u + (2.0**-55 if dtype == torch.float64 else 2.0**-26))
 
 
-def _exponential(emitter: Emitter, call: Call, key: Ref) -> Results:
+def _exponential(call: Call, key: Tensor) -> Tensor:
     wide = torch.promote_types(call.output.dtype, torch.float32)
-    numbers = _exponentials(emitter, key, call.output.shape, wide)
-    return (cast(emitter, emitter.op("aten.mul.Scalar", numbers, 1.0 / call.argument("lambd")), call.output.dtype),)
+    rate = float(call.argument("lambd"))
+    return (_exponentials(key, call.output.shape, wide) * (1.0 / rate)).to(call.output.dtype)
 
 
-def _geometric(emitter: Emitter, call: Call, key: Ref) -> Results:
+def _geometric(call: Call, key: Tensor) -> Tensor:
     """The first of many tries that succeeds, counted from 1: an exponential number, rounded up."""
-    numbers = _exponentials(emitter, key, call.output.shape, torch.float64)
-    scaled = emitter.op("aten.mul.Scalar", numbers, -1.0 / math.log1p(-call.argument("p")))
-    tries = emitter.op("aten.clamp_min.default", emitter.op("aten.ceil.default", scaled), 1)
-    return (cast(emitter, tries, call.output.dtype),)
+    numbers = _exponentials(key, call.output.shape, torch.float64)
+    tries = torch.ceil(numbers * (-1.0 / math.log1p(-call.argument("p")))).clamp_min(1)
+    return tries.to(call.output.dtype)
 
 
-def _cauchy(emitter: Emitter, call: Call, key: Ref) -> Results:
+def _cauchy(call: Call, key: Tensor) -> Tensor:
     wide = torch.promote_types(call.output.dtype, torch.float32)
-    u = emitter.op("autopar.uniform.default", key, call.output.shape, wide)
-    tangent = emitter.op("aten.tan.default", _scaled(emitter, u, math.pi, -math.pi / 2))
-    scaled = _scaled(emitter, tangent, call.argument("sigma"), call.argument("median"))
-    return (cast(emitter, scaled, call.output.dtype),)
+    u: Tensor = ops.uniform(key, call.output.shape, wide)
+    numbers: Tensor = torch.tan(u * math.pi + -math.pi / 2) * call.argument("sigma") + call.argument("median")
+    return numbers.to(call.output.dtype)
 
 
-def _log_normal(emitter: Emitter, call: Call, key: Ref) -> Results:
-    normal = _scaled(emitter, _normal(emitter, call, key), call.argument("std"), call.argument("mean"))
-    return (emitter.op("aten.exp.default", normal),)
+def _log_normal(call: Call, key: Tensor) -> Tensor:
+    return torch.exp(_scaled_normal(call, key))
 
 
-def _multinomial(emitter: Emitter, call: Call, key: Ref) -> Results:
+def _multinomial(call: Call, key: Tensor) -> Tensor:
     """Without replacement the categories that come in first where each runs for an exponential time over its weight;
     with replacement those in which random shares of the total weight lie. In float64: a weight of 1e-9 counts."""
     weights, count = call.argument("self"), call.argument("num_samples")
-    shape = emitter.meta(weights).shape
-    wide = emitter.op("aten._to_copy.default", weights, dtype=torch.float64)
+    wide = weights.to(torch.float64)
     if count == 1 or not call.argument("replacement"):
-        times = _exponentials(emitter, key, shape, torch.float64)
-        speeds = emitter.op("aten.div.Tensor", wide, times)
-        if count == 1:
-            return (emitter.op("aten.argmax.default", speeds, -1, True),)
-        return (emitter.ops("aten.topk.default", speeds, count)[1],)
-    sums = emitter.op("aten.cumsum.default", wide, -1)
-    total = emitter.op("aten.slice.Tensor", sums, -1, shape[-1] - 1, shape[-1])
-    share = emitter.op("autopar.uniform.default", key, call.output.shape, torch.float64)
+        speeds: Tensor = wide / _exponentials(key, weights.shape, torch.float64)
+        return speeds.argmax(-1, keepdim=True) if count == 1 else speeds.topk(count)[1]
+    sums = wide.cumsum(-1)
+    total = slice_of(sums, sums.ndim - 1, sums.shape[-1] - 1, sums.shape[-1])
+    share: Tensor = ops.uniform(key, call.output.shape, torch.float64)
     # a share below 1 of a total is below the total, rounded too: no category past the end
-    places = emitter.op("aten.mul.Tensor", share, total)
-    return (emitter.op("aten.searchsorted.Tensor", sums, places, right=True),)
+    return torch.searchsorted(sums, share * total, right=True)
 
 
 def _parameterized(op: str, parameter: str) -> Draw:
     """Numbers of a distribution of our own with a parameter at each element."""
-
-    def draw(emitter: Emitter, call: Call, key: Ref) -> Results:
-        return (emitter.op(op, key, call.argument(parameter)),)
-
-    return draw
+    return lambda call, key: getattr(ops, op)(key, call.argument(parameter))
 
 
-def _dirichlet(emitter: Emitter, call: Call, key: Ref) -> Results:
+def _dirichlet(call: Call, key: Tensor) -> Tensor:
     """Gamma numbers over their sum."""
-    wide = emitter.op("aten._to_copy.default", call.argument("self"), dtype=torch.float64)
-    gammas = emitter.op("autopar.standard_gamma.default", key, wide)
-    share = emitter.op("aten.div.Tensor", gammas, emitter.op("aten.sum.dim_IntList", gammas, (-1,), True))
-    return (cast(emitter, share, call.output.dtype),)
+    gammas: Tensor = ops.standard_gamma(key, call.argument("self").to(torch.float64))
+    return (gammas / gammas.sum(-1, keepdim=True)).to(call.output.dtype)
 
 
-def _integers(low: str = "") -> Draw:
-    def draw(emitter: Emitter, call: Call, key: Ref) -> Results | None:
-        least, most = call.argument(low) if low else 0, call.argument("high")
-        if most - least > randomness.INTEGERS_MOST:
-            return None
-        return (emitter.op("autopar.integers.default", key, call.output.shape, least, most, call.output.dtype),)
-
-    return draw
+def _integers(call: Call, key: Tensor) -> Tensor | None:
+    return _between(call, key, call.argument("low") if call.has("low") else 0, call.argument("high"))
 
 
-def _random(emitter: Emitter, call: Call, key: Ref) -> Results | None:
+def _between(call: Call, key: Tensor, low: int, high: int) -> Tensor | None:
+    """Integers of [low, high), unless there are too many."""
+    if high - low > randomness.INTEGERS_MOST:
+        return None
+    drawn: Tensor = ops.integers(key, call.output.shape, low, high, call.output.dtype)
+    return drawn
+
+
+def _random(call: Call, key: Tensor) -> Tensor | None:
     """Integers up to a limit, or up to the largest that the dtype holds exactly."""
     dtype = call.output.dtype
-    low = call.argument("from") if call.has("from") else 0
     high = call.argument("to") if call.has("to") else None
     if high is None:
         high = round(2 / torch.finfo(dtype).eps) + 1 if dtype.is_floating_point else torch.iinfo(dtype).max + 1
-    high = min(high, 2**63 - 1)
-    if high - low > randomness.INTEGERS_MOST:
-        return None
-    return (emitter.op("autopar.integers.default", key, call.output.shape, low, high, dtype),)
+    return _between(call, key, call.argument("from") if call.has("from") else 0, min(high, 2**63 - 1))
 
 
-def _permutation(emitter: Emitter, call: Call, key: Ref) -> Results:
+def _permutation(call: Call, key: Tensor) -> Tensor:
     """The order of random numbers."""
-    numbers = emitter.op("autopar.integers.default", key, call.output.shape, 0, 1 << 62, torch.int64)
-    order = emitter.op("aten.argsort.default", numbers)
-    return (cast(emitter, order, call.output.dtype),)
+    numbers: Tensor = ops.integers(key, call.output.shape, 0, 1 << 62, torch.int64)
+    return numbers.argsort().to(call.output.dtype)
 
 
-def _rrelu(emitter: Emitter, call: Call, key: Ref) -> Results:
+def _rrelu(call: Call, key: Tensor) -> tuple[Tensor, ...]:
     """A random slope below 0, and the slopes."""
     x = call.argument("self")
-    slope = _uniform(emitter, call, key, call.argument("lower"), call.argument("upper"))
-    noise = emitter.op("aten.where.ScalarSelf", emitter.op("aten.gt.Scalar", x, 0), 1.0, slope)
-    return emitter.op("aten.mul.Tensor", x, noise), noise
-
-
-def _distributed(draw: Callable[[Emitter, Call, Ref], Ref], factor: str = "", term: str = "") -> Draw:
-    """Numbers of a distribution, times one argument plus another."""
-
-    def drawn(emitter: Emitter, call: Call, key: Ref) -> Results:
-        value = draw(emitter, call, key)
-        return (_scaled(emitter, value, call.argument(factor), call.argument(term)) if factor else value,)
-
-    return drawn
+    slope = _uniform(call, key, call.argument("lower"), call.argument("upper"))
+    noise = torch.where(x > 0, 1.0, slope)
+    return x * noise, noise
 
 
 SEEDED: Mapping[str, Draw] = MappingProxyType({
     f"aten.{name}": draw for names, draw in (
         ("native_dropout.default", _dropout),
-        ("dropout.default", lambda *given: _dropout(*given)[:1]),
+        ("dropout.default", lambda call, key: _dropout(call, key)[:1]),
         ("bernoulli.default bernoulli.p bernoulli.Tensor", _bernoulli),
-        ("rand.default rand_like.default", _distributed(_uniform)),
-        ("uniform.default", lambda emitter, call, key: (
-            _uniform(emitter, call, key, call.argument("from"), call.argument("to")),)),
-        ("randn.default randn_like.default", _distributed(_normal)),
+        ("rand.default rand_like.default", _uniform),
+        ("uniform.default", lambda call, key: _uniform(call, key, call.argument("from"), call.argument("to"))),
+        ("randn.default randn_like.default", _normal),
         ("normal_functional.default normal.float_float normal.Tensor_float normal.float_Tensor normal.Tensor_Tensor",
-         _distributed(_normal, "std", "mean")),
+         _scaled_normal),
         ("exponential.default", _exponential),
         ("geometric.default", _geometric),
         ("cauchy.default", _cauchy),
         ("log_normal.default", _log_normal),
-        ("poisson.default", _parameterized("autopar.poisson.default", "self")),
-        ("_standard_gamma.default", _parameterized("autopar.standard_gamma.default", "self")),
+        ("poisson.default", _parameterized("poisson", "self")),
+        ("_standard_gamma.default", _parameterized("standard_gamma", "self")),
         ("_sample_dirichlet.default", _dirichlet),
         ("multinomial.default", _multinomial),
-        ("randint.default randint_like.default", _integers()),
-        ("randint.low randint_like.low_dtype", _integers("low")),
+        ("randint.default randint_like.default", _integers),
+        ("randint.low randint_like.low_dtype", _integers),
         ("random.from random.to random.default", _random),
         ("randperm.default", _permutation),
         ("rrelu_with_noise_functional.default", _rrelu),

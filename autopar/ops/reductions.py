@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
-from autopar.ir.emitter import Emitter
-from autopar.ir.graph import Ref
 from autopar.ir.layout import padded_shape
 
-from .expansions import Expansion, LocalCall, Results, all_reduce, cast, filled_beyond, global_indices, wide
+from .expansions import LocalCall, Results, all_reduce, filled_beyond, global_indices, slice_of, wide
 from .families import DIMS, FIRST, Rule, axes, keeps_dims, reduced_dims
+from .lookup import along_dim
 from .rule import Call, OpRule, neutral
 from .template import assemble
 
@@ -78,92 +78,68 @@ def _over(local: LocalCall) -> tuple[int, ...]:
     return tuple(axis for d in _reduced(local) for axis in local.splits.get(DIMS[d], ()))
 
 
-def _shaped(emitter: Emitter, local: LocalCall, value: Ref) -> Ref:
+def _shaped(local: LocalCall, value: Tensor) -> Tensor:
     """A result with its reduced dims of size 1 in the shape of the op's result."""
-    return value if keeps_dims(local.call) else emitter.op("aten.squeeze.dims", value, _reduced(local))
+    return value if keeps_dims(local.call) else value.squeeze(_reduced(local))
 
 
-def truth(reduction: str) -> Expansion:
+def truth(local: LocalCall, reduction: str) -> Results:
     """any ("max") and all ("min"), by an all-reduce of bytes."""
-
-    def expand(emitter: Emitter, local: LocalCall) -> Results:
-        value = local.result(emitter, *local.args, **dict(local.kwargs))
-        dtype = emitter.meta(value).dtype
-        value = emitter.op("aten._to_copy.default", value, dtype=torch.uint8)
-        value = all_reduce(emitter, value, reduction, _over(local))
-        return (emitter.op("aten._to_copy.default", value, dtype=dtype),)
-
-    return expand
+    value = local.result()
+    return all_reduce(value.to(torch.uint8), reduction, _over(local)).to(value.dtype)
 
 
-def extreme(reduction: str, *, values: bool) -> Expansion:
+def extreme(local: LocalCall, reduction: str, *, values: bool) -> Results:
     """max.dim, min.dim and argmax, argmin: the best value of all ranks, then the first place that has it: two
     all-reduces without the reduced dim."""
-
-    def expand(emitter: Emitter, local: LocalCall) -> Results:
-        source, shape, (dim,) = local.args[0], local.call.inputs[0].shape, _reduced(local)
-        best = emitter.op("aten.amax.default" if reduction == "max" else "aten.amin.default", source, (dim,), True)
-        best = all_reduce(emitter, best, reduction, _over(local))
-        equal = emitter.op("aten.eq.Tensor", source, best)
-        if emitter.meta(source).dtype.is_floating_point:
-            equal = emitter.op("aten.logical_or.default", equal, emitter.op("aten.isnan.default", source))
-        here = global_indices(emitter, shape, local.operands[0], dim)
-        here = emitter.op("aten.reshape.default", here, tuple(-1 if d == dim else 1 for d in range(len(shape))))
-        place = emitter.op("aten.where.ScalarOther", equal, here, torch.iinfo(torch.int64).max)
-        place = all_reduce(emitter, emitter.op("aten.amin.default", place, (dim,), True), "min", _over(local))
-        results = (_shaped(emitter, local, best), _shaped(emitter, local, place))
-        return results if values else results[1:]
-
-    return expand
+    source, shape, (dim,) = local.args[0], local.call.inputs[0].shape, _reduced(local)
+    best = source.amax(dim, keepdim=True) if reduction == "max" else source.amin(dim, keepdim=True)
+    best = all_reduce(best, reduction, _over(local))
+    equal = source == best
+    if source.dtype.is_floating_point:
+        equal = torch.logical_or(equal, source.isnan())
+    here = along_dim(global_indices(local, shape, local.operands[0], dim), len(shape), dim)
+    place = torch.where(equal, here, torch.iinfo(torch.int64).max)
+    place = all_reduce(place.amin(dim, keepdim=True), "min", _over(local))
+    results = _shaped(local, best), _shaped(local, place)
+    return results if values else results[1:]
 
 
-def logsumexp(emitter: Emitter, local: LocalCall) -> Results:
+def logsumexp(local: LocalCall) -> Results:
     """logsumexp: two all-reduces, of the maximum and of the sum of exponentials."""
-    source, dims = wide(emitter, local.args[0]), _reduced(local)
-    highest = all_reduce(emitter, emitter.op("aten.amax.default", source, dims, True), "max", _over(local))
-    infinite = emitter.op("aten.isinf.default", highest)
-    highest = emitter.op("aten.masked_fill.Scalar", highest, infinite, 0.0)
-    powers = emitter.op("aten.exp.default", emitter.op("aten.sub.Tensor", source, highest))
-    total = all_reduce(emitter, emitter.op("aten.sum.dim_IntList", powers, dims, True), "sum", _over(local))
-    result = emitter.op("aten.add.Tensor", highest, emitter.op("aten.log.default", total))
-    return (cast(emitter, _shaped(emitter, local, result), emitter.meta(local.args[0]).dtype),)
+    source, dims = wide(local.args[0]), _reduced(local)
+    highest = all_reduce(source.amax(dims, keepdim=True), "max", _over(local))
+    highest = highest.masked_fill(highest.isinf(), 0.0)
+    total = all_reduce(torch.exp(source - highest).sum(dims, keepdim=True), "sum", _over(local))
+    return _shaped(local, highest + torch.log(total)).to(local.args[0].dtype)
 
 
-def variance(*, root: bool = False, mean: bool = False) -> Expansion:
+def variance(local: LocalCall, *, root: bool = False, mean: bool = False) -> Results:
     """var, std, var_mean: two all-reduces, of the sum and of the squared differences from the mean."""
-
-    def expand(emitter: Emitter, local: LocalCall) -> Results:
-        source, dims = wide(emitter, local.args[0]), _reduced(local)
-        dtype = emitter.meta(local.args[0]).dtype
-        count = math.prod(local.call.inputs[0].shape[d] for d in dims)
-        correction = local.call.argument("correction")
-        total = all_reduce(emitter, emitter.op("aten.sum.dim_IntList", source, dims, True), "sum", _over(local))
-        middle = emitter.op("aten.div.Scalar", total, count)
-        difference = emitter.op("aten.sub.Tensor", source, middle)
-        shape, layout = local.call.inputs[0].shape, local.operands[0]
-        for d in dims:
-            if padded_shape(shape, layout)[d] > shape[d]:
-                difference = filled_beyond(emitter, difference, shape, layout, d, 0.0)
-        squares = emitter.op("aten.sum.dim_IntList", emitter.op("aten.mul.Tensor", difference, difference), dims, True)
-        squares = all_reduce(emitter, squares, "sum", _over(local))
-        result = emitter.op("aten.div.Scalar", squares, max(0.0, count - (1 if correction is None else correction)))
-        result = emitter.op("aten.sqrt.default", result) if root else result
-        results = (result, middle) if mean else (result,)
-        return tuple(cast(emitter, _shaped(emitter, local, value), dtype) for value in results)
-
-    return expand
+    source, dims = wide(local.args[0]), _reduced(local)
+    shape, layout = local.call.inputs[0].shape, local.operands[0]
+    count = math.prod(shape[d] for d in dims)
+    correction = local.call.argument("correction")
+    middle = all_reduce(source.sum(dims, keepdim=True), "sum", _over(local)) / count
+    difference = source - middle
+    for d in dims:
+        if padded_shape(shape, layout)[d] > shape[d]:
+            difference = filled_beyond(local, difference, shape, layout, d, 0.0)
+    squares = all_reduce((difference * difference).sum(dims, keepdim=True), "sum", _over(local))
+    result = squares / max(0.0, count - (1 if correction is None else correction))
+    result = torch.sqrt(result) if root else result
+    results = (result, middle) if mean else (result,)
+    return tuple(_shaped(local, value).to(local.args[0].dtype) for value in results)
 
 
-def vector_norm(emitter: Emitter, local: LocalCall) -> Results:
+def vector_norm(local: LocalCall) -> Results:
     """linalg_vector_norm: an all-reduce of the sum of powers, or of the extreme."""
     order = float(local.call.argument("ord"))
-    value = local.result(emitter, *local.args, **dict(local.kwargs))
+    norm: Tensor = local.result()
     if math.isinf(order):
-        return (all_reduce(emitter, value, "max" if order > 0 else "min", _over(local)),)
-    dtype = emitter.meta(value).dtype
-    powers = emitter.op("aten.pow.Tensor_Scalar", wide(emitter, value), order)
-    total = all_reduce(emitter, powers, "sum", _over(local))
-    return (cast(emitter, emitter.op("aten.pow.Tensor_Scalar", total, 1 / order), dtype),)
+        return all_reduce(norm, "max" if order > 0 else "min", _over(local))
+    total = all_reduce(wide(norm) ** order, "sum", _over(local))
+    return (total ** (1 / order)).to(norm.dtype)
 
 
 # along a dim, which stays
@@ -181,21 +157,17 @@ def running(call: Call) -> OpRule:
     return assemble(call, [names], [names], linear=FIRST, expands=(STEP,), contiguous=(STEP,), uneven=(STEP,))
 
 
-def cumsum(emitter: Emitter, local: LocalCall) -> Results:
+def cumsum(local: LocalCall) -> Results:
     """cumsum: each rank sends its total to all, and adds the totals of the ranks before it."""
-    value = local.result(emitter, *local.args, **dict(local.kwargs))
-    shape = emitter.meta(value).shape
-    dim, over = local.args[1] % len(shape), local.splits[STEP]
-    number = emitter.offset(over, 1)
-    shards = emitter.op("aten.arange.default", math.prod(emitter.ranks(axis) for axis in over))
-    beside = tuple(-1 if d == dim else 1 for d in range(len(shape)))
-    total = emitter.op("aten.slice.Tensor", value, dim, shape[dim] - 1, shape[dim])
-    mine = emitter.op("aten.reshape.default", emitter.op("aten.eq.Scalar", shards, number), beside)
-    totals = all_reduce(emitter, emitter.op("aten.where.ScalarOther", mine, total, 0), "sum", over)
-    after = emitter.op("aten.reshape.default", emitter.op("aten.ge.Scalar", shards, number), beside)
-    before = emitter.op("aten.masked_fill.Scalar", totals, after, 0)
-    offset = emitter.op("aten.sum.dim_IntList", before, (dim,), True)
-    return (emitter.op("aten.add.Tensor", value, offset),)
+    value: Tensor = local.result()
+    rank, over = value.ndim, local.splits[STEP]
+    dim = local.args[1] % rank
+    number, shards = local.offset(over, 1), local.arange(local.ranks(over))
+    total = slice_of(value, dim, value.shape[dim] - 1, value.shape[dim])
+    mine = along_dim(shards == number, rank, dim)
+    totals = all_reduce(torch.where(mine, total, 0), "sum", over)
+    before = totals.masked_fill(along_dim(shards >= number, rank, dim), 0)
+    return value + before.sum(dim, keepdim=True)
 
 
 def triangle(call: Call) -> OpRule:
@@ -204,12 +176,12 @@ def triangle(call: Call) -> OpRule:
     return assemble(call, [names], [names], linear=FIRST, expands=("row", "column"), uneven=("row", "column"))
 
 
-def cut_triangle(emitter: Emitter, local: LocalCall) -> Results:
+def cut_triangle(local: LocalCall) -> Results:
     """tril, triu with rows or columns split."""
     shape, layout = local.call.inputs[0].shape, local.operands[0]
     rank = len(shape)
-    row, column = (global_indices(emitter, shape, layout, d) for d in (rank - 2, rank - 1))
-    diagonal = emitter.op("aten.sub.Tensor", column, emitter.op("aten.unsqueeze.default", row, 1))
-    beyond = "aten.gt.Scalar" if local.call.node.op.startswith("aten.tril") else "aten.lt.Scalar"
-    dropped = emitter.op(beyond, diagonal, local.call.argument("diagonal"))
-    return (emitter.op("aten.masked_fill.Scalar", local.args[0], dropped, 0),)
+    row, column = (global_indices(local, shape, layout, d) for d in (rank - 2, rank - 1))
+    diagonal, last = column - row.unsqueeze(1), local.call.argument("diagonal")
+    dropped = diagonal > last if local.call.node.op.startswith("aten.tril") else diagonal < last
+    x: Tensor = local.args[0]
+    return x.masked_fill(dropped, 0)

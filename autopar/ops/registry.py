@@ -72,7 +72,7 @@ def register_rule(
     [[0], [1]] for a product, [[0, 1]] for a sum. `contraction` counts 2 flops for every combination of the named dims,
     as in a matrix product; `flops(call)` counts otherwise. `local(call, input_shapes, output_shapes)` gives (args,
     kwargs) for shards, where the op takes sizes. `expands` names dims of which a split needs another local program than
-    the op itself, which `expand(emitter, local_call)` writes (see `autopar.ops.expansions`). `even` names dims that are
+    the op itself, which `expand(local_call)` computes (see `autopar.ops.expansions`). `even` names dims that are
     split only into equal parts. `contiguous` names the tensor arguments that the op's kernel needs contiguous, by
     default all. Pass `contiguous=()` for a kernel that reads the strides of all of its arguments, to spare copies.
 

@@ -1,16 +1,16 @@
 """Up- and downsampling by integer factors, and shuffled pixels: rows are split."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
+from torch import Tensor
 
-from autopar.ir.emitter import Emitter
-from autopar.ir.graph import Ref
 from autopar.ir.layout import Shape
 
-from .expansions import Expansion, LocalCall, Results
+from .expansions import LocalCall, Results, slice_of
 from .families import FIRST, Rule
-from .halo import HaloWindow, at_end, halo_added, slice_of, with_halo
+from .halo import HaloWindow, at_end, halo_added, with_halo
 from .local import Arguments, Local, replaced
 from .pooling import leading
 from .rule import Call, OpRule
@@ -119,59 +119,52 @@ def local_sizes(spatial: int) -> Local:
     return local
 
 
-def interpolation(spatial: int, taps: int) -> Expansion:
+def interpolation(local: LocalCall, spatial: int, taps: int) -> Results:
     """Interpolation with spatial dims split: the halo is resampled too, and its part of the result cut off. At the ends
     the halo repeats the outermost row."""
     window = HaloWindow(1, taps, 2 * taps)
-
-    def expand(emitter: Emitter, local: LocalCall) -> Results:
-        (value, *_), call = local.args, local.call
-        first, backward = len(emitter.meta(value).shape) - spatial, call.has("grad_output")
-        factors = dict(enumerate(_factors(call, spatial)))
-        split = {i: local.splits[f"s{i}"] for i, f in factors.items() if f > 1 and f"s{i}" in local.splits}
-        cut = {i: taps * factors[i] for i in split}
-        sizes = list(emitter.meta(value).shape)
-        target = list(local.outputs[0] or ())
-        for i, axes in split.items():
-            if backward:
-                sizes[first + i] += 2 * cut[i]
-                target[first + i] += 2 * taps
-            else:
-                value = with_halo(emitter, value, first + i, window, axes, None)
-                target[first + i] += 2 * cut[i]
-        rest = (call.argument("align_corners"), *_scales(call, spatial))
+    call = local.call
+    value: Tensor = local.args[0]
+    first, backward = value.ndim - spatial, call.has("grad_output")
+    factors = dict(enumerate(_factors(call, spatial)))
+    split = {i: local.splits[f"s{i}"] for i, f in factors.items() if f > 1 and f"s{i}" in local.splits}
+    cut = {i: taps * factors[i] for i in split}
+    sizes = list(value.shape)
+    target = list(local.outputs[0] or ())
+    for i, axes in split.items():
         if backward:
-            around = [n for d in reversed(range(first, first + spatial)) for n in [cut.get(d - first, 0)] * 2]
-            value = emitter.op("aten.constant_pad_nd.default", value, tuple(around), 0.0)
-            value = local.result(emitter, value, tuple(sizes[first:]), tuple(target), *rest)
-            for i, axes in split.items():
-                value = _returned(emitter, value, first + i, window, axes)
-            return (value,)
-        value = local.result(emitter, value, tuple(target[first:]), *rest)
-        for i, margin in cut.items():
-            value = slice_of(emitter, value, first + i, margin, target[first + i] - margin)
-        return (value,)
+            sizes[first + i] += 2 * cut[i]
+            target[first + i] += 2 * taps
+        else:
+            value = with_halo(local, value, first + i, window, axes, None)
+            target[first + i] += 2 * cut[i]
+    rest = (call.argument("align_corners"), *_scales(call, spatial))
+    if backward:
+        around = [n for d in reversed(range(first, first + spatial)) for n in [cut.get(d - first, 0)] * 2]
+        value = local.result(torch.constant_pad_nd(value, around, 0.0), sizes[first:], target, *rest)
+        for i, axes in split.items():
+            value = _returned(local, value, first + i, window, axes)
+        return value
+    value = local.result(value, target[first:], *rest)
+    for i, margin in cut.items():
+        value = slice_of(value, first + i, margin, target[first + i] - margin)
+    return value
 
-    return expand
 
-
-def _returned(emitter: Emitter, gradient: Ref, dim: int, window: HaloWindow, axes: tuple[int, ...]) -> Ref:
+def _returned(local: LocalCall, gradient: Tensor, dim: int, window: HaloWindow, axes: tuple[int, ...]) -> Tensor:
     """The transpose of `with_halo` where it repeats the outermost rows."""
-    size = emitter.meta(gradient).shape[dim]
+    size = gradient.shape[dim]
     rows = size - window.before - window.after
-    result = halo_added(emitter, gradient, dim, window, axes)
+    result = halo_added(local, gradient, dim, window, axes)
     for step, start, place in ((1, 0, 0), (-1, size - window.after, rows - 1)):
-        halo = slice_of(emitter, gradient, dim, start, start + window.before)
-        repeated = emitter.op("aten.sum.dim_IntList", halo, (dim,), True)
-        inside = emitter.op("aten.logical_not.default", at_end(emitter, rows, axes, step))
-        repeated = emitter.op("aten.masked_fill.Scalar", repeated, inside, 0.0)
-        parts = [slice_of(emitter, result, dim, place, place + 1)]
-        parts = [emitter.op("aten.add.Tensor", parts[0], repeated)]
+        repeated = slice_of(gradient, dim, start, start + window.before).sum(dim, keepdim=True)
+        repeated = repeated.masked_fill(at_end(local, rows, axes, step).logical_not(), 0.0)
+        parts = [slice_of(result, dim, place, place + 1) + repeated]
         if place:
-            parts.insert(0, slice_of(emitter, result, dim, 0, place))
+            parts.insert(0, slice_of(result, dim, 0, place))
         if place + 1 < rows:
-            parts.append(slice_of(emitter, result, dim, place + 1, rows))
-        result = emitter.op("aten.cat.default", tuple(parts), dim)
+            parts.append(slice_of(result, dim, place + 1, rows))
+        result = torch.cat(parts, dim)
     return result
 
 
@@ -189,7 +182,7 @@ def upsampled(spatial: int) -> dict[str, Entry]:
 
 
 def interpolating(spatial: int, taps: int) -> Entry:
-    return Entry(interpolated(spatial, taps), local_sizes(spatial), interpolation(spatial, taps))
+    return Entry(interpolated(spatial, taps), local_sizes(spatial), partial(interpolation, spatial=spatial, taps=taps))
 
 
 def shuffled(*, up: bool) -> Rule:

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from functools import cache
 
 import torch
+from torch import Tensor
 
-from autopar.ir.emitter import Emitter
 from autopar.ir.graph import overload, parameters, schema
 from autopar.ir.layout import Layout, Shape
 
-from .expansions import Expansion, LocalCall, Results
+from .expansions import Expansion, LocalCall
 from .families import Rule
 from .local import Arguments, Local, Place, unchanged
 from .rule import Call, OpRule
@@ -102,9 +102,10 @@ def localize(
     return args, (*kwargs, *entry.place(call, results, mesh).items()) if entry.place else kwargs
 
 
-def expand(emitter: Emitter, local: LocalCall) -> Results:
-    """Emit the local program of an op of which a factor that `expands` is split; the local results."""
+def expand(local: LocalCall) -> tuple[Tensor | None, ...]:
+    """Trace the local program of an op of which a factor that `expands` is split; the local results."""
     entry = RULES.get(local.call.node.op)
     expansion = entry.expand if entry else None
     assert expansion is not None, f"{local.call.node.op} has no expansion"
-    return expansion(emitter, local)
+    results = expansion(local)
+    return results if isinstance(results, tuple) else (results,)

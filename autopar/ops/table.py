@@ -92,13 +92,16 @@ RULES.know({
         strides=needs("weight"))),
 
     # pooling and resampling
-    **aten("max_pool2d_with_indices", Entry(pooling.pooled(2), expand=pooling.max_pool(2))),
-    **aten("max_pool2d_with_indices_backward", Entry(pooling.pooled(2), expand=pooling.max_pool_backward(2))),
-    **aten("max_pool3d_with_indices", Entry(pooling.pooled(3), expand=pooling.max_pool(3), strides=needs("self"))),
+    **aten("max_pool2d_with_indices", Entry(pooling.pooled(2), expand=partial(pooling.max_pool, spatial=2))),
+    **aten("max_pool2d_with_indices_backward", Entry(
+        pooling.pooled(2), expand=partial(pooling.max_pool_backward, spatial=2))),
+    **aten("max_pool3d_with_indices", Entry(
+        pooling.pooled(3), expand=partial(pooling.max_pool, spatial=3), strides=needs("self"))),
     **aten("max_pool3d_with_indices_backward", Entry(
-        pooling.pooled(3), expand=pooling.max_pool_backward(3), strides=needs("grad_output self indices"))),
-    **aten("avg_pool2d avg_pool2d_backward", Entry(pooling.pooled(2), expand=pooling.average_pool(2))),
-    **aten("avg_pool3d avg_pool3d_backward", Entry(pooling.pooled(3), expand=pooling.average_pool(3))),
+        pooling.pooled(3), expand=partial(pooling.max_pool_backward, spatial=3),
+        strides=needs("grad_output self indices"))),
+    **aten("avg_pool2d avg_pool2d_backward", Entry(pooling.pooled(2), expand=partial(pooling.average_pool, spatial=2))),
+    **aten("avg_pool3d avg_pool3d_backward", Entry(pooling.pooled(3), expand=partial(pooling.average_pool, spatial=3))),
     **aten("_adaptive_avg_pool2d", Entry(pooling.averaged_to_size(2), pooling.size_of_output(2))),
     **aten("_adaptive_avg_pool2d_backward", Entry(pooling.averaged_to_size(2))),
     **aten("_adaptive_avg_pool3d", Entry(pooling.averaged_to_size(3), pooling.size_of_output(3))),
@@ -156,18 +159,18 @@ RULES.know({
     # reductions
     **aten("count_nonzero.dim_IntList", Entry(reduce("sum", linear=()))),
     **aten("any any.dim any.dims", Entry(
-        reductions.combined(padding=lambda call: 0.0), expand=reductions.truth("max"))),
+        reductions.combined(padding=lambda call: 0.0), expand=partial(reductions.truth, reduction="max"))),
     **aten("all all.dim all.dims", Entry(
-        reductions.combined(padding=lambda call: 1.0), expand=reductions.truth("min"))),
-    **aten("max.dim", Entry(_maximum, expand=reductions.extreme("max", values=True))),
-    **aten("min.dim", Entry(_minimum, expand=reductions.extreme("min", values=True))),
-    **aten("argmax", Entry(_place_of_maximum, expand=reductions.extreme("max", values=False))),
-    **aten("argmin", Entry(_place_of_minimum, expand=reductions.extreme("min", values=False))),
+        reductions.combined(padding=lambda call: 1.0), expand=partial(reductions.truth, reduction="min"))),
+    **aten("max.dim", Entry(_maximum, expand=partial(reductions.extreme, reduction="max", values=True))),
+    **aten("min.dim", Entry(_minimum, expand=partial(reductions.extreme, reduction="min", values=True))),
+    **aten("argmax", Entry(_place_of_maximum, expand=partial(reductions.extreme, reduction="max", values=False))),
+    **aten("argmin", Entry(_place_of_minimum, expand=partial(reductions.extreme, reduction="min", values=False))),
     **aten("logsumexp", Entry(
         reductions.combined(reductions.real, padding=reductions.least), expand=reductions.logsumexp)),
-    **aten("var.correction", Entry(_spread, expand=reductions.variance())),
-    **aten("std.correction", Entry(_spread, expand=reductions.variance(root=True))),
-    **aten("var_mean.correction", Entry(_spread, expand=reductions.variance(mean=True))),
+    **aten("var.correction", Entry(_spread, expand=reductions.variance)),
+    **aten("std.correction", Entry(_spread, expand=partial(reductions.variance, root=True))),
+    **aten("var_mean.correction", Entry(_spread, expand=partial(reductions.variance, mean=True))),
     **aten("linalg_vector_norm", Entry(
         reductions.combined(reductions.has_power, padding=reductions.no_part), expand=reductions.vector_norm)),
     **aten("prod prod.dim_int", Entry(reduce("", linear=()))),
@@ -198,14 +201,14 @@ RULES.know({
     **aten("index_put _unsafe_index_put", Entry(places.index_put, expand=places.put_at_indices)),
     **aten("index_select", Entry(places.index_selected, expand=places.index_select)),
     **aten("gather", Entry(places.gathered, expand=places.gather)),
-    **aten("scatter.src", Entry(places.scattered(False, ((0, 2),)), expand=places.write())),
-    **aten("scatter.value", Entry(places.scattered(False), expand=places.write())),
-    **aten("scatter_add", Entry(places.scattered(True, ((0, 2),)), expand=places.write())),
-    **aten("scatter_reduce.two", Entry(places.scattered(_adds), expand=places.write())),
-    **aten("index_add", Entry(places.index_written(True, ((0, 2),)), expand=places.write())),
-    **aten("index_copy", Entry(places.index_written(False, ((0, 2),)), expand=places.write())),
+    **aten("scatter.src", Entry(places.scattered(False, ((0, 2),)), expand=places.write)),
+    **aten("scatter.value", Entry(places.scattered(False), expand=places.write)),
+    **aten("scatter_add", Entry(places.scattered(True, ((0, 2),)), expand=places.write)),
+    **aten("scatter_reduce.two", Entry(places.scattered(_adds), expand=places.write)),
+    **aten("index_add", Entry(places.index_written(True, ((0, 2),)), expand=places.write)),
+    **aten("index_copy", Entry(places.index_written(False, ((0, 2),)), expand=places.write)),
     **aten("index_fill.int_Scalar index_fill.int_Tensor", Entry(
-        places.index_written(False), expand=places.write(from_end=True))),
+        places.index_written(False), expand=partial(places.write, from_end=True))),
 
     # other views
     **aten("unfold", Entry(views.unfolded)),

@@ -7,9 +7,7 @@ Where a window does not fall on the shards of a split dim, ranks look up a few p
 import math
 
 import torch
-
-from autopar.ir.emitter import Emitter
-from autopar.ir.graph import Ref
+from torch import Tensor
 
 from .expansions import LocalCall, Results, global_indices
 from .families import BOTH, FIRST, Rule
@@ -28,12 +26,12 @@ def selected(call: Call) -> OpRule:
     )  # fmt: skip
 
 
-def select(emitter: Emitter, local: LocalCall) -> Results:
+def select(local: LocalCall) -> Results:
     """select of one place."""
     shape = local.call.inputs[0].shape
     dim = dim_of(local.call, len(shape))
-    place = emitter.op("aten.full.default", (1,), local.call.argument("index") % shape[dim], dtype=torch.int64)
-    return (emitter.op("aten.squeeze.dim", looked_up(emitter, local, local.args[0], dim, place), dim),)
+    place = local.full((1,), local.call.argument("index") % shape[dim])
+    return looked_up(local, local.args[0], dim, place).squeeze(dim)
 
 
 def put_back(call: Call) -> OpRule:
@@ -44,15 +42,13 @@ def put_back(call: Call) -> OpRule:
     )
 
 
-def select_backward(emitter: Emitter, local: LocalCall) -> Results:
+def select_backward(local: LocalCall) -> Results:
     """select_backward into a split dim."""
     shape = local.call.output.shape
     dim = dim_of(local.call, len(shape))
-    other = _other_places(emitter, local, shape, dim)
-    spread = emitter.op(
-        "aten.expand.default", emitter.op("aten.unsqueeze.default", local.args[0], dim), local.outputs[0]
-    )
-    return (emitter.op("aten.masked_fill.Scalar", spread, other, 0),)
+    other = _other_places(local, shape, dim)
+    spread: Tensor = local.args[0].unsqueeze(dim).expand(local.outputs[0])
+    return spread.masked_fill(other, 0)
 
 
 def select_scattered(call: Call) -> OpRule:
@@ -62,20 +58,18 @@ def select_scattered(call: Call) -> OpRule:
     return assemble(call, [target, with_dim(names, dim)], [target], linear=BOTH, expands=(PLACE,), uneven=(PLACE,))
 
 
-def select_scatter(emitter: Emitter, local: LocalCall) -> Results:
+def select_scatter(local: LocalCall) -> Results:
     """select_scatter into a split dim."""
     shape = local.call.inputs[0].shape
     dim = dim_of(local.call, len(shape))
-    other = _other_places(emitter, local, shape, dim)
-    source = emitter.op("aten.unsqueeze.default", local.args[1], dim)
-    return (emitter.op("aten.where.self", other, local.args[0], source),)
+    other = _other_places(local, shape, dim)
+    return torch.where(other, local.args[0], local.args[1].unsqueeze(dim))
 
 
-def _other_places(emitter: Emitter, local: LocalCall, shape: tuple[int, ...], dim: int) -> Ref:
+def _other_places(local: LocalCall, shape: tuple[int, ...], dim: int) -> Tensor:
     """Which of this rank's places are not the one in the argument `index`."""
-    here = global_indices(emitter, shape, local.results[0], dim)
-    other = emitter.op("aten.ne.Scalar", here, local.call.argument("index") % shape[dim])
-    return along_dim(emitter, other, len(shape), dim)
+    other = global_indices(local, shape, local.results[0], dim) != local.call.argument("index") % shape[dim]
+    return along_dim(other, len(shape), dim)
 
 
 def windowed(kind: str) -> Rule:
@@ -106,40 +100,34 @@ def windowed(kind: str) -> Rule:
     return rule
 
 
-def slice_of_few(emitter: Emitter, local: LocalCall) -> Results:
+def slice_of_few(local: LocalCall) -> Results:
     """slice of a few places."""
     shape = local.call.inputs[0].shape
     dim = dim_of(local.call, len(shape))
     start, end = window(local.call.argument("start"), local.call.argument("end"), shape[dim])
-    places = emitter.op("aten.arange.start_step", start, end, local.call.argument("step"))
-    return (looked_up(emitter, local, local.args[0], dim, places),)
+    return looked_up(local, local.args[0], dim, local.arange(start, end, local.call.argument("step")))
 
 
-def slice_backward(emitter: Emitter, local: LocalCall) -> Results:
+def slice_backward(local: LocalCall) -> Results:
     """slice_backward into a split dim."""
-    values, outside = _in_window(emitter, local, local.args[0])
-    return (emitter.op("aten.masked_fill.Scalar", values, outside, 0),)
+    values, outside = _in_window(local, local.args[0])
+    return values.masked_fill(outside, 0)
 
 
-def slice_scatter(emitter: Emitter, local: LocalCall) -> Results:
+def slice_scatter(local: LocalCall) -> Results:
     """slice_scatter into a split dim."""
-    values, outside = _in_window(emitter, local, local.args[1])
-    return (emitter.op("aten.where.self", outside, local.args[0], values),)
+    values, outside = _in_window(local, local.args[1])
+    return torch.where(outside, local.args[0], values)
 
 
-def _in_window(emitter: Emitter, local: LocalCall, part: Ref) -> tuple[Ref, Ref]:
+def _in_window(local: LocalCall, part: Tensor) -> tuple[Tensor, Tensor]:
     """The value of a window at each of this rank's places, and which places lie outside of it."""
     shape, step = local.call.output.shape, local.call.argument("step")
     dim = dim_of(local.call, len(shape))
     start, _ = window(local.call.argument("start"), local.call.argument("end"), shape[dim])
-    here = global_indices(emitter, shape, local.results[0], dim)
-    distance = emitter.op("aten.sub.Tensor", here, start)
-    row = emitter.op("aten.div.Tensor_mode", distance, step, rounding_mode="floor")
-    outside = emitter.op("aten.lt.Scalar", distance, 0)
-    for beyond in (
-        emitter.op("aten.ge.Scalar", row, emitter.meta(part).shape[dim]),
-        emitter.op("aten.ne.Scalar", emitter.op("aten.remainder.Scalar", distance, step), 0),
-    ):
-        outside = emitter.op("aten.logical_or.default", outside, beyond)
-    row = emitter.op("aten.masked_fill.Scalar", row, outside, 0)
-    return emitter.op("aten.index_select.default", part, dim, row), along_dim(emitter, outside, len(shape), dim)
+    distance = global_indices(local, shape, local.results[0], dim) - start
+    row = torch.div(distance, step, rounding_mode="floor")
+    outside = distance < 0
+    for beyond in (row >= part.shape[dim], distance % step != 0):
+        outside = torch.logical_or(outside, beyond)
+    return part.index_select(dim, row.masked_fill(outside, 0)), along_dim(outside, len(shape), dim)

@@ -176,7 +176,7 @@ def _drawn(
     call = Call(node, tuple(metas[i] for i in node.inputs), tuple(map(meta_of, targets)))
     number = itertools.count()
     emitter = Emitter(metas=metas, named=lambda hint: f"{hint}_{next(number)}")
-    names = seeded(emitter, call, Ref("key"))
+    names = seeded(emitter, call, "key")
     if names is None:
         raise ValueError(f"{func} draws numbers that no program can draw: draw them outside of the model")
     values: dict[str, Any] = {**tensors, "key": key}

@@ -165,7 +165,7 @@ class _Masks(Rewriter):
         for other in others:
             joined = self._write(AND[0], joined, other)
         mask = self._write(where.op, joined, *where.args[1:])
-        shape = self.meta(mask).shape
+        shape = self.metas[mask.name].shape
         if len(shape) not in (2, 4):
             mask = self._write(RESHAPE, mask, (*(1,) * (4 - len(shape)), *shape))
         return mask.name

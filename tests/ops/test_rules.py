@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
+from autopar.ops.expansions import LocalCall, all_reduce
 from autopar.ops.oracle import RuleError, make_call
 from autopar.ops.rule import Call, OpRule
 from autopar.ops.rules import rule_of
@@ -185,15 +186,11 @@ def largest() -> Any:
 def test_an_expansion() -> None:
     """log sum exp over a split dim, from those of the shards."""
 
-    def expand(emitter: Any, local: Any) -> Any:
-        mine = local.result(emitter, *local.args)
-        largest, total = mine, None
-        for axis in local.splits["k"]:
-            largest = emitter.all_reduce(largest, "max", axis)
-        total = emitter.op("aten.exp.default", emitter.op("aten.sub.Tensor", mine, largest))
-        for axis in local.splits["k"]:
-            total = emitter.all_reduce(total, "sum", axis)
-        return (emitter.op("aten.add.Tensor", emitter.op("aten.log.default", total), largest),)
+    def expand(local: LocalCall) -> torch.Tensor:
+        mine = local.result()
+        largest = all_reduce(mine, "max", local.splits["k"])
+        total = all_reduce(torch.exp(mine - largest), "sum", local.splits["k"])
+        return torch.log(total) + largest
 
     def rule(call: Call) -> OpRule:
         return assemble(call, [("m", "k")], [("m",)], expands=("k",), reductions={"k": ("",)})
