@@ -15,6 +15,7 @@ from autopar.passes.space.space import Space
 from autopar.solve.effort import EFFORT, Effort
 from autopar.solve.problem import Score
 
+from .account import account
 from .constraints import Pins
 from .descent import Descent
 from .limit import Limit, Peaks, SolveAt
@@ -133,13 +134,20 @@ class Search:
         self.explore(allowed, bounded=False, known=cheapest)
         return self._limited(self.peaks, sure=False, quick=True)
 
-    def near(self, start: Solved | None, *, fast_first: bool = False) -> Solved:
+    def near(self, start: Solved | None, *, fast_first: bool = False) -> Solved | None:
         """What one descent finds from a solution of another search of the space, or from all replicated, with slow axes
         freed first or fast ones; what mixes its options within the limit, where it is over that. Its peak is estimated,
-        roughly. Raises `Infeasible` as `run`."""
+        roughly. None if it is much dearer than where it began, at the price that memory has there. Raises `Infeasible`
+        as `run`."""
         descent, purse = self.descent, self.descent.purse(self.effort.descents)
         first = self.options.replicated() if start is None else taken(self.space, start.assignment)
         found = descent.descend(first, descent.axes()[:: -1 if fast_first else 1], purse=purse)
+        if start is not None and start.price:
+            weighed = [
+                account(self.space, one.assignment).seconds + start.price * one.score.bytes for one in (found, start)
+            ]
+            if weighed[0] > self.effort.near_price * weighed[1]:
+                return None
         self.cheapest = found, descent.at_price
         return self._limited(self.peaks, sure=False, quick=True)
 

@@ -94,6 +94,9 @@ class Effort:
     """Times that timelines give prices, at which descents lead on from the shortest candidate."""
     round_gain: float = 1e-3
     """A round that makes the step shorter by less is the last: within a limit one writes programs for seconds."""
+    near_price: float = 1.04
+    """Within a limit what a descent ends with is not mixed where it is dearer by so much, at the limit's price of
+    memory: of 20 such ends those that led to a shorter step were at 1.033 or below, but for gains of 0.2% and less."""
     hidden_within: float = 0.5
     """Of what the cheapest plan's timeline hides, where a memory limit binds: of 0, a half and all, a half was the best
     for Llama-3-8B, Mixtral, BERT and GPT-2 together."""

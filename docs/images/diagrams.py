@@ -105,12 +105,12 @@ def draw_mesh(theme: Theme, name: str) -> None:
 
 
 SEARCH = (
-    ("Start", "all replicated;\nand from blocks"),
+    ("Start", "all replicated,\nnothing hidden"),
     ("Free one axis", "the others stay;\nsolved exactly"),
     ("Next axis", "round and round,\nuntil nothing improves"),
-    ("Pool", "all options that the\nrounds ended with,\nsolved together"),
+    ("Again", "with as much hidden as\nthe shortest hides, until\nno step gets shorter"),
 )
-RIVALS = ("the search's plan", "plans near it, more or less\ntraffic of parameters hidden", "every preset's plan")
+RIVALS = ("the search's plan", "every preset's plan", "what descents at the\nprices of a timeline found")
 
 
 def draw_search(theme: Theme, name: str) -> None:
@@ -120,14 +120,17 @@ def draw_search(theme: Theme, name: str) -> None:
         sheet.box(x, 2.15, 1.96, 0.95)
         sheet.text(x + 0.98, 2.9, title, 10, strong=True)
         sheet.text(x + 0.98, 2.49, what, 8.5)
-        if number < 3:
+        if number < 2:
             sheet.arrow((x + 1.96, 2.62), (x + 2.36, 2.62))
     for number, who in enumerate(RIVALS):
         x = 0.15 + 2.36 * number
         sheet.box(x, 0.95, 1.96, 0.62, edgecolor=theme.ours)
         sheet.text(x + 0.98, 1.26, who, 8.3)
         sheet.arrow((x + 0.98, 0.95), (x + 0.98, 0.62))
-    sheet.arrow((8.2, 2.15), (1.13, 1.57), connectionstyle="arc3,rad=-0.04")
+    sheet.arrow((5.6, 2.15), (1.13, 1.57), connectionstyle="arc3,rad=-0.04")
+    sheet.arrow((8.0, 2.15), (6.83, 1.4))
+    sheet.arrow((6.6, 0.62), (8.5, 2.15), connectionstyle="arc3,rad=0.12", color=theme.ours)
+    sheet.text(8.75, 1.1, "what hides", 8.5)
     sheet.box(0.15, 0.2, 6.68, 0.42)
     sheet.text(3.49, 0.41, "programs, simulated with overlap: peak within the limit?  shortest step?", 9)
     sheet.arrow((6.83, 0.41), (7.3, 0.41))
