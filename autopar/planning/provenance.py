@@ -29,7 +29,7 @@ VERSIONED = ("autopar", "torch")
 """Packages whose versions a plan carries; so does it that of the model's own package."""
 
 ELSEWHERE = "another descent"
-"""The name of what another descent of the search ended with."""
+"""What plans of version 0.1 call the end of a descent that began elsewhere."""
 
 EDITED = "edited"
 """The winner of a plan whose decisions a person changed."""
@@ -54,8 +54,8 @@ class Provenance:
     """`inputs` are types and shapes by name. `items` of the kind `unit` ("tokens", "samples") are computed in a step.
     `flops` are the arithmetic of one step of the whole model, and `ideal_seconds` what it takes at the peak of all
     devices, if their maker publishes one (`Device.has_peak`). `cluster` are the lines of the cluster's file. `winner`
-    names the candidate that was chosen: "search", "search again" (near another candidate, with more or less of
-    parameters' traffic hidden), or a preset. `effort_seconds` were given to the search, if any were, and `is_cut` says
+    names the candidate that was chosen: "search", "search again" (a descent's end at the prices of a candidate's
+    timeline), or a preset. `effort_seconds` were given to the search, if any were, and `is_cut` says
     that it ended with them."""
 
     dtype: str

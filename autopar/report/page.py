@@ -46,13 +46,13 @@ LEAST_GAP = 0.0005
 
 WINNERS: Mapping[str, str] = {
     "search": "found by the search",
-    "search again": "found by the search, with more or less of parameters' traffic hidden",
+    "search again": "found by the search, at the prices of a timeline",
     ELSEWHERE: "found by the search, from another start",
 }
 
 PLANS: Mapping[str, str] = {
     "search": "the search's plan",
-    "search again": "the search's plan with more or less of parameters' traffic hidden",
+    "search again": "the search's plan at the prices of a timeline",
     ELSEWHERE: "the search's plan from another start",
     EDITED: "a plan that was edited",
 }
