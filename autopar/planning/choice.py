@@ -4,10 +4,10 @@ A candidate is an assignment, and the seconds of its step as well as they are kn
 candidates to prices:
 
 - *Starts.* One descent from all replicated, as if nothing overlapped, and what each preset leaves at its cheapest.
-- *Prices.* The timeline of the quickest says which part of what travels in buckets hides. At that price descents lead
-  on from it, and from the cheapest preset, as long as the step gets shorter.
-- *Within a limit* (`limit`) bytes have a price, too. The cheapest choices are brought within it at the prices that the
-  timeline of the cheapest gives.
+- *Within a limit* (`limit`) bytes have a price, too. The first descent's plan is brought within it, with half of what
+  its timeline hides taken as hidden, and so is each preset's.
+- *Prices.* The timeline of the shortest says which part of what travels in buckets hides. At that price descents lead
+  on from it, and from all replicated, as long as the step gets shorter.
 - *Programs* of few copies estimate steps. Of the quickest whole programs are written, until no other may be quicker.
 """
 
