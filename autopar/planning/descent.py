@@ -13,6 +13,7 @@ from autopar.solve.effort import Effort, Purse
 from autopar.solve.solvers import SOLVERS, TooWide
 
 from .options import Axes, Options, one_by_one, taken
+from .progress import Stage
 from .solving import Solved, Solves
 
 DESCENT_SOLVER = "dp"
@@ -61,10 +62,10 @@ class Descent:
 
     def descend(
         self, start: Mapping[str, Iterable[SiteChoice]], order: list[Axes],
-        price: float = 0.0, below: float = math.inf, *, purse: Purse,
+        price: float = 0.0, below: float = math.inf, *, purse: Purse, stage: Stage | None = None,
     ) -> Solved:  # fmt: skip
         """Frees axis after axis until nothing improves, or each axis once if the result is hopelessly above `below` or
-        the purse is empty."""
+        the purse is empty. Tells how far it is in a `stage`, if one is given: half of what is left, round by round."""
         current = {name: list(choices) for name, choices in start.items()}
         best: Solved | None = None
         unchanged = 0
@@ -74,6 +75,8 @@ class Descent:
 
         for number, axes in enumerate(cycle(order), 1):
             solved = self._freed(current, axes, price, best, purse)
+            if stage is not None:
+                stage.tell(number / (number + len(order)))
             if best is None or objective(solved) <= objective(best):
                 current = taken(self.space, solved.assignment)
             if best is None or objective(solved) < objective(best) * (1 - self.effort.gain):

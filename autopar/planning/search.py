@@ -124,7 +124,9 @@ class Search:
             self.cheapest = best, lambda price, _, purse: self.solve(options, descent.steps, price=price, purse=purse)
         else:
             first = self.options.replicated() if start is None else taken(self.space, start)
-            best = known or descent.checked(descent.descend(first, descent.axes(), below=below, purse=purse), purse)
+            best = known or descent.checked(
+                descent.descend(first, descent.axes(), below=below, purse=purse, stage=self.stage.exploring), purse
+            )
             self.cheapest = best, descent.at_price
         return best
 
