@@ -29,7 +29,7 @@ def comparison() -> Comparison:
     of = arguments()
     solvers = ["atp", "ddp", "fsdp", "megatron_sp", "meshslice"]  # of which one has a plan, and on one mesh
     return autopar.compare(
-        of.pop("model"), [MESH, {"dp": 4}], cluster="dgx-h100", memory_limit_bytes=60_100, solvers=solvers, **of
+        of.pop("model"), [MESH, {"dp": 4}], cluster="dgx-h100", memory_limit_bytes=61_100, solvers=solvers, **of
     )
 
 
