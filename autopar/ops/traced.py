@@ -139,8 +139,6 @@ class Traced:
     def __ge__(self, other: Any) -> Any:
         return self.ge(other)
 
-    __hash__ = None  # type: ignore[assignment]
-
 
 def traced(emitter: Emitter, value: Any) -> Any:
     """An argument of a node with traced values in the place of references."""

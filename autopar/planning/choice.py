@@ -174,13 +174,14 @@ class Choice:
         assert self.presets is not None
         limit, found = request.bytes_limit, [*own]
         at_prices = self._priced_at(min(found, key=_estimate, default=None))
-        cheapest_first = sorted(self.presets, key=lambda item: at_prices(item[1].assignment))
-        for (name, other), stage in zip(cheapest_first, request.stage.parts(len(self.presets)), strict=True):
+        priced = [(at_prices(other.assignment), name, other) for name, other in self.presets]
+        priced.sort(key=lambda item: item[0])
+        for (seconds, name, other), stage in zip(priced, request.stage.parts(len(priced)), strict=True):
             least = min((one.seconds for one in found), default=math.inf)
             bound = least_seconds(self.space, other.assignment)
             if any(other.assignment == one.solved.assignment for one in found):
                 continue
-            if bound >= least or at_prices(other.assignment) > self.effort.rival * least:
+            if bound >= least or seconds > self.effort.rival * least:
                 self._tell(name, bound, "at least")
                 continue
             if limit is not None:
@@ -246,8 +247,9 @@ class Choice:
                 ways += anew if limit is None else [(0.0, shortest.solved, False)]
             for at, start, fast_first in ways:
                 near = None if self.effort.is_over else self._near(at, start, request, fast_first=fast_first)
-                if near is not None and all(near.assignment != one.solved.assignment for one in found):
-                    found.append(self._estimated(AGAIN, near, limit, shortest.seconds))
+                if near is None or any(near.assignment == one.solved.assignment for one in found):
+                    continue
+                found.append(self._estimated(AGAIN, near, limit, shortest.seconds))
                 if limit is not None and found[-1].seconds < shortest.seconds * (1 - self.effort.gain):
                     break
             found.sort(key=_estimate)

@@ -12,7 +12,7 @@ from autopar.passes.space.choices import SiteChoice
 from autopar.solve.effort import Effort, Purse
 from autopar.solve.solvers import SOLVERS, TooWide
 
-from .options import Axes, Options, one_by_one, taken
+from .options import Options, slowest_first, taken
 from .progress import Stage
 from .solving import Solved, Solves
 
@@ -39,17 +39,17 @@ class Descent:
     def purse(self, share: float) -> Purse:
         return Purse(left=share * self.effort.work)
 
-    def axes(self) -> list[Axes]:
-        """The axes of more than one rank, one by one, the slowest first."""
-        return one_by_one(self.space)
+    def axes(self) -> list[int]:
+        """The axes of more than one rank, the slowest first."""
+        return slowest_first(self.space)
 
     def checked(self, best: Solved, purse: Purse) -> Solved:
         """What a solver that was asked for by name finds beside a solution with the first axis free, if that is better,
         and not too wide for it."""
         if self.solver == self.steps:
             return best
-        axes, beside = self.axes()[0], taken(self.space, best.assignment)
-        allowed = {name: self.options.free(self.options.sites[name], choices, axes) for name, choices in beside.items()}
+        axis, beside = self.axes()[0], taken(self.space, best.assignment)
+        allowed = {name: self.options.free(self.options.sites[name], choices, axis) for name, choices in beside.items()}
         try:
             solved = self.solve(allowed, self.solver, bounded=False, last_resort=False, purse=purse)
         except TooWide as error:
@@ -61,7 +61,7 @@ class Descent:
         return self.descend(taken(self.space, start.assignment, in_middle=True), self.axes(), price, purse=purse)
 
     def descend(
-        self, start: Mapping[str, Iterable[SiteChoice]], order: list[Axes],
+        self, start: Mapping[str, Iterable[SiteChoice]], order: list[int],
         price: float = 0.0, below: float = math.inf, *, purse: Purse, stage: Stage | None = None,
     ) -> Solved:  # fmt: skip
         """Frees axis after axis until nothing improves, or each axis once if the result is hopelessly above `below` or
@@ -73,8 +73,8 @@ class Descent:
         def objective(solved: Solved) -> float:
             return solved.score.objective + price * solved.score.bytes
 
-        for number, axes in enumerate(cycle(order), 1):
-            solved = self._freed(current, axes, price, best, purse)
+        for number, axis in enumerate(cycle(order), 1):
+            solved = self._freed(current, axis, price, best, purse)
             if stage is not None:
                 stage.tell(number / (number + len(order)))
             if best is None or objective(solved) <= objective(best):
@@ -92,14 +92,14 @@ class Descent:
         raise AssertionError("a mesh has axes")
 
     def _freed(
-        self, current: dict[str, list[SiteChoice]], axes: Axes, price: float, best: Solved | None, purse: Purse
+        self, current: dict[str, list[SiteChoice]], axis: int, price: float, best: Solved | None, purse: Purse
     ) -> Solved:
         """The solution with one axis free, beside the choices on the others that are taken now; where these differ from
         copy to copy and are too many, beside those of middle copies; and where that is too wide, too, `best`, which is
         better than what a cheaper way of solving would find."""
         middle = current if best is None else taken(self.space, best.assignment, in_middle=True)
         for beside in (current, middle) if middle != current else (current,):
-            allowed = {n: self.options.free(self.options.sites[n], choices, axes) for n, choices in beside.items()}
+            allowed = {n: self.options.free(self.options.sites[n], choices, axis) for n, choices in beside.items()}
             is_first = best is None
             try:
                 return self.solve(allowed, self.steps, price=price, bounded=False, last_resort=is_first, purse=purse)

@@ -12,18 +12,12 @@ from autopar.passes.space.space import Space
 
 from .constraints import Pins
 
-Axes = tuple[int, ...]
-"""An axis, or several that choose alike."""
 
-
-def one_by_one(space: Space) -> list[Axes]:
-    """The axes of more than one rank, one by one, the slowest first."""
-    return _slowest_first(space, ((axis,) for axis, ranks in enumerate(space.mesh) if ranks > 1))
-
-
-def _slowest_first(space: Space, groups: Iterable[Axes]) -> list[Axes]:
+def slowest_first(space: Space) -> list[int]:
+    """The axes of more than one rank."""
     links = space.redistributor.links
-    return sorted(groups, key=lambda axes: min(links[axis].bytes_per_second for axis in axes))
+    wide = [axis for axis, ranks in enumerate(space.mesh) if ranks > 1]
+    return sorted(wide, key=lambda axis: links[axis].bytes_per_second)
 
 
 def unique_sites(space: Space) -> dict[str, Site]:
@@ -134,18 +128,14 @@ class Options:
         """Every site replicated, as far as constraints let it."""
         return {name: [self._pinned(site, self.space.replicated(site))] for name, site in self.sites.items()}
 
-    def free(self, site: Site, choices: Iterable[SiteChoice], axes: Axes) -> list[SiteChoice]:
-        """The choices with one axis free, or with several that choose alike, as one axis of a coarser mesh."""
+    def free(self, site: Site, choices: Iterable[SiteChoice], axis: int) -> list[SiteChoice]:
+        """The choices with one axis free."""
         freed: dict[SiteChoice, None] = {}
         allowed = policies(site, self.bytes_limit)
-        alike = [c for c in self.offered(site, axes[0]) if all(c in self.offered(site, axis) for axis in axes[1:])]
         for choice in choices:
             on_axes = list(choice.axes)
-            for option in alike:
-                for axis in axes:
-                    on_axes[axis] = option
+            for option in self.offered(site, axis):
+                on_axes[axis] = option
                 for policy in allowed:
                     freed[SiteChoice(tuple(on_axes), policy)] = None
-            if len(axes) > 1:
-                freed[choice] = None
         return [c for c in freed if self.space.option(site, c) is not None]

@@ -9,7 +9,7 @@ from autopar.passes.space.choices import SiteChoice
 from autopar.passes.space.problem import ProblemBuilder
 from autopar.passes.space.sites import Site
 from autopar.passes.space.space import Space
-from autopar.planning.options import Options, one_by_one, taken
+from autopar.planning.options import Options, slowest_first, taken
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
 
@@ -18,7 +18,7 @@ def history(planner: Planner, plan: Plan) -> dict[str, Any]:
     """As `Plan.history`."""
     space, assignment = planner.space, planner.assignment(plan)
     chosen, options = taken(space, assignment), Options(space, {}, plan.memory_limit_bytes)
-    slowest, sites = one_by_one(space)[:1], options.sites
+    slowest, sites = slowest_first(space)[:1], options.sites
     allowed = {name: options.free(sites[name], own, slowest[0]) if slowest else own for name, own in chosen.items()}
     return {
         "graph": planner.captured.graph,

@@ -23,7 +23,6 @@ from autopar.ir.graph import TensorMeta
 from autopar.ir.text import parsed_program
 from autopar.passes.lower.compact import compact
 from autopar.passes.space.choices import SiteChoice
-from autopar.planning.options import Axes
 from autopar.planning.planner import Planner
 from autopar.planning.request import Request
 from autopar.planning.solving import Solved
@@ -247,7 +246,7 @@ def test_no_descent_at_a_price_is_better_than_what_a_limit_leaves(monkeypatch: p
     ends: list[Solved] = []
     starts: list[Start] = []
 
-    def noted(start: Start, order: list[Axes], price: float = 0.0, below: float = math.inf, **options: Any) -> Solved:
+    def noted(start: Start, order: list[int], price: float = 0.0, below: float = math.inf, **options: Any) -> Solved:
         found = descend(start, order, price, below, **options)
         if price:
             ends.append(found)
