@@ -268,7 +268,7 @@ def by_expert(made: Planner, axes: Sequence[int]) -> Assignment:
 
     def wanted(site: Site) -> list[SiteChoice] | None:
         if site.node is None or site.node.op not in (MM, MM_WEIGHT):
-            choices = [SiteChoice(axes) for axes in product(*(site.choices[n] for n in made.space.mesh))]
+            choices = [SiteChoice(option) for option in product(*(site.choices[n] for n in made.space.mesh))]
             return [c for c in choices if not any(on_axis.routes for on_axis in c.axes)] if travels(site) else None
         assert site.rule is not None
         number, experts = next((i, f.size) for i, f in enumerate(site.rule.factors) if f.name == "e")
