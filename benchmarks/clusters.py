@@ -30,7 +30,7 @@ def library() -> list[str]:
         "| cluster | device | TFLOP/s reached: bf16, fp32 | memory | levels: size, topology, GB/s pair / group |",
         "|---|---|---|---|---|",
     ]
-    for name, cluster in sorted(CLUSTERS.items()):
+    for name, cluster in sorted(CLUSTERS.own.items()):
         device = cluster.device
         top = device.efficiency[-1][1] / 1e12
         flops = ", ".join(f"{device.flops_per_second[d] * top:.3g}" for d in ("bfloat16", "float32"))
@@ -57,7 +57,7 @@ def mesh_of(cluster: Cluster) -> tuple[int, int]:
 def collectives() -> list[str]:
     head = " | ".join(f"{size // 1024} KiB" for size in SIZES)
     lines = [f"| cluster, mesh, axis | collective | {head} |", "|---|---|" + "---|" * len(SIZES)]
-    for name, cluster in sorted(CLUSTERS.items()):
+    for name, cluster in sorted(CLUSTERS.own.items()):
         mesh = mesh_of(cluster)
         for which, link in zip(("outer", "inner"), cluster.links(mesh), strict=True):
             for kind in KINDS if link.ranks > 1 else ():
@@ -70,7 +70,7 @@ def collectives() -> list[str]:
 def assumptions() -> list[str]:
     """How many figures of each file are assumptions, and how many have a source outside."""
     lines = ["| cluster | figures | of them assumptions |", "|---|---|---|"]
-    for name, cluster in sorted(CLUSTERS.items()):
+    for name, cluster in sorted(CLUSTERS.own.items()):
         sources = [s for table in (cluster.device, *cluster.levels) for s in table.source.values()]
         guessed = sum("assumption" in s or "order of magnitude" in s for s in sources)
         lines.append(f"| `{name}` | {len(sources)} | {guessed} |")

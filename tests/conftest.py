@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+import autopar.api  # noqa: F401 - which registers the costs that measure, before any scope begins
+from autopar.extensions import scoped
 from autopar.ops.oracle import Report, RuleError
 from autopar.ops.registry import REGISTERED
 from autopar.ops.rules import RULES
@@ -54,6 +56,13 @@ class Tally(logging.Handler):
         if self.instances or self.bad:
             total = sum(self.instances.values())
             terminalreporter.write_line(f"oracle: {len(self.instances)} rules, {total} instances, {self.bad} bad")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered() -> Iterator[None]:
+    """What a file's tests register ends with them: which file a process runs next is chance."""
+    with scoped():
+        yield
 
 
 DURATIONS = Path(__file__).parent / "durations.json"
