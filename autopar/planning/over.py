@@ -55,15 +55,18 @@ def best_over(planner: OnMeshes, candidates: Sequence[Mapping[str, int]], reques
 
     @cache
     def of(axes: tuple[tuple[str, int], ...]) -> Plan:
-        return planners[axes].planned(replace(request, stage=next(searching)))
+        return planners[axes].planned(replace(request, stage=replace(next(searching), mesh=dict(axes))))
 
     def planned(mesh: Mapping[str, int]) -> tuple[float, Plan]:
         plan = of(tuple(mesh.items()))
         return plan.seconds if mode.by_timeline or mode.plan is not None else plan.objective_seconds, plan
 
     def quick(mesh: Mapping[str, int], below: float) -> float:
-        asked = replace(request, stage=next(looking))
-        return quick_seconds(planners[tuple(mesh.items())], asked, len(candidates), below)
+        stage = replace(next(looking), mesh=mesh)
+        asked = replace(request, stage=stage)
+        seconds = quick_seconds(planners[tuple(mesh.items())], asked, len(candidates), below)
+        stage.found(seconds, is_serial=True)
+        return seconds
 
     def preset_seconds(mesh: Mapping[str, int], _: float) -> float:
         try:

@@ -151,10 +151,9 @@ def verdict(plan: Plan) -> Iterator[tuple[str, str]]:
     if bound := ", ".join(_bounds(plan)):
         yield "bound", f"{bound}; {searched}"
     if (origin := plan.provenance) is not None and origin.is_cut:
-        yield (
-            "cut",
-            f"{searched}, which ended its budget (effort={origin.effort_seconds:g}): more may find a shorter step",
-        )
+        seconds = origin.effort_seconds
+        why = "an interrupt ended it" if seconds is None else f"which ended its budget (effort={seconds:g})"
+        yield "cut", f"{searched}, {why}: more may find a shorter step"
     if plan.constraints:
         yield "pinned", pinned_text(plan)
     for text in precision_text(plan.training, plan.held_in):
