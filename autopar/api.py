@@ -91,6 +91,9 @@ def plan(
     `autopar.Precision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)` trains a float32 model in bfloat16.
     Gathers, reductions, casts and the peak are those of these dtypes (see docs/howto.md).
 
+    `imbalance` says how unevenly rows fall on experts: the rows of the fullest rank over the mean of all (1.0: evenly),
+    or a list with the rows of each expert. Prices and the peak are those of the fullest rank.
+
     A search ends when its work is done, which is counted so that the same inputs give the same plan on any machine.
     With `effort` seconds it ends then with the best that it has, and the plan says so (what is under way is finished
     first, and the program is written after that; the model's capture comes before). So it does at a first Ctrl-C; a

@@ -92,9 +92,9 @@ def shift(value: Tensor, offset: int, axis: int) -> Tensor:
     return shifted
 
 
-def exchange(value: Tensor, sizes: Tensor, axis: int) -> Tensor:
-    """Rows exchanged along a mesh axis; see `program.COLLECTIVES`."""
-    exchanged: Tensor = collective("exchange", value, sizes, axis)
+def exchange(value: Tensor, sizes: Tensor, rows: int, axis: int) -> Tensor:
+    """Rows exchanged along a mesh axis, of which so many come, as shapes assume; see `program.COLLECTIVES`."""
+    exchanged: Tensor = collective("exchange", value, sizes, rows, axis)
     return exchanged
 
 

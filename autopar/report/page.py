@@ -21,7 +21,7 @@ from autopar.planning.texts import (
     starred,
     together,
 )
-from autopar.planning.training import micro_batches_text, precision_text, recompute_text
+from autopar.planning.training import experts_text, micro_batches_text, precision_text, recompute_text
 
 from .hypertext import fragment
 from .placements import MOST_ROWS, PlacementRow, input_rows, joined, parameter_rows
@@ -162,6 +162,8 @@ def verdict(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "micros", text
     for text in recompute_text(plan.training, plan.checkpoints):
         yield "again", text
+    for text in experts_text(plan.training, plan.experts):
+        yield "experts", text
 
 
 def _fits(plan: Plan) -> tuple[str, str]:
