@@ -39,8 +39,8 @@ from .choice import Choice
 from .costs import COSTS
 from .description import Subject
 from .given import check_kernels, check_mesh, check_model
+from .meshes import best_over
 from .micro import check_measured, shortest
-from .over import best_over
 from .plan import Plan
 from .provenance import ModelFacts
 from .reports import report_captured, report_rows, report_without_rule
