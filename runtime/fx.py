@@ -21,8 +21,6 @@ from .execute import WATCH, SourceWriter
 MESH = "mesh"
 """The first argument of the module."""
 
-OPS = {function: op for op, function in ADAPTED.items()}
-
 
 def graph_module(program: Program) -> fx.GraphModule:
     """The `program` of a plan as a module of torch.fx, which `torch.save` saves and every rank of the mesh runs.
@@ -46,6 +44,7 @@ def graph_module(program: Program) -> fx.GraphModule:
     device: Any = tracer.create_proxy("call_function", getattr, (mesh, "device_type"), {})
     writer = SourceWriter(program, ranks, groups, device)
     source = writer.source("watched")
+    adapted_ops = {function: op for op, function in ADAPTED.items()}
 
     def recorded(value: Any) -> Any:
         """What a node calls in the place of a function: a method by its name, since methods cannot be imported."""
@@ -53,8 +52,8 @@ def graph_module(program: Program) -> fx.GraphModule:
             return value
         kind, target, first = "call_function", value, list[Any]()
         name = getattr(value, "__name__", "")
-        if value in OPS:
-            target, first = adapted, [OPS[value]]
+        if value in adapted_ops:
+            target, first = adapted, [adapted_ops[value]]
         elif value is getattr(torch.Tensor, name, None):
             kind, target = "call_method", name
 

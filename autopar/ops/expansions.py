@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from autopar.ir.emitter import Emitter
-from autopar.ir.graph import TensorMeta
 from autopar.ir.layout import Layout, Shape, digits_of, padded_shape
 from autopar.ir.program import RankIndex
 
@@ -85,19 +84,6 @@ def all_reduce(value: Tensor, reduction: str, axes: tuple[int, ...]) -> Tensor:
     return value
 
 
-def shift(value: Tensor, offset: int, axis: int) -> Tensor:
-    """The value of the rank `offset` places before this one along a mesh axis (negative: behind), zeros where there is
-    no such rank."""
-    shifted: Tensor = collective("shift", value, offset, axis)
-    return shifted
-
-
-def exchange(value: Tensor, sizes: Tensor, axis: int) -> Tensor:
-    """Rows exchanged along a mesh axis; see `program.COLLECTIVES`."""
-    exchanged: Tensor = collective("exchange", value, sizes, axis)
-    return exchanged
-
-
 def global_indices(local: LocalCall, shape: Shape, layout: Layout, dim: int) -> Tensor:
     """int64 [local size of the dim]: the global index of each of this rank's elements along a dim; in
     padding, indices beyond the end."""
@@ -126,11 +112,6 @@ def filled_beyond(local: LocalCall, value: Tensor, shape: Shape, layout: Layout,
     return value.masked_fill(beyond.reshape(-1, *(1,) * rest) if rest else beyond, filling)
 
 
-def slice_of(value: Tensor, dim: int, start: int, end: int) -> Tensor:
-    """Rows [start, end) of a dim."""
-    return value if (start, end) == (0, value.shape[dim]) else value[(slice(None),) * dim + (slice(start, end),)]
-
-
 def share(rule_of: Callable[[Call], OpRule | None]) -> Expansion:
     """A mean over a shard counts for the shard's share of all elements, padding included."""
 
@@ -155,19 +136,6 @@ def _local_share(local: LocalCall, rule: OpRule, factor: int) -> float:
                 ways = local.ranks(local.splits[rule.factors[factor].name])
                 return padded_shape(meta.shape, layout)[dim] / ways / meta.shape[dim]
     raise AssertionError(f"no operand of {local.call.node} carries {rule.factors[factor].name}")
-
-
-def share_of_bias(local: LocalCall) -> Results:
-    """addmm, baddbmm with the contracted factor split: every rank adds its share of the bias, so that the sum holds it
-    once. This is free, since the op scales the bias anyway."""
-    scale = dict(local.kwargs).get("beta", 1)
-    return local.result(beta=scale / local.ranks(local.splits["k"]))
-
-
-def linear(local: LocalCall) -> Results:
-    """linear with the contracted factor split: every rank adds its share of the bias."""
-    x, weight, bias = local.args
-    return local.result(x, weight, bias * (1.0 / local.ranks(local.splits["k"])))
 
 
 def local_indices(local: LocalCall, indices: Tensor, axes: tuple[int, ...], size: int) -> tuple[Tensor, Tensor]:
@@ -206,14 +174,6 @@ NARROW = (torch.bfloat16, torch.float16)
 def wide(value: Tensor) -> Tensor:
     """The value in a dtype to compute in."""
     return value.to(torch.float32 if value.dtype in NARROW else value.dtype)
-
-
-def in_output_dtypes(
-    outputs: Iterable[TensorMeta | None], values: Iterable[Tensor | None]
-) -> tuple[Tensor | None, ...]:
-    """Results in the dtypes of these outputs of a call, without those that nobody uses."""
-    pairs = zip(values, outputs, strict=True)
-    return tuple(None if value is None or meta is None else value.to(meta.dtype) for value, meta in pairs)
 
 
 def softmax(local: LocalCall, *, log: bool = False, safe: bool = False) -> Results:

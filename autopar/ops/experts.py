@@ -14,14 +14,16 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from autopar.ir.layout import Layout, Routed, local_stride, settled
 from autopar.ir.own import define
 
-from .expansions import LocalCall, Results, exchange
+from .expansions import LocalCall, Results
 from .families import EACH, FIRST, from_template
 from .rule import Call, OpRule, Routing
 from .template import assemble
+from .traced import collective
 
 MM, MM_WEIGHT = "autopar.expert_mm.default", "autopar.expert_mm_weight.default"
 SUM, DOT = "autopar.weighted_sum.default", "autopar.row_dot.default"
@@ -265,3 +267,9 @@ def ids_at_experts(local: LocalCall) -> Results:
     ids: torch.Tensor = local.args[0]
     _, (_, _, _, coming) = _routes(local, ids, local.results[0])
     return ids.index_select(0, coming)
+
+
+def exchange(value: Tensor, sizes: Tensor, axis: int) -> Tensor:
+    """Rows exchanged along a mesh axis; see `program.COLLECTIVES`."""
+    exchanged: Tensor = collective("exchange", value, sizes, axis)
+    return exchanged

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from .bounds import checked
-from .expansions import LocalCall, Results, slice_of
+from .expansions import LocalCall, Results
 from .families import DIMS, FIRST, Rule
 from .lookup import PLACE, dim_of, dims_of, held, looked_up, place_of, with_dim
+from .parts import slice_of
 from .rule import Call, OpRule
 from .template import Linear, Named, assemble, unsplit
 
