@@ -9,8 +9,9 @@ from autopar.cost.memory import Peak
 from autopar.cost.timeline import Timeline
 from autopar.ir.layout import Layout, Split
 from autopar.passes.space.choices import SiteChoice, parse_choice
+from autopar.passes.space.layers import border_name
 from autopar.passes.space.problem import Assignment, Decisions
-from autopar.passes.space.sites import Region, Site, border_name
+from autopar.passes.space.sites import Region, Site
 from autopar.passes.space.space import Space
 
 from .account import account, parameter_layouts

@@ -18,14 +18,15 @@ from autopar.solve.problem import Choice, Problem, Repeat, Tensor, Variable
 
 from .choices import REGATHER, Policy, SiteChoice
 from .items import total
-from .sites import Option, Region, Site, joined_sites
+from .sites import Option, Recomputed, Region, Site, joined_sites
 from .space import Space
-from .switch import SWITCH, Recomputed, twice
+from .switch import SWITCH, twice
 from .tables import PARTS, PHASES, WHOLE, Movement, Wanted, encoded, of_bits, positions_of
 from .tensors import RootTensor, root_tensors, tensor_items
 
 Allowed = Mapping[str, Sequence[SiteChoice]]
 """Site name -> the options that it may take."""
+
 
 Decisions = Mapping[str, SiteChoice]
 """Site name -> the option that it took."""
@@ -61,8 +62,8 @@ class ProblemBuilder:
         self.space = space
         self.tables: dict[Any, Tensor] = {}
         """Tensors but for their names and variables."""
-        self.joined = joined_sites(space.regions(), space.repeats)
-        self.again = tuple(Recomputed.of(body) for body in space.bodies)
+        self.joined = joined_sites(space.regions(), space.twins)
+        self.again = tuple(body.again for body in space.bodies)
 
     def build(self, allowed: Allowed, *, recompute: bool = False) -> tuple[Problem, Decoder]:
         """The problem in which each site takes one of its allowed options; to `recompute` copies of segments in

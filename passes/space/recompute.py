@@ -5,11 +5,13 @@ the collectives in it, from the borders, parameters and inputs that are there. R
 functions of a key and of global indices.
 """
 
-from .sites import Region
+from .sites import Recomputed, Region
 
 
-def recomputed(region: Region) -> frozenset[str]:
-    """Names of the operators of a segment's forward that backward needs something of, itself or through others."""
+def recomputed(region: Region) -> Recomputed:
+    """The operators of a segment's forward that backward needs something of, itself or through others; and the roots
+    that are brought to the layouts of their readers again: what is recomputed, and the forward borders on the left, of
+    which only what crosses is kept. Nothing, if no operator can be recomputed."""
     makers = {
         root: site
         for site in region.sites.values()
@@ -17,19 +19,14 @@ def recomputed(region: Region) -> frozenset[str]:
         for root in site.makes
     }
     waiting = [read.alias.root for site in region.sites.values() for read in site.reads if read.backward]
-    names: set[str] = set()
+    again: set[str] = set()
     while waiting:
         site = makers.get(waiting.pop())
-        if site is not None and site.name not in names:
-            names.add(site.name)
+        if site is not None and site.name not in again:
+            again.add(site.name)
             waiting += [read.alias.root for read in site.reads]
-    return frozenset(names)
-
-
-def reacquired(region: Region) -> frozenset[str]:
-    """Roots that are brought to the layouts of their readers again: what is recomputed, and the forward borders on
-    the left, of which only what crosses is kept."""
-    again = recomputed(region)
+    if not again:
+        return Recomputed()
     roots = {root for name in again for root in region.sites[name].makes if root}
     entering = (s.name for s in region.sites.values() if s.kind == "border" and not s.backward and not s.reads)
-    return frozenset(roots.union(entering))
+    return Recomputed(frozenset(again), frozenset(roots.union(entering)))

@@ -6,35 +6,10 @@ acquires them once. Its problem has a variable, `SWITCH`, that says which.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from autopar.solve.problem import Tensor, Variable
-
-from .recompute import reacquired, recomputed
-from .sites import Region, Site
 
 SWITCH = "recompute"
 """The variable of a body that says whether a copy is recomputed in backward."""
-
-
-@dataclass(frozen=True, slots=True)
-class Recomputed:
-    """What a copy of a region does again where it is recomputed: its `operators`, and the acquisition of `roots`."""
-
-    operators: frozenset[str] = frozenset()
-    roots: frozenset[str] = frozenset()
-
-    @staticmethod
-    def of(region: Region) -> Recomputed:
-        """Nothing, if no operator can be recomputed."""
-        operators = recomputed(region)
-        return Recomputed(operators, reacquired(region)) if operators else Recomputed()
-
-    def phases(self, site: Site, maker: Site, *, backward: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The phases in which a site reads what another one makes: without, and with recomputation."""
-        once = ("backward",) if backward else ("forward",)
-        twice = site.name in self.operators and maker.kind != "shared"
-        return once, ("forward", "backward") if twice else once
 
 
 def twice(variable: Variable, number: int, switch: int) -> Tensor:
