@@ -16,7 +16,7 @@ from autopar.compat.fx_nodes import called_whole
 from autopar.ir.program import Program
 from autopar.ops.kernels import ADAPTED, kernel_of
 
-from .execute import WATCH, SourceWriter
+from .compiled import WATCH, ObservedSource
 
 MESH = "mesh"
 """The first argument of the module."""
@@ -42,8 +42,8 @@ def graph_module(program: Program) -> fx.GraphModule:
     groups: Any = tuple(mesh.get_group(a) if s else None for a, s in zip(program.axes, spread, strict=True))
     ranks: Any = tuple(mesh.get_local_rank(a) if s else 0 for a, s in zip(program.axes, spread, strict=True))
     device: Any = tracer.create_proxy("call_function", getattr, (mesh, "device_type"), {})
-    writer = SourceWriter(program, ranks, groups, device)
-    source = writer.source("watched")
+    writer = ObservedSource(program, ranks, groups, device)
+    source = writer.styled("watched")
     adapted_ops = {function: op for op, function in ADAPTED.items()}
 
     def recorded(value: Any) -> Any:

@@ -36,10 +36,10 @@ from autopar.ir.layout import (
     permute_layout,
     reshape_layout,
     shard,
-    unshard,
     valid_shape,
 )
 from autopar.ir.program import Program, ProgramInput, ProgramOutput
+from autopar.ir.unsharded import unshard
 from autopar.passes.codegen.redistribution import Redistribution
 from autopar.planning.searches import hidden_buckets
 from autopar.runtime.simulate import coordinates, run_ranks
