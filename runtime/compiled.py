@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch.profiler import record_function
 
-from autopar.compat.tensors import is_profiling
+from autopar.compat.calls import is_profiling
 from autopar.cost.lifetimes import Line
 from autopar.ir.graph import WAIT, Node
 

@@ -151,18 +151,6 @@ def shift(link: Link) -> tuple[float, float]:
     return link.latency_seconds, max(1 / stage.rank_bytes_per_second for stage in link.stages)
 
 
-LATENCY_PART = 0.05
-"""The most that latencies add to the time that a bucket's bytes travel, as a part of it."""
-
-LARGEST_BUCKET_BYTES = 25 * 2**20
-"""DDP's buckets."""
-
-ALONE_BYTES = 4 * 2**20
-"""A collective of so many bytes travels in no bucket: its latency is a small part of its time."""
-
-SMALLEST_BUCKET_BYTES = 2**18
-
-
 def together(fixed: float, moving: float, overlap: float) -> float:
     """Seconds of both, if the part `overlap` of the fixed ones passes while bytes move."""
     return max(fixed, fixed * (1.0 - overlap) + moving)
@@ -181,16 +169,6 @@ def collective_seconds(kind: str, size: float, link: Link, share: float = 1.0) -
     overlap = link.overlap
     seconds = min(together(fixed * share, moving * size, overlap) for _, fixed, moving in candidates(kind, link))
     return seconds * link.factor(kind, size / share if share else size) if link.factors else seconds
-
-
-def bucket_bytes(link: Link) -> int:
-    """The size of a bucket: its all-reduce spends a small part of its time on latencies. A larger bucket would hide
-    no more of a latency, and start later."""
-    if link.ranks == 1:
-        return LARGEST_BUCKET_BYTES
-    _, fixed, moving = min(candidates("all_reduce", link), key=lambda candidate: (candidate[2], candidate[1]))
-    size = fixed / moving / LATENCY_PART if moving else math.inf
-    return int(max(SMALLEST_BUCKET_BYTES, min(LARGEST_BUCKET_BYTES, size)))
 
 
 @cache

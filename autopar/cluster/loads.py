@@ -21,13 +21,13 @@ def sent_bytes(kind: str, algorithm: str, link: Link) -> list[float]:
         return [math.ceil(math.log2(link.ranks)) / 2]
     if algorithm == "halving":
         return [recursive_halving(rounds, stage.width, 1.0, 0.0)[1] for stage in link.stages]
-    exchanged = [exchanged(stage) * stage.bytes_per_second for stage in link.stages]
+    between = [exchanged(stage) * stage.bytes_per_second for stage in link.stages]
     if algorithm == "hierarchical":
-        return exchanged if kind == "all_to_all" else [ring(rounds, s.width, 1.0, 0.0)[1] for s in link.stages]
+        return between if kind == "all_to_all" else [ring(rounds, s.width, 1.0, 0.0)[1] for s in link.stages]
     inside = [1.0]
     for stage in link.stages:
         inside.append(inside[-1] / stage.width)
-    return [part * size for part, size in zip(inside, exchanged, strict=False)]
+    return [part * size for part, size in zip(inside, between, strict=False)]
 
 
 @dataclass(frozen=True, slots=True)

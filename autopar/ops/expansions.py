@@ -68,11 +68,6 @@ class LocalCall:
         numbers: Tensor = trace(self.emitter, "aten.arange", bounds, {})
         return numbers
 
-    def full(self, shape: Shape, value: int) -> Tensor:
-        """int64 of one value, which may differ by rank."""
-        numbers: Tensor = trace(self.emitter, "aten.full", (shape, value), {"dtype": torch.int64})
-        return numbers
-
 
 Expansion = Callable[[LocalCall], Results]
 

@@ -19,6 +19,7 @@ from .local import Arguments, replaced, unchanged
 from .lookup import PLACE, along_dim, dim_of, dims_of, looked_up, place_of, with_dim
 from .rule import Call, OpRule
 from .template import Name, assemble
+from .traced import trace
 from .windows import in_window
 
 
@@ -124,7 +125,7 @@ def select(local: LocalCall) -> Results:
     """select of one place."""
     shape = local.call.inputs[0].shape
     dim = dim_of(local.call, len(shape))
-    place = local.full((1,), local.call.argument("index") % shape[dim])
+    place = filled(local, (1,), local.call.argument("index") % shape[dim])
     return looked_up(local, local.args[0], dim, place).squeeze(dim)
 
 
@@ -198,3 +199,9 @@ def slice_of(value: Tensor, dim: int, start: int, end: int) -> Tensor:
 def contiguous_pairs(x: Tensor) -> Tensor:
     """The tensor, contiguous, and beginning at an even element of its memory."""
     return x.contiguous() if x.storage_offset() % 2 == 0 else x.clone(memory_format=torch.contiguous_format)
+
+
+def filled(local: LocalCall, shape: Shape, value: int) -> Tensor:
+    """int64 of one value, which may differ by rank."""
+    numbers: Tensor = trace(local.emitter, "aten.full", (shape, value), {"dtype": torch.int64})
+    return numbers

@@ -32,7 +32,7 @@ from .families import EACH, FIRST, along_dims, either, from_template, pointwise,
 from .layer_norm import normalized
 from .reductions import loss, loss_backward
 from .rule import Call
-from .rules import RULES, Entry, aten, own
+from .rules import RULES, Entry, aten
 from .strides import needs
 
 meta_kernels()
@@ -58,6 +58,11 @@ _logits_loss = partial(loss, none=-1e4)
 def _adds(call: Call) -> bool:
     """Whether scatter_reduce adds to the elements of the target."""
     return bool(call.argument("reduce") == "sum" and call.argument("include_self"))
+
+
+def own(names: str, entry: Entry) -> dict[str, Entry]:
+    """The same entry for operators of autopar."""
+    return {f"autopar.{name}.default": entry for name in names.split()}
 
 
 RULES.know({

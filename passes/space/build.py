@@ -23,15 +23,18 @@ def strategies(
     graph: JointGraph, mesh: Mapping[str, int], cluster: Cluster, optimizer: Optimizer = OPTIMIZERS["adamw"]
 ) -> Space:
     """The search space of a graph on a mesh (axis name -> size), as one piece: no layer is known to repeat."""
-    builder = SiteBuilder(graph, Roots(graph, {}, {}))
+    builder = SiteBuilder(graph, Roots(graph))
     sites = [builder.input(i.name) for i in graph.inputs]
     sites += builder.operators(range(len(graph.nodes)))
     sites += [builder.output(number) for numbers in output_numbers(graph).values() for number in numbers]
-    return builder.space(Space, Propagation, mesh, cluster, optimizer, rest=Region.of("rest", sites))
+    return builder.space(Space, mesh, cluster, optimizer, rest=Region.of("rest", sites))
 
 
 class SiteBuilder:
     """Builds the sites, without their choices, and the space around them."""
+
+    redistributor = Redistributor
+    propagation = Propagation
 
     def __init__(self, graph: JointGraph, roots: Roots) -> None:
         self.graph, self.roots = graph, roots
@@ -50,7 +53,6 @@ class SiteBuilder:
     def space(
         self,
         kind: type[S],
-        propagation: type[Propagation],
         mesh: Mapping[str, int],
         cluster: Cluster,
         optimizer: Optimizer,
@@ -67,13 +69,13 @@ class SiteBuilder:
             axes=tuple(mesh),
             cluster=cluster,
             optimizer=optimizer,
-            redistributor=Redistributor(sizes, cluster.links(sizes), cluster.device),
+            redistributor=self.redistributor(sizes, cluster.links(sizes), cluster.device),
             roots=self.roots,
             metas=self.metas,
             without_rule_in=dict(sorted(modules.items())),
             **regions,
         )
-        choices = {ranks: propagation(space, ranks).choices() for ranks in sorted(set(sizes))}
+        choices = {ranks: self.propagation(space, ranks).choices() for ranks in sorted(set(sizes))}
         return space.with_sites(
             lambda site: replace(site, choices={ranks: here[site.key] for ranks, here in choices.items()})
         )

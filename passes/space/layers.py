@@ -3,11 +3,12 @@ crosses from copy to copy are sites of the kind "border"."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autopar.cluster.machine import Cluster
+from autopar.cost.bucketed import BucketingRedistributor
 from autopar.cost.optimizers import OPTIMIZERS, Optimizer
 from autopar.ir.graph import JointGraph
 from autopar.passes.segments.segment import Repeated, Segments
@@ -102,13 +103,36 @@ def strategies(
         for repeat in segments.repeats
     )
     return builder.space(
-        LayeredSpace, RoutedPropagation, mesh, cluster, optimizer,
-        rest=rest, bodies=bodies, segments=segments, rest_borders=ends,
-    )  # fmt: skip
+        LayeredSpace, mesh, cluster, optimizer, rest=rest, bodies=bodies, segments=segments, rest_borders=ends
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRoots(Roots):
+    """`crossing[v]` renames a value that is read across a border of repeated segments: there it is a root of its own.
+    `home[i]` is the segment copy of node i, and `entering[c]` are the values that copy c reads across a border: one
+    that the rest of the graph makes may enter one run across its border, and be read by all copies of another."""
+
+    crossing: Mapping[str, str]
+    home: Mapping[int, int]
+    entering: Mapping[int, Collection[str]]
+
+    def home_of(self, value: str) -> int:
+        """The copy that makes a value, -1 if none does."""
+        return self.home.get(self.graph.producer.get(value, -1), -1)
+
+    def seen(self, value: str, home: int) -> tuple[str, int]:
+        maker = self.home_of(value)
+        if maker != home and value in self.crossing and (maker >= 0 or value in self.entering[home]):
+            return self.crossing[value], maker
+        return value, maker
 
 
 class LayerBuilder(SiteBuilder):
     """Builds the sites of the rest of a graph, and of one copy of each of its repeats."""
+
+    redistributor = BucketingRedistributor
+    propagation = RoutedPropagation
 
     def __init__(self, graph: JointGraph, segments: Segments) -> None:
         self.segments = segments
@@ -122,7 +146,8 @@ class LayerBuilder(SiteBuilder):
                 entering[place] = frozenset(border.values[k + border.backward] for border in repeat.borders)
             for border in repeat.borders:
                 crossing.update({value: border_name(value) for value in border.values})
-        super().__init__(graph, Roots(graph, crossing, home, entering))
+        self.layers = LayerRoots(graph, crossing, home, entering)
+        super().__init__(graph, self.layers)
         self.metas |= {name: graph.metas[value] for value, name in crossing.items()}
         shared = self._shared_roots(name for repeat in segments.repeats for name in repeat.shared)
         self.made = made_where_read(graph, segments, shared)
@@ -154,11 +179,11 @@ class LayerBuilder(SiteBuilder):
             for border in repeat.borders:
                 for value in (border.values[0], border.values[-1]):
                     backward[value] = backward.get(value, True) and border.backward
-        home, producer = self.roots.home, self.graph.producer
+        home, producer = self.layers.home, self.graph.producer
         return [self._border(v, read=producer.get(v) not in home, backward=late) for v, late in backward.items()]
 
     def body(self, repeat: Repeated) -> Region:
-        home = self.roots.home[repeat.copies[0][0]]
+        home = self.layers.home[repeat.copies[0][0]]
         sites = [self.input(name, home) for name in repeat.own[0]]
         for name in self._shared_roots(repeat.from_outside(0)):
             sites.append(Site(name=f"{name}|shared", kind="shared", makes=(name,), meta=self.metas[name]))
@@ -201,6 +226,4 @@ class LayerBuilder(SiteBuilder):
         )
 
     def _producer_alias(self, value: str) -> Alias:
-        index = self.graph.producer.get(value)
-        home = -1 if index is None else self.roots.home.get(index, -1)
-        return self.roots.alias(value, home)
+        return self.layers.alias(value, self.layers.home_of(value))

@@ -20,7 +20,6 @@ from .choices import REGATHER, Policy, SiteChoice
 from .items import total
 from .sites import Option, Recomputed, Region, Site, joined_sites
 from .space import Space
-from .switch import SWITCH, twice
 from .tables import PARTS, PHASES, WHOLE, Movement, Wanted, encoded, of_bits, positions_of
 from .tensors import RootTensor, root_tensors, tensor_items
 
@@ -120,7 +119,7 @@ class ProblemBuilder:
         self, region: Region, legal: Mapping[str, tuple[Option, ...]], again: Recomputed, copies: int
     ) -> tuple[tuple[Variable, ...], tuple[Tensor, ...], tuple[str, ...]]:
         """Its variables, tensors, and the names of its sites. If something is done `again` where the region is
-        recomputed, a last variable, `SWITCH`, says whether it is."""
+        recomputed, a last variable says whether it is."""
         times, sites = self.space.micro_batches, list(region.sites.values())
         options = [self._site_options(site, legal[site.name]) for site in sites]
         variables = [
@@ -133,11 +132,8 @@ class ProblemBuilder:
             for site, of_site in zip(sites, options, strict=True)
         ]
         tensors = [t for root in root_tensors(region, options, copies) for t in self._tensors(root, again)]
-        if again.operators:
-            variables.append(Variable(name=SWITCH, options=("no", "yes"), seconds=(0.0, 0.0), bytes=(0.0, 0.0)))
-            numbers = [number for number, site in enumerate(sites) if site.name in again.operators]
-            tensors += [twice(variables[number], number, len(sites)) for number in numbers]
-        return tuple(variables), tuple(tensors), tuple(region.sites)
+        switch, computed_twice = again.switched(variables)
+        return (*variables, *switch), (*tensors, *computed_twice), tuple(region.sites)
 
     def _site_options(self, site: Site, options: tuple[Option, ...]) -> tuple[Option, ...]:
         """The options as this very site means them: a border's reads differ between its two sites."""
@@ -228,7 +224,7 @@ class Decoder:
     rest: tuple[str, ...]
     bodies: tuple[tuple[str, ...], ...]
     switched: tuple[bool, ...]
-    """Of each body, whether its last variable is `SWITCH`."""
+    """Of each body, whether its last variable says if it is recomputed."""
     options: Mapping[str, Sequence[Option]]
 
     def decode(self, choice: Choice) -> Assignment:

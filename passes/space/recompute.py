@@ -5,7 +5,26 @@ the collectives in it, from the borders, parameters and inputs that are there. R
 functions of a key and of global indices.
 """
 
+from collections.abc import Sequence
+
+from autopar.solve.problem import Tensor, Variable
+
 from .sites import Recomputed, Region
+
+SWITCH = "recompute"
+"""The variable of a body that says whether a copy is recomputed in backward."""
+
+
+class Recomputable(Recomputed):
+    """As a choice: a copy that is recomputed reads some tensors in forward and again in backward, and acquires them
+    twice; one that is not acquires them once."""
+
+    __slots__ = ()
+
+    def switched(self, variables: Sequence[Variable]) -> tuple[Sequence[Variable], Sequence[Tensor]]:
+        switch = Variable(name=SWITCH, options=("no", "yes"), seconds=(0.0, 0.0), bytes=(0.0, 0.0))
+        numbers = [number for number, variable in enumerate(variables) if variable.name in self.operators]
+        return (switch,), [_twice(variables[number], number, len(variables)) for number in numbers]
 
 
 def recomputed(region: Region) -> Recomputed:
@@ -29,4 +48,19 @@ def recomputed(region: Region) -> Recomputed:
         return Recomputed()
     roots = {root for name in again for root in region.sites[name].makes if root}
     entering = (s.name for s in region.sites.values() if s.kind == "border" and not s.backward and not s.reads)
-    return Recomputed(frozenset(again), frozenset(roots.union(entering)))
+    return Recomputable(frozenset(again), frozenset(roots.union(entering)))
+
+
+def _twice(variable: Variable, number: int, switch: int) -> Tensor:
+    """What an operator costs once more where the copy is recomputed, as a tensor between it and the switch."""
+    seconds: dict[float, int] = {}
+    codes = tuple(seconds.setdefault(of_option, len(seconds)) for of_option in variable.seconds)
+    costs = {(code, again): (again * one, 0.0) for one, code in seconds.items() for again in (0, 1)}
+    return Tensor(
+        name=f"{variable.name} again",
+        producer=number,
+        produced=codes,
+        consumers=(switch,),
+        wanted=((0, 1),),
+        costs=costs,
+    )

@@ -12,6 +12,7 @@ from functools import cached_property
 from autopar.ir.graph import JointGraph, Node, TensorMeta
 from autopar.ir.layout import Layout
 from autopar.ops.rule import Call, OpRule
+from autopar.solve.problem import Tensor, Variable
 
 from .choices import AxisChoice, SiteChoice
 from .collapse import Alias
@@ -85,6 +86,11 @@ class Recomputed:
         once = ("backward",) if backward else ("forward",)
         twice = site.name in self.operators and maker.kind != "shared"
         return once, ("forward", "backward") if twice else once
+
+    def switched(self, variables: Sequence[Variable]) -> tuple[Sequence[Variable], Sequence[Tensor]]:
+        """The variable that says whether a copy is recomputed, and what its operators, among these variables, cost once
+        more; nothing where there is no such choice."""
+        return (), ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

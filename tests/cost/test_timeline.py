@@ -17,7 +17,7 @@ from autopar.cluster.collectives import collective_seconds
 from autopar.cluster.links import ALGORITHMS, KINDS
 from autopar.cluster.loads import loads, prices
 from autopar.cluster.machine import Cluster, Device, Level, Operators, operator_key
-from autopar.cost.redistribute import PACKING
+from autopar.cost.bucketed import PACKING
 from autopar.cost.streams import timeline
 from autopar.cost.timeline import COMPUTE, Timeline
 from autopar.ir.graph import Node, Ref, TensorMeta
