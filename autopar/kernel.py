@@ -29,7 +29,6 @@ from autopar.passes.capture.leaves import input_names
 from autopar.passes.capture.recorder import Recorder
 from autopar.passes.capture.step import ModelStep
 from autopar.passes.codegen.program import codegen
-from autopar.passes.segments.segment import Segments
 from autopar.passes.space.build import strategies
 from autopar.passes.space.problem import Assignment, ProblemBuilder
 from autopar.passes.space.space import Space
@@ -73,7 +72,7 @@ def named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 def space_of(graph: JointGraph, mesh: Mapping[str, int], cluster: Cluster) -> Space:
     """What can be decided about a graph on a mesh (axis name -> size), as one piece: no layer is known to repeat."""
-    return strategies(graph, mesh, cluster, Segments(repeats=(), rest=tuple(range(len(graph.nodes)))))
+    return strategies(graph, mesh, cluster)
 
 
 def search(space: Space) -> Assignment:

@@ -10,8 +10,8 @@ import argparse
 
 import marked
 
-from autopar.cluster.collectives import price
 from autopar.cluster.library import CLUSTERS
+from autopar.cluster.loads import price
 from autopar.cluster.machine import Cluster, Level
 
 SIZES = (16 * 1024, 1024**2, 256 * 1024**2)

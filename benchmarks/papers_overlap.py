@@ -31,6 +31,7 @@ import transformers  # noqa: E402
 from grouping.level import best  # noqa: E402
 from torch import nn  # noqa: E402
 
+from autopar.cost.bucketed import HidingRedistributor  # noqa: E402
 from autopar.cost.redistribute import Redistributor  # noqa: E402
 from autopar.cost.roofline import COPIES  # noqa: E402
 from autopar.cost.streams import timeline  # noqa: E402
@@ -354,7 +355,7 @@ FRAMEWORKS = ("PyTorch", "DS-M", "Alpa", "CFP")
 def with_buckets_hidden(space: Space) -> Redistributor:
     """Prices with half of what travels in buckets left out."""
     given = space.redistributor
-    return Redistributor(space.mesh, given.links, given.device, 0.5)
+    return HidingRedistributor(given, 0.5, given)
 
 
 def frameworks(planner: Planner) -> dict[str, float]:

@@ -123,7 +123,7 @@ def choices_of(planner: Any) -> dict[str, list[Any]]:
 
     space, choices = planner.space, {}
     everything = Options(space, {}, None).everything()
-    for name, sites in joined_sites(space.regions(), space.repeats).items():
+    for name, sites in joined_sites(space.regions(), space.twins).items():
         offered = joint(sites[0], everything[name], None)
         choices[name] = [c for c in offered if all(space.option(site, c) is not None for site in sites)]
     return choices
@@ -131,11 +131,10 @@ def choices_of(planner: Any) -> dict[str, list[Any]]:
 
 def restarted(planner: Any, timed: Timed, number: int) -> Iterator[Row]:
     """Where descents end that start from random decisions, all copies alike."""
-    from autopar.passes.space.sites import joined_borders
     from autopar.planning.request import Request
 
     space, draw, choices = planner.space, random.Random(1), choices_of(planner)
-    joined = joined_borders(space.repeats)
+    joined = space.twins
     for at in range(number):
         search = planner.search(Request(), planner.searches.hiding(timed.hidden))
         start = {name: [_plain(draw, of_site)] for name, of_site in choices.items()}
@@ -160,10 +159,9 @@ def _plain(draw: random.Random, choices: Sequence[Any]) -> Any:
 def changed(planner: Any, timed: Timed, number: int) -> Iterator[Row]:
     """Random changes of one to eight sites, in all copies of a layer and at both ends of a run at once, that contradict
     nothing."""
-    from autopar.passes.space.sites import joined_borders
 
     draw, choices, best = random.Random(0), choices_of(planner), timed.best
-    joined, names = joined_borders(planner.space.repeats), list(choices)
+    joined, names = planner.space.twins, list(choices)
     tried = 0
     while tried < number:
         changes: dict[str, Any] = {}

@@ -30,8 +30,8 @@ sys.path += [str(Path(__file__).resolve().parents[1] / "tests" / folder) for fol
 import test_ops
 
 from autopar.ir.graph import overload, parameters
-from autopar.ops.contract import prepared_arguments
 from autopar.ops.oracle import LAYOUTS, laid_out
+from autopar.ops.prepared import prepared_arguments
 from autopar.ops.registry import REGISTERED
 from autopar.ops.rules import RULES
 

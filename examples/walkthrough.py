@@ -15,8 +15,8 @@ from autopar.passes.blocks.partition import blocks
 from autopar.passes.capture.trace import capture
 from autopar.passes.codegen.program import codegen
 from autopar.passes.segments.search import segments
-from autopar.passes.space.build import strategies
 from autopar.passes.space.choices import SiteChoice
+from autopar.passes.space.layers import strategies
 from autopar.passes.space.problem import ProblemBuilder
 from autopar.planning.account import account
 from autopar.planning.options import joint, unique_sites

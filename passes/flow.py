@@ -43,7 +43,7 @@ from .masks import without_masks
 from .seeds import seeds
 from .segments.search import segments
 from .segments.segment import Segments
-from .space.build import strategies
+from .space.layers import strategies
 from .space.problem import ProblemBuilder
 from .space.space import Space
 

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from autopar.compat import tensors
+from autopar.compat import calls
+from autopar.compat.calls import backward_running, is_observed, receiver
 from autopar.compat.distributed import local_tensor
-from autopar.compat.tensors import backward_running, is_observed, is_real, receiver, storage_span
+from autopar.compat.tensors import is_real, storage_span
 from autopar.compat.watching import hooks_gradient
 from autopar.extensions import Plug, Table
 from autopar.ir.program import ProgramInput
@@ -197,8 +198,8 @@ class ProgramStep(torch.autograd.Function):
         assert state.shared is not None
         ctx.read = [k for k in state.shared.kept if k < len(call.given) and isinstance(call.given[k], DTensor)]
         ctx.given = [call.given[k] for k in ctx.read]
-        ctx.versions = tensors.versions(ctx.given)
-        ctx.updated = tensors.versions(state.value(output.target) for _, output in state.updates)
+        ctx.versions = calls.versions(ctx.given)
+        ctx.updated = calls.versions(state.value(output.target) for _, output in state.updates)
         return outputs
 
     @staticmethod
@@ -231,9 +232,9 @@ class ProgramStep(torch.autograd.Function):
         _refuse_unanswered(state)
         by_path = dict(zip(state.output_paths, gradients, strict=True))
         _refuse_lost(state, by_path, dict(zip(state.output_paths, ctx.returned, strict=True)))
-        if tensors.versions(ctx.given) != ctx.versions:
+        if calls.versions(ctx.given) != ctx.versions:
             _refuse_written([state.inputs[k] for k in ctx.read], ctx.given, ctx.versions)
-        if tensors.versions(state.value(output.target) for _, output in state.updates) != ctx.updated:
+        if calls.versions(state.value(output.target) for _, output in state.updates) != ctx.updated:
             raise ValueError(
                 f"{listed([output.target for _, output in state.updates])}, which backward() writes, changed since the "
                 f"call: a program reads it as it was then. Run backward() on each call before the next one"
@@ -333,7 +334,7 @@ class _Once(torch.autograd.Function):
 
 def _refuse_written(read: Sequence[ProgramInput], given: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
     """As autograd does for plain tensors."""
-    for i, now, version in zip(read, tensors.versions(given), versions, strict=True):
+    for i, now, version in zip(read, calls.versions(given), versions, strict=True):
         if now != version:
             raise ValueError(
                 f"{i.role} {i.target} was written between forward and backward, which reads it: call optimizer.step() "

@@ -1,14 +1,13 @@
 """Collectives on process groups: each function starts one and returns its result with the handle to wait for."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from autopar.compat.collectives import all_gather_single, from_host_alone, reduce_scatter_single
+from autopar.compat.collectives import all_gather_single, reduce_scatter_single
 
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -53,43 +52,6 @@ class Summed:
         torch.sum(self.parts, 0, dtype=self.target.dtype, out=self.target)
 
 
-@dataclass(frozen=True, slots=True)
-class Messages:
-    """Messages under way, and the tensor that is being sent, held until it is."""
-
-    works: Sequence[dist.Work]
-    sent: torch.Tensor
-
-    def wait(self) -> None:
-        for work in self.works:
-            work.wait()
-
-
-@dataclass(frozen=True, slots=True)
-class Landing:
-    """A transfer under way to the host's memory, from where it goes to `target`."""
-
-    work: Waitable
-    received: torch.Tensor
-    target: torch.Tensor
-
-    def wait(self) -> None:
-        self.work.wait()
-        self.target.copy_(self.received)
-
-
-@dataclass(frozen=True, slots=True)
-class Elsewhere:
-    """A reduction under way of which this rank gets nothing: its buffer holds what happened to pass."""
-
-    work: Waitable
-    target: torch.Tensor
-
-    def wait(self) -> None:
-        self.work.wait()
-        self.target.zero_()
-
-
 _NUMBERS = {torch.int32: torch.float32, torch.int64: torch.float64}
 _BITS = {number: bits for bits, number in _NUMBERS.items()}
 
@@ -108,7 +70,7 @@ def ordered(x: torch.Tensor, reduction: str) -> torch.Tensor:
     return bits.masked_fill(x.isnan(), info.max if reduction == "max" else info.min)
 
 
-def _started(result: torch.Tensor, work: dist.Work | None) -> Pending:
+def started(result: torch.Tensor, work: dist.Work | None) -> Pending:
     assert work is not None  # this rank is in the group
     return result, work
 
@@ -117,7 +79,7 @@ def all_reduce_in_place(x: torch.Tensor, reduction: str, group: dist.ProcessGrou
     if reduction != "sum" and x.is_floating_point():
         bits, pending = all_reduce_in_place(ordered(x, reduction), reduction, group)
         return x, Extremes(pending, bits, x)
-    return _started(x, dist.all_reduce(x, REDUCTIONS[reduction], group, async_op=True))
+    return started(x, dist.all_reduce(x, REDUCTIONS[reduction], group, async_op=True))
 
 
 def all_reduce(x: torch.Tensor, reduction: str, group: dist.ProcessGroup) -> Pending:
@@ -126,7 +88,7 @@ def all_reduce(x: torch.Tensor, reduction: str, group: dist.ProcessGroup) -> Pen
 
 def all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> Pending:
     gathered = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
-    return _started(gathered, all_gather_single(gathered, x, group))
+    return started(gathered, all_gather_single(gathered, x, group))
 
 
 def reduce_scatter(x: torch.Tensor, reduction: str, group: dist.ProcessGroup) -> Pending:
@@ -137,74 +99,12 @@ def reduce_scatter(x: torch.Tensor, reduction: str, group: dist.ProcessGroup) ->
     if reduction == "sum" and x.is_cpu:
         exchanged, work = all_to_all(x, group)
         return part, Summed(work, exchanged.view(group.size(), *part.shape), part)
-    return _started(part, reduce_scatter_single(part, x, REDUCTIONS[reduction], group))
+    return started(part, reduce_scatter_single(part, x, REDUCTIONS[reduction], group))
 
 
 def all_to_all(x: torch.Tensor, group: dist.ProcessGroup) -> Pending:
     exchanged = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return _started(exchanged, dist.all_to_all_single(exchanged, x, group=group, async_op=True))
-
-
-Transfer = Callable[[torch.Tensor, int, dist.ProcessGroup], Pending]
-
-
-def _over_host(transfer: Transfer) -> Transfer:
-    """gloo has collectives for CUDA, and messages from host to host alone."""
-
-    @wraps(transfer)
-    def started(x: torch.Tensor, offset: int, group: dist.ProcessGroup) -> Pending:
-        if not from_host_alone(group, x.device):
-            return transfer(x, offset, group)
-        received, work = transfer(x.cpu(), offset, group)
-        target = torch.empty_like(received, device=x.device)
-        return target, Landing(work, received, target)
-
-    return started
-
-
-@_over_host
-def shift(x: torch.Tensor, offset: int, group: dist.ProcessGroup) -> Pending:
-    rank, ranks = dist.get_rank(group), group.size()
-    received = torch.zeros_like(x, memory_format=torch.contiguous_format)
-    messages = []
-    if 0 <= rank + offset < ranks:
-        messages.append(dist.P2POp(dist.isend, x, group=group, group_peer=rank + offset))
-    if 0 <= rank - offset < ranks:
-        messages.append(dist.P2POp(dist.irecv, received, group=group, group_peer=rank - offset))
-    works = dist.batch_isend_irecv(messages) if messages else []
-    return received, Messages(works, x)
-
-
-@_over_host
-def rotate(x: torch.Tensor, offset: int, group: dist.ProcessGroup) -> Pending:
-    rank, ranks = dist.get_rank(group), group.size()
-    if offset % ranks == 0:
-        return x.clone(memory_format=torch.contiguous_format), Messages((), x)
-    received = torch.empty_like(x, memory_format=torch.contiguous_format)
-    messages = [
-        dist.P2POp(dist.isend, x, group=group, group_peer=(rank + offset) % ranks),
-        dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - offset) % ranks),
-    ]
-    return received, Messages(dist.batch_isend_irecv(messages), x)
-
-
-def broadcast(x: torch.Tensor, root: int, group: dist.ProcessGroup) -> Pending:
-    received = x.clone(memory_format=torch.contiguous_format)
-    return _started(received, dist.broadcast(received, group=group, group_src=root, async_op=True))
-
-
-def reduce(x: torch.Tensor, reduction: str, root: int, group: dist.ProcessGroup) -> Pending:
-    reduced = x.clone(memory_format=torch.contiguous_format)
-    work = dist.reduce(reduced, op=REDUCTIONS[reduction], group=group, group_dst=root, async_op=True)
-    assert work is not None
-    return reduced, work if dist.get_rank(group) == root else Elsewhere(work, reduced)
-
-
-def exchange(x: torch.Tensor, sizes: torch.Tensor, _: int, group: dist.ProcessGroup) -> Pending:
-    """How many rows come is in the sizes, whatever shapes assume."""
-    put, got = sizes.tolist()
-    exchanged = x.new_empty((sum(got), *x.shape[1:]))
-    return _started(exchanged, dist.all_to_all_single(exchanged, x, got, put, group=group, async_op=True))
+    return started(exchanged, dist.all_to_all_single(exchanged, x, group=group, async_op=True))
 
 
 def wait(pending: Pending) -> torch.Tensor:
@@ -213,11 +113,8 @@ def wait(pending: Pending) -> torch.Tensor:
     return result
 
 
-COLLECTIVES: Mapping[str, Callable[..., Pending]] = {
-    function.__name__: function
-    for function in (
-        *(all_reduce, all_gather, reduce_scatter, all_to_all, shift),
-        *(exchange, rotate, broadcast, reduce),
-    )
+COLLECTIVES: dict[str, Callable[..., Pending]] = {
+    function.__name__: function for function in (all_reduce, all_gather, reduce_scatter, all_to_all)
 }
-"""By kind (`ir.program.COLLECTIVES`): a function of the operand, what the instruction says beside it, and the group."""
+"""By kind (`ir.program.COLLECTIVES`): a function of the operand, what the instruction says beside it, and the group.
+`messages` adds others."""

@@ -2,78 +2,27 @@
 
 The source is straight-line code: one call an instruction, each value deleted right after its last
 use, so that what is alive is what the program says is alive and nothing is looked up at run time.
-While a profiler is active, the same source runs with each call marked by its instruction's label, as in
-simulated traces (`autopar.report.simulation`).
 """
 
 import builtins
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.profiler import record_function
 
-from autopar.compat.tensors import is_profiling
-from autopar.cost.lifetimes import lifetimes
+from autopar.cost.lifetimes import Line, lifetimes
 from autopar.ir.graph import WAIT, Node, Ref, parameters, schema
 from autopar.ir.program import Program, RankIndex, names_no_device
 from autopar.ops.contract import needed_by
 from autopar.ops.kernels import function_of
 from autopar.ops.strides import Preparation, contiguous
 
-from .collectives import COLLECTIVES, Pending, all_reduce_in_place, wait
-
-MARK = "mark"
-"""What a marked source calls `record_function`."""
-
-WATCH = "watch"
-"""What a watched source calls after each instruction."""
-
-CLOCK = "clock"
-"""What a clocked source calls in the place of `wait`."""
-
-Source = Literal["plain", "marked", "watched", "clocked"]
-Watcher = Callable[[Node, tuple[Any, ...]], None]
-
-_watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
-
-
-@contextmanager
-def watched_by(watcher: Watcher) -> Iterator[None]:
-    """Within it, programs that this thread runs call `watcher` after each instruction, with what it gave."""
-    token = _watcher.set(watcher)
-    try:
-        yield
-    finally:
-        _watcher.reset(token)
-
-
-class Clock(Protocol):
-    """Takes the time of waits for collectives."""
-
-    def begin(self) -> None: ...
-
-    def end(self, kind: str, axis: str) -> None: ...
-
-
-_clock: ContextVar[Clock | None] = ContextVar("clock", default=None)
-
-
-@contextmanager
-def clocked_by(clock: Clock | None) -> Iterator[None]:
-    """Within it, programs that this thread runs have this clock take the time of each wait."""
-    token = _clock.set(clock)
-    try:
-        yield
-    finally:
-        _clock.reset(token)
+from .collectives import COLLECTIVES, all_reduce_in_place, wait
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,13 +59,19 @@ def _bare(half: Half, program: Program, groups: Groups, lines: Mapping[int, Node
 
 
 def compile(
-    program: Program, process_groups: Groups, *, device: torch.device | None = None, around: Around = _bare
+    program: Program,
+    process_groups: Groups,
+    *,
+    device: torch.device | None = None,
+    around: Around = _bare,
+    writer: "type[SourceWriter] | None" = None,
 ) -> Executable:
     """Compile `program` for this rank of the mesh.
 
     `process_groups` holds the group of each mesh axis that this rank belongs to, None for an axis of
     size 1. `device` replaces the devices that factory functions of the program name: a model
     captured on one device runs on another. `around` is what says where an error comes from (`agree.located`).
+    `writer` writes the source.
     """
     coordinate = []
     for axis, size, group in zip(program.axes, program.mesh, process_groups, strict=True):
@@ -124,7 +79,7 @@ def compile(
         if ranks != size:
             raise ValueError(f"the program wants {size} ranks on mesh axis {axis!r}; its process group has {ranks}")
         coordinate.append(0 if group is None else dist.get_rank(group))
-    return SourceWriter(program, tuple(coordinate), tuple(process_groups), device, around).executable()
+    return (writer or SourceWriter)(program, tuple(coordinate), tuple(process_groups), device, around).executable()
 
 
 class SourceWriter:
@@ -145,86 +100,44 @@ class SourceWriter:
         self.lines: dict[int, Node] = {}
         """Number of a line of the source -> the instruction on it."""
 
-    def source(self, style: Source = "plain") -> str:
+    def source(self) -> str:
         """The source of `forward` and `backward`."""
         program = self.program
         given = [i.name for i in program.inputs if i.role != "tangent"]
         results = [o.name for o in program.outputs if not o.backward]
         tangents = [i.name for i in program.inputs if i.role == "tangent"]
         gradients = [o.name for o in program.outputs if o.backward]
-        lines = self.function("forward", given, program.forward, (*results, *program.saved), 1, style)
+        lines = self.function("forward", given, program.forward, (*results, *program.saved), 1)
         lines.append(f"    return {self.tuple(results)}, {self.tuple(program.saved)}")
         lines.append("")
         saved = [*program.saved, *tangents]
-        lines += self.function("backward", saved, program.backward, gradients, len(lines) + 1, style)
+        lines += self.function("backward", saved, program.backward, gradients, len(lines) + 1)
         lines.append(f"    return {self.tuple(gradients)}")
         return "\n".join(lines) + "\n"
 
     def executable(self) -> Executable:
-        program = self.program
-
-        def functions(source: str) -> dict[str, Half]:
-            scope = {**self.bound, MARK: record_function, CLOCK: clocked}
-            scope[WATCH] = lambda n, *values: watch(self.lines[n], values)
-            exec(builtins.compile(source, f"<program {program.digest}>", "exec"), scope)
-            return {
-                name: self.around(scope[name], program, self.groups, self.lines) for name in ("forward", "backward")
-            }
-
-        def watch(instruction: Node, values: tuple[Any, ...]) -> None:
-            watcher = _watcher.get()
-            assert watcher is not None
-            watcher(instruction, values)
-
-        all_of = program.nodes
-        begun = {name: node for node in all_of if node.collective for name in node.outputs}
-
-        def clocked(line: int, pending: Pending) -> torch.Tensor:
-            clock = _clock.get()
-            assert clock is not None
-            of = begun[self.lines[line].args[0].name]
-            clock.begin()
-            result = wait(pending)
-            clock.end(str(of.collective), program.axes[of.args[-1]])
-            return result
-
         source = self.source()
-        plain = functions(source)
-        others = cache(lambda style: functions(self.source(style)))
+        functions = self.functions(source)
         without_autograd = torch.no_grad()
-
-        def runs(name: str) -> Half:
-            function = plain[name]
-
-            def run(arguments: list[torch.Tensor]) -> Any:
-                if _watcher.get() is not None:
-                    return others("watched")[name](arguments)
-                if is_profiling():
-                    return others("marked")[name](arguments)
-                return function(arguments) if _clock.get() is None else others("clocked")[name](arguments)
-
-            return without_autograd(run)
-
         return Executable(
-            program=program,
+            program=self.program,
             coordinate=self.coordinate,
             source=source,
-            forward=runs("forward"),
-            backward=runs("backward"),
+            forward=without_autograd(functions["forward"]),
+            backward=without_autograd(functions["backward"]),
         )
 
+    def functions(self, source: str) -> dict[str, Half]:
+        """`forward` and `backward` of a source."""
+        scope = {**self.bound}
+        exec(builtins.compile(source, f"<program {self.program.digest}>", "exec"), scope)
+        halves = ("forward", "backward")
+        return {name: self.around(scope[name], self.program, self.groups, self.lines) for name in halves}
+
     def function(
-        self,
-        name: str,
-        arguments: list[str],
-        instructions: tuple[Node, ...],
-        results: Iterable[str | None],
-        first: int,
-        style: Source,
+        self, name: str, arguments: list[str], instructions: tuple[Node, ...], results: Iterable[str | None], first: int
     ) -> list[str]:
-        """The lines of a function up to its return, of which the first is line `first` of the source. `marked` ones are
-        the same lines, with each call under its instruction's label; `watched` ones show what each call gave; in
-        `clocked` ones a clock takes the time of each wait."""
+        """The lines of a function up to its return, of which the first is line `first` of the source."""
         unused, steps = lifetimes(arguments, instructions, results)
         lines = [f"def {name}(arguments):"]
         if arguments:
@@ -233,20 +146,18 @@ class SourceWriter:
         if unused:
             lines.append(f"    del {', '.join(map(self.local, unused))}")
         for step in steps:
-            line = first + len(lines)
-            self.lines[line] = step.instruction
-            mark = f"with {MARK}({step.instruction.label!r}): " if style == "marked" else ""
-            shown = [str(line), *(self.local(name) for name in step.instruction.outputs if name)]
-            watch = f"; {WATCH}({', '.join(shown)})" if style == "watched" else ""
-            call = self.call(step.instruction, step.in_place)
-            if style == "clocked" and step.instruction.op == WAIT:
-                call = call.replace("wait(", f"{CLOCK}({line}, ", 1)
-            lines.append(f"    {mark}{call}{watch}")
+            number = first + len(lines)
+            self.lines[number] = step.instruction
+            lines.append(f"    {self.statement(number, step)}")
             dead = [self.local(name) for name in step.dead]
             dead += ["_"] if "" in step.instruction.outputs else []
             if dead:
                 lines.append(f"    del {', '.join(dead)}")
         return lines
+
+    def statement(self, number: int, line: Line) -> str:
+        """An instruction, on that line of the source."""
+        return self.call(line.instruction, line.in_place)
 
     def call(self, instruction: Node, in_place: bool) -> str:
         outputs = ", ".join(self.local(name) if name else "_" for name in instruction.outputs)

@@ -16,12 +16,10 @@ from autopar.compat.fx_nodes import called_whole
 from autopar.ir.program import Program
 from autopar.ops.kernels import ADAPTED, kernel_of
 
-from .execute import WATCH, SourceWriter
+from .compiled import WATCH, ObservedSource
 
 MESH = "mesh"
 """The first argument of the module."""
-
-OPS = {function: op for op, function in ADAPTED.items()}
 
 
 def graph_module(program: Program) -> fx.GraphModule:
@@ -44,8 +42,9 @@ def graph_module(program: Program) -> fx.GraphModule:
     groups: Any = tuple(mesh.get_group(a) if s else None for a, s in zip(program.axes, spread, strict=True))
     ranks: Any = tuple(mesh.get_local_rank(a) if s else 0 for a, s in zip(program.axes, spread, strict=True))
     device: Any = tracer.create_proxy("call_function", getattr, (mesh, "device_type"), {})
-    writer = SourceWriter(program, ranks, groups, device)
-    source = writer.source("watched")
+    writer = ObservedSource(program, ranks, groups, device)
+    source = writer.styled("watched")
+    adapted_ops = {function: op for op, function in ADAPTED.items()}
 
     def recorded(value: Any) -> Any:
         """What a node calls in the place of a function: a method by its name, since methods cannot be imported."""
@@ -53,8 +52,8 @@ def graph_module(program: Program) -> fx.GraphModule:
             return value
         kind, target, first = "call_function", value, list[Any]()
         name = getattr(value, "__name__", "")
-        if value in OPS:
-            target, first = adapted, [OPS[value]]
+        if value in adapted_ops:
+            target, first = adapted, [adapted_ops[value]]
         elif value is getattr(torch.Tensor, name, None):
             kind, target = "call_method", name
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from autopar.compat import tensors
+from autopar.compat import calls
 from autopar.passes.lower.hold import held
 
 from .execute import Executable
@@ -32,7 +32,7 @@ class Gathers:
         the program's inputs as the module has them."""
         if not self.count:
             return plain.forward(values)
-        versions = tensors.versions([given[k] for k in self.parameters])
+        versions = calls.versions([given[k] for k in self.parameters])
         if self.values and versions == self.versions:
             return self.warm.forward([*values, *self.values])
         self.values = []

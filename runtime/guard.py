@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from autopar.compat.tensors import by_tensor
+from autopar.compat.calls import by_tensor
 from autopar.compat.watching import global_hooks
 from autopar.passes.capture.looks import ABSENT, Drawn, Look, Reads, listed
 from autopar.passes.capture.state import REGISTERED, look

@@ -26,7 +26,8 @@ from autopar.passes.capture.captured import Captured
 from autopar.passes.lower.accumulate import Accumulation, accumulation
 
 from .agree import all_alike, all_equal, coordinate_of, device_of, digest, located, raise_together, together, watched
-from .execute import Executable, compile, process_groups
+from .compiled import compile
+from .execute import Executable, process_groups
 from .handshake import Handshake
 from .observed import Observed
 from .pending import Form, Pending

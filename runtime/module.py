@@ -14,7 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
-from autopar.compat.tensors import is_real, uncompiled
+from autopar.compat.calls import uncompiled
+from autopar.compat.tensors import is_real
 from autopar.compat.waiting import name_waits
 from autopar.compat.wrapping import HOOKS_OF_STATES, rebind_state_hooks, unwrapped
 from autopar.ir.program import Program

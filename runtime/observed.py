@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from .execute import Clock
+from .compiled import Clock
 
 S = TypeVar("S")
 """A program's state."""

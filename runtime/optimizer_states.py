@@ -19,8 +19,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar.compat.calls import by_tensor
 from autopar.compat.optimizing import Shapes, around_checkpoints, first_states
-from autopar.compat.tensors import by_tensor
 from autopar.compat.wrapping import plain_name
 
 from .agree import exchange

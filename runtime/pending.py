@@ -21,7 +21,7 @@ from autopar.compat.distributed import local_tensor
 from autopar.compat.later import computation_of, later, postpone
 from autopar.compat.neutral import without_autocast
 
-from .execute import clocked_by
+from .compiled import clocked_by
 
 
 class PendingState(Protocol):

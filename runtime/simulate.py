@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from autopar.ir.graph import Node
-from autopar.ir.layout import Layout, Replicate, Shape, unshard
+from autopar.ir.layout import Layout, Replicate, Shape
 from autopar.ir.program import Program
 from autopar.ir.randomness import keys
 from autopar.ir.rewrite import last_reads
+from autopar.ir.unsharded import unshard
 from autopar.ops.lockstep import Values, run
 
 from .placements import local_slice

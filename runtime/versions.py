@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.compat.autocast import autocast_dtype
+from autopar.compat.calls import versions
 from autopar.compat.distributed import local_tensor
-from autopar.compat.tensors import versions
 from autopar.compat.watching import hooks_gradient
 from autopar.passes.capture.captured import Captured
 from autopar.passes.capture.concrete import Pinned

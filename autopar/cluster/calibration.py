@@ -15,8 +15,9 @@ from itertools import combinations
 
 import torch
 
-from .collectives import price, together
+from .collectives import together
 from .links import ALGORITHMS, GLOO, KINDS, Algorithms, Kind, Link, interpolated
+from .loads import price
 from .machine import Cluster, Device, Groups, Level
 from .measurements import Compute, Measurements, Sample, level_axes, usual_dtype
 

@@ -8,7 +8,6 @@ MeshSlice 3.2.2 (its printed formula has a misplaced parenthesis: t_launch + (P 
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import cache
 
 from .links import KINDS, LIKE, Link, Stage, names_of
@@ -46,28 +45,6 @@ def algorithms(kind: str, link: Link) -> Iterator[tuple[str, float, float]]:
         yield "halving", *hierarchical(recursive_halving, rounds, link)
     if len(link.stages) > 1:
         yield "hierarchical", *hierarchical(ring, rounds, link)
-
-
-def sent_bytes(kind: str, algorithm: str, link: Link) -> list[float]:
-    """Of each byte, how many a group sends out of one child of each stage."""
-    rounds = 2 if kind == "all_reduce" else 1
-    if algorithm == "message" or kind in ("broadcast", "reduce"):
-        return [1.0] * len(link.stages)
-    if algorithm == "tree":
-        return [2.0] * len(link.stages)
-    if algorithm == "ring":
-        return [rounds * (link.ranks - 1) / link.ranks] * len(link.stages)
-    if algorithm == "bruck":
-        return [math.ceil(math.log2(link.ranks)) / 2]
-    if algorithm == "halving":
-        return [recursive_halving(rounds, stage.width, 1.0, 0.0)[1] for stage in link.stages]
-    exchanged = [_exchanged(stage) * stage.bytes_per_second for stage in link.stages]
-    if algorithm == "hierarchical":
-        return exchanged if kind == "all_to_all" else [ring(rounds, s.width, 1.0, 0.0)[1] for s in link.stages]
-    inside = [1.0]
-    for stage in link.stages:
-        inside.append(inside[-1] / stage.width)
-    return [part * size for part, size in zip(inside, exchanged, strict=False)]
 
 
 def ring(rounds: int, ranks: int, rate: float, latency: float) -> tuple[float, float]:
@@ -126,7 +103,7 @@ def pairwise(link: Link) -> tuple[float, float]:
     slowest = 0.0
     for stage in link.stages:
         # of a rank's bytes, `inside` stays in its child of the level above; of that, 1 / width stays here
-        slowest = max(slowest, inside * _exchanged(stage))
+        slowest = max(slowest, inside * exchanged(stage))
         inside /= stage.width
     return (link.ranks - 1) * link.latency_seconds, slowest
 
@@ -135,7 +112,7 @@ def staged_exchange(link: Link) -> tuple[float, float]:
     """(latency, seconds a byte) of an all-to-all level by level: fewer and larger messages, but all bytes
     travel on every level."""
     latency = sum((stage.width - 1) * stage.latency_seconds for stage in link.stages)
-    return latency, sum(_exchanged(stage) for stage in link.stages)
+    return latency, sum(exchanged(stage) for stage in link.stages)
 
 
 def bruck(ranks: int, rate: float, latency: float) -> tuple[float, float]:
@@ -145,7 +122,7 @@ def bruck(ranks: int, rate: float, latency: float) -> tuple[float, float]:
     return steps * latency, steps / 2 / rate
 
 
-def _exchanged(stage: Stage) -> float:
+def exchanged(stage: Stage) -> float:
     """Seconds a byte (of one rank's local bytes) of an exchange between the children of a level.
 
     Out of each child go `members` x (w - 1) / w of the bytes. On a ring a message to the child d places
@@ -174,32 +151,6 @@ def shift(link: Link) -> tuple[float, float]:
     return link.latency_seconds, max(1 / stage.rank_bytes_per_second for stage in link.stages)
 
 
-LATENCY_PART = 0.05
-"""The most that latencies add to the time that a bucket's bytes travel, as a part of it."""
-
-LARGEST_BUCKET_BYTES = 25 * 2**20
-"""DDP's buckets."""
-
-ALONE_BYTES = 4 * 2**20
-"""A collective of so many bytes travels in no bucket: its latency is a small part of its time."""
-
-SMALLEST_BUCKET_BYTES = 2**18
-
-
-@dataclass(frozen=True, slots=True)
-class Price:
-    """Seconds of one collective: `fixed` (launch and synchronisation) and `moving` (bytes on links). The part `overlap`
-    of the fixed seconds passes while bytes move."""
-
-    algorithm: str
-    fixed: float
-    moving: float
-    overlap: float = 0.0
-
-    def seconds(self, share: float = 1.0) -> float:
-        return together(self.fixed * share, self.moving, self.overlap)
-
-
 def together(fixed: float, moving: float, overlap: float) -> float:
     """Seconds of both, if the part `overlap` of the fixed ones passes while bytes move."""
     return max(fixed, fixed * (1.0 - overlap) + moving)
@@ -216,38 +167,12 @@ def collective_seconds(kind: str, size: float, link: Link, share: float = 1.0) -
     if link.ranks == 1:
         return 0.0
     overlap = link.overlap
-    seconds = min(together(fixed * share, moving * size, overlap) for _, fixed, moving in _candidates(kind, link))
+    seconds = min(together(fixed * share, moving * size, overlap) for _, fixed, moving in candidates(kind, link))
     return seconds * link.factor(kind, size / share if share else size) if link.factors else seconds
 
 
-def price(kind: str, size: float, link: Link) -> Price:
-    """The cheapest algorithm and its seconds."""
-    if link.ranks == 1:
-        return Price("none", 0.0, 0.0)
-    return min(prices(kind, size, link).values(), key=Price.seconds)
-
-
-def prices(kind: str, size: float, link: Link) -> dict[str, Price]:
-    """Every algorithm that these links allow, by name."""
-    factor, overlap = link.factor(kind, size), link.overlap
-    return {
-        name: Price(name, fixed * factor, moving * size * factor, overlap)
-        for name, fixed, moving in _candidates(kind, link)
-    }
-
-
-def bucket_bytes(link: Link) -> int:
-    """The size of a bucket: its all-reduce spends a small part of its time on latencies. A larger bucket would hide
-    no more of a latency, and start later."""
-    if link.ranks == 1:
-        return LARGEST_BUCKET_BYTES
-    _, fixed, moving = min(_candidates("all_reduce", link), key=lambda candidate: (candidate[2], candidate[1]))
-    size = fixed / moving / LATENCY_PART if moving else math.inf
-    return int(max(SMALLEST_BUCKET_BYTES, min(LARGEST_BUCKET_BYTES, size)))
-
-
 @cache
-def _candidates(kind: str, link: Link) -> tuple[tuple[str, float, float], ...]:
+def candidates(kind: str, link: Link) -> tuple[tuple[str, float, float], ...]:
     """(algorithm, fixed seconds, seconds a byte)."""
     if kind not in KINDS and kind not in LIKE:
         raise ValueError(f"no collective is called {kind!r}; known: {', '.join(KINDS)}")
@@ -256,17 +181,3 @@ def _candidates(kind: str, link: Link) -> tuple[tuple[str, float, float], ...]:
     if not possible:
         raise ValueError(f"none of the algorithms {', '.join(names)} does {kind} over {link.ranks} ranks")
     return tuple((name, link.launch_seconds + fixed, moving) for name, fixed, moving in possible)
-
-
-@cache
-def loads(kind: str, algorithm: str, link: Link) -> tuple[tuple[int, float], ...]:
-    """(level of the cluster, part of a child's outgoing rate that all groups of the axis use while their bytes move),
-    of one algorithm. On all but its slowest level it uses less than the axis could."""
-    link = link.of_kind(kind)
-    moving = next(seconds for name, _, seconds in algorithms(kind, link) if name == algorithm)
-    sent = sent_bytes(kind, algorithm, link)
-    return tuple(
-        (stage.level, min(1.0, size / moving / stage.bytes_per_second) * stage.part)
-        for stage, size in zip(link.stages, sent, strict=True)
-        if size
-    )

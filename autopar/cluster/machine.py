@@ -19,7 +19,7 @@ from msgspec import Meta
 
 from autopar.files.kinds import NEEDED_IN_FILES, NOT_IN_FILES, Amount, Name, Part, Rate, Seconds, Share, Size
 
-from .collectives import price
+from .collectives import collective_seconds
 from .links import ALGORITHMS, KINDS, Algorithms, Factors, Kind, Link, MeasuredKind, Stage, interpolated
 
 if TYPE_CHECKING:  # a list of clusters does not wait for PyTorch
@@ -312,7 +312,7 @@ class Groups:
     def factors(self, link: Link) -> Factors:
         """Measured seconds over those of the formulas."""
         return tuple(
-            (kind, tuple((size, seconds / price(kind, size, link).seconds()) for size, seconds in points))
+            (kind, tuple((size, seconds / collective_seconds(kind, size, link)) for size, seconds in points))
             for kind, points in self.seconds.items()
         )
 

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses import FakeTensor, FakeTensorMode
-from torch.backends.cuda import SDPAParams
 from torch.utils._python_dispatch import _disable_current_modes
-
-
-def is_profiling() -> bool:
-    """Whether a `torch.profiler` records in this process."""
-    return bool(torch.autograd.profiler._is_profiler_enabled)
 
 
 def is_transformed() -> bool:
@@ -96,38 +90,6 @@ def memory_of(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function as it is under `torch.compile`: Dynamo would follow it into planning."""
-    reason = "a parallel module is compiled already: what it runs is its program"
-    disabled: Callable[..., Any] = torch.compiler.disable(function, reason=reason)  # type: ignore[no-untyped-call]
-    return disabled
-
-
-def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """How often each has been written in place. A DTensor counts writes that its local tensor does not."""
-    return [tensor._version for tensor in tensors]
-
-
-def receiver(node: Any) -> tuple[bool, torch.Tensor | None]:
-    """Whether the backward that runs hands a gradient to this node of its graph, and the tensor to whose `.grad` the
-    node adds it. None: another operator takes it, or the caller of `autograd.grad`."""
-    try:
-        runs = torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # of a leaf in autograd.grad
-        return True, None
-    return runs, getattr(node, "variable", None)
-
-
-def backward_running() -> int:
-    """The number of the backward that runs, each of which has its own; -1 outside."""
-    return int(torch._C._current_graph_task_id())
-
-
-def is_observed(tensor: torch.Tensor) -> bool:
-    """Whether somebody wants to see its gradient: by a hook, or by `retain_grad()`."""
-    return bool(tensor._backward_hooks) or bool(tensor.retains_grad and not tensor.is_leaf)
-
-
 def take_notes(tensor: torch.Tensor, source: torch.Tensor) -> None:
     """Give a tensor the attributes that people set on another (a scale, a group), which forward may read."""
     vars(tensor).update({name: value for name, value in notes_of(source).items() if name not in vars(tensor)})
@@ -152,33 +114,3 @@ def is_torchs(name: str) -> bool:
 def _bare_fake() -> torch.Tensor:
     with FakeTensorMode():
         return nn.Parameter(torch.empty(()))
-
-
-def by_tensor() -> MutableMapping[torch.Tensor, Any]:
-    """A dictionary of tensors, by identity, that keeps none of them alive."""
-    from torch.utils.weak import WeakTensorKeyDictionary
-
-    return WeakTensorKeyDictionary()
-
-
-def attention_kernel(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    causal: bool,
-    scale: float,
-) -> str:
-    """The fused kernel of attention that torch would choose where gradients will be asked for, by dtype, shape and
-    mask, by what the machine has, and by what the user allows (`torch.nn.attention.sdpa_kernel`); "composed" for
-    none."""
-    with torch.enable_grad():
-        asked = query.detach().requires_grad_()
-        grouped = query.shape[1] != key.shape[1]
-        choice = torch._fused_sdp_choice(asked, key, value, mask, 0.0, causal, scale=scale, enable_gqa=grouped)
-        if not choice and grouped:
-            # the efficient kernel takes a head of keys for each of queries, and is given them so: views tell torch
-            keys, values = (x[:, :1].expand(-1, query.shape[1], -1, -1) for x in (key, value))
-            given = SDPAParams(asked, keys, values, mask, 0.0, causal, False)
-            return "efficient" if torch.backends.cuda.can_use_efficient_attention(given) else "composed"
-    return {1: "flash", 2: "efficient", 3: "cudnn"}.get(choice, "composed")

@@ -14,6 +14,7 @@ from autopar.ir.graph import WAIT, Node, TensorMeta, map_references
 from autopar.ir.layout import local_meta
 from autopar.ir.program import Program
 from autopar.ops import contract
+from autopar.ops.prepared import prepared_arguments
 from autopar.ops.rules import RULES
 
 from .lifetimes import Line
@@ -197,7 +198,7 @@ def _run(instruction: Node, operands: Sequence[MemoryPlace]) -> tuple[tuple[Resu
     feed = iter(given)
     args, kwargs = map_references((instruction.args, instruction.kwargs), lambda _: next(feed))
     storages = {x.untyped_storage()._cdata: i for i, x in enumerate(given)}
-    positional, named = contract.prepared_arguments(instruction.op, list(args), dict(kwargs))
+    positional, named = prepared_arguments(instruction.op, list(args), dict(kwargs))
     outputs = on_meta(instruction.op, tuple(positional), tuple(named.items()))
     results: list[Result | None] = []
     for x in outputs:

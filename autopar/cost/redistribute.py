@@ -21,7 +21,7 @@ from itertools import count, islice
 
 import torch
 
-from autopar.cluster.collectives import ALONE_BYTES, bucket_bytes, collective_seconds
+from autopar.cluster.collectives import collective_seconds
 from autopar.cluster.links import Link
 from autopar.cluster.machine import Device
 from autopar.ir.layout import (
@@ -40,9 +40,6 @@ from autopar.ir.layout import (
 )
 
 from .copies import CopyWork, copies
-
-PACKING = 2
-"""Operators of a bucket that put its tensors side by side, and take them apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,22 +83,8 @@ class Redistributor:
     """Prices and plans redistributions on one mesh of one cluster. Its answers depend only on its
     arguments; they are remembered for the life of the object."""
 
-    def __init__(
-        self,
-        mesh: Shape,
-        links: tuple[Link, ...],
-        device: Device,
-        hidden: float = 0.0,
-        *,
-        routes: Redistributor | None = None,
-    ) -> None:
+    def __init__(self, mesh: Shape, links: tuple[Link, ...], device: Device) -> None:
         self.mesh, self.links, self.device = mesh, links, device
-        self.routes = routes
-        """Whose routes are taken, at the prices of this one; its own if None."""
-        self.bucket_bytes = tuple(map(bucket_bytes, links))
-        """On each mesh axis."""
-        self.hidden = hidden
-        """The part of the seconds of what travels in buckets that passes while the rank computes."""
         self._steps: dict[tuple[Shape, int, int, Layout, Layout], RouteStep | None] = {}
         self._moving: dict[tuple[str, int, int, bool], float] = {}
         self._moved: dict[tuple[Shape, int, int, Layout, Placement, bool], tuple[tuple[float, RouteStep], ...]] = {}
@@ -112,19 +95,11 @@ class Redistributor:
         self, shape: Shape, dtype: torch.dtype, source: Layout, target: Layout, bucketed: bool = False
     ) -> Route | None:
         """The cheapest steps from `source` to `target`, or None if there are none (nothing
-        becomes Partial on the way). What is `bucketed`, a parameter's gather or a gradient's reduction, travels with
-        others and pays only its part of what does not depend on bytes."""
+        becomes Partial on the way). `bucketed` says whether it is a parameter's gather or a gradient's reduction."""
         key = (shape, dtype.itemsize, source, target, bucketed)
         if key not in self._routes:
-            if self.routes is None:
-                self._routes[key] = self._search(shape, dtype.itemsize, source, target, bucketed)
-            else:
-                taken = self.routes.route(shape, dtype, source, target, bucketed)
-                self._routes[key] = None if taken is None else self._priced(taken, bucketed)
+            self._routes[key] = self._route(shape, dtype, source, target, bucketed)
         return self._routes[key]
-
-    def _priced(self, route: Route, bucketed: bool) -> Route:
-        return Route(route.steps, math.fsum(self.step_seconds(step, bucketed) for step in route.steps))
 
     def acquire(
         self,
@@ -145,11 +120,6 @@ class Redistributor:
     def _acquire(
         self, shape: Shape, dtype: torch.dtype, produced: Layout, wanted: frozenset[Layout], bucketed: bool
     ) -> tuple[Acquired, ...] | None:
-        if self.routes is not None:
-            routed = self.routes.acquire(shape, dtype, produced, wanted, bucketed)
-            if routed is None:
-                return None
-            return tuple(Acquired(a.layout, a.source, self._priced(a.route, bucketed)) for a in routed)
         there = [produced]
         acquired: list[Acquired] = []
         rest = [layout for layout in wanted if layout != produced]
@@ -166,7 +136,8 @@ class Redistributor:
             there.append(layout)
         return tuple(acquired)
 
-    def _search(self, shape: Shape, itemsize: int, source: Layout, target: Layout, bucketed: bool) -> Route | None:
+    def _route(self, shape: Shape, dtype: torch.dtype, source: Layout, target: Layout, bucketed: bool) -> Route | None:
+        itemsize = dtype.itemsize
         for here, there in zip(source, target, strict=True):
             if isinstance(there, Partial) and here != there:
                 return None
@@ -276,22 +247,9 @@ class Redistributor:
         return self._moving[key]
 
     def _link_seconds(self, step: RouteStep, bucketed: bool) -> float:
-        link = self.links[step.axis]
-        if not bucketed:
-            return collective_seconds(step.kind, step.bytes, link)
-        share = self._bucket_share(step)
-        return (1.0 - self.hidden) * collective_seconds(step.kind, step.bytes, link, share)
-
-    def _bucket_share(self, step: RouteStep) -> float:
-        """The part of a bucket that a step's bytes fill."""
-        return min(1.0, step.bytes / self.bucket_bytes[step.axis])
+        return collective_seconds(step.kind, step.bytes, self.links[step.axis])
 
     def step_seconds(self, step: RouteStep, bucketed: bool = False) -> float:
-        """Seconds of one step: the collective, and the local copies that put chunks in order, or several tensors side
-        by side in a bucket."""
-        size, operators = step.copies.bytes, float(step.copies.operators)
-        if bucketed and step.kind != "slice" and step.bytes < ALONE_BYTES:
-            # laid side by side, and what comes back in parts of ranks is put together tensor by tensor
-            size += 2 * step.bytes
-            operators += PACKING * self._bucket_share(step) + (step.kind == "all_gather")
-        return self.link_seconds(step, bucketed) + self.device.copying_seconds(size, operators)
+        """Seconds of one step: the collective, and the local copies that put chunks in order."""
+        copied = self.device.copying_seconds(step.copies.bytes, float(step.copies.operators))
+        return self.link_seconds(step, bucketed) + copied

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from autopar.cluster.collectives import loads, price
+from autopar.cluster.loads import loads, price
 from autopar.cluster.machine import Cluster
 from autopar.ir.graph import WAIT, Node
 from autopar.ir.program import Program

@@ -10,8 +10,9 @@ import torch
 from autopar.ops.families import FIRST, either, from_template
 from autopar.ops.registry import know
 from autopar.ops.rule import Call
-from autopar.ops.rules import Entry, own
+from autopar.ops.rules import Entry
 from autopar.ops.strides import needs
+from autopar.ops.table import own
 
 Lengths = torch.Tensor | Sequence[int]
 

@@ -19,7 +19,7 @@ from autopar.ir.graph import Node
 from autopar.ir.program import Program, ProgramInput, ProgramOutput
 from autopar.runtime.agree import exchange, place_of
 from autopar.runtime.call import WATCHES
-from autopar.runtime.execute import watched_by
+from autopar.runtime.compiled import watched_by
 from autopar.runtime.held import State
 from autopar.runtime.placements import unpadded
 

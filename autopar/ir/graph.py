@@ -302,9 +302,3 @@ def parameters(op: str) -> tuple[Parameter, ...]:
 def takes(op: str, name: str) -> bool:
     """Whether the op's schema has an argument of this name."""
     return any(parameter.name == name for parameter in parameters(op))
-
-
-def arguments(node: Node) -> dict[Any, Any]:
-    """What a node gives each argument of its operator, by name, or the default; a collective's by number."""
-    names = {} if node.op.startswith("collective.") else {p.name: p.default for p in parameters(node.op)}
-    return {**names, **dict(zip(names or range(len(node.args)), node.args, strict=False)), **dict(node.kwargs)}

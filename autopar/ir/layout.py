@@ -352,7 +352,7 @@ def shard(tensor: torch.Tensor, layout: Layout, mesh: Shape, coordinate: Shape, 
     local = pad(tensor, padded_shape(tuple(tensor.shape), layout), padding)
     shape = tuple(local.shape)
     for dim in {p.dim for p in layout if isinstance(p, Split)}:
-        owned = _owned(shape, layout, mesh, coordinate, dim)
+        owned = owned_indices(shape, layout, mesh, coordinate, dim)
         local = local.index_select(dim, torch.nonzero(owned).flatten().to(tensor.device))
     for placement, index in zip(layout, coordinate, strict=True):
         if isinstance(placement, Partial) and index != 0 and placement.reduction == "sum":
@@ -360,30 +360,7 @@ def shard(tensor: torch.Tensor, layout: Layout, mesh: Shape, coordinate: Shape, 
     return local.contiguous()
 
 
-def unshard(shards: dict[Shape, torch.Tensor], shape: Shape, layout: Layout, mesh: Shape) -> torch.Tensor:
-    """The global tensor from what every rank holds: the inverse of `shard`, reducing Partials."""
-    first = next(iter(shards.values()))
-    reductions = {p.reduction for p in layout if isinstance(p, Partial)}
-    assert len(reductions) <= 1, "mixed reductions have no single inverse"
-    reduction = next(iter(reductions), "sum")
-    padded = padded_shape(shape, layout)
-    unsharded = torch.zeros(padded, dtype=first.dtype, device=first.device)
-    seen = torch.zeros(padded, dtype=torch.bool, device=first.device)
-    for coordinate, local in shards.items():
-        if any(isinstance(p, Replicate) and c for p, c in zip(layout, coordinate, strict=True)):
-            continue  # replicas are equal; the first speaks for all
-        owned = [torch.nonzero(_owned(padded, layout, mesh, coordinate, dim)).flatten() for dim in range(len(shape))]
-        index = torch.meshgrid(*(o.to(first.device) for o in owned), indexing="ij") if shape else ()
-        if reduction == "sum":
-            unsharded[index] = unsharded[index] + local if index else unsharded + local
-        else:
-            combine = torch.maximum if reduction == "max" else torch.minimum
-            unsharded[index] = torch.where(seen[index], combine(unsharded[index], local), local)
-            seen[index] = True
-    return unsharded[tuple(map(slice, shape))]
-
-
-def _owned(padded: Shape, layout: Layout, mesh: Shape, coordinate: Shape, dim: int) -> torch.Tensor:
+def owned_indices(padded: Shape, layout: Layout, mesh: Shape, coordinate: Shape, dim: int) -> torch.Tensor:
     """Mask over the global indices of `dim`, of those that the rank at `coordinate` holds."""
     indices = torch.arange(padded[dim])
     kept = torch.ones_like(indices, dtype=torch.bool)

@@ -24,7 +24,7 @@ from itertools import chain, permutations, product
 from types import EllipsisType
 from typing import Any, TypeVar
 
-from .graph import FULL, JointGraph, Node, Ref, arguments, producers, readers
+from .graph import FULL, JointGraph, Node, Ref, parameters, producers, readers
 from .program import Program
 
 MOST = 20
@@ -129,3 +129,9 @@ def _read(tree: ast.expr) -> list[Any]:
                 for args, kwargs in product(forms, named)
             ]
     return [ast.literal_eval(tree)]
+
+
+def arguments(node: Node) -> dict[Any, Any]:
+    """What a node gives each argument of its operator, by name, or the default; a collective's by number."""
+    names = {} if node.op.startswith("collective.") else {p.name: p.default for p in parameters(node.op)}
+    return {**names, **dict(zip(names or range(len(node.args)), node.args, strict=False)), **dict(node.kwargs)}

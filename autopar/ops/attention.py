@@ -127,3 +127,8 @@ def backward(local: LocalCall) -> Results:
     """Its backward. The logsumexp is that of all keys, so that each rank finds its own part of the probabilities."""
     tensors, _, named = _with_mask(local)
     return local.result(*tensors, **named)
+
+
+def contiguous_rows(x: Tensor) -> Tensor:
+    """The tensor, with neighbours along its last dim side by side."""
+    return x if x.dim() == 0 or x.stride(-1) == 1 else x.contiguous()

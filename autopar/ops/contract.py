@@ -10,11 +10,10 @@ these read strides. `benchmarks/strides.py` shows which kernels of the table do 
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
-from autopar.ir.graph import overload, parameters, schema
+from autopar.ir.graph import overload, schema
 from autopar.ops.template import tensor_arguments
 
 from .rules import RULES
@@ -30,24 +29,3 @@ def needed_by(op: str) -> Mapping[str, Preparation]:
     if torch.Tag.pointwise in overload(op).tags or aliases:  # type: ignore[attr-defined]
         return {}
     return dict.fromkeys(tensor_arguments(op), contiguous)
-
-
-def prepared_arguments(op: str, args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments of a call as the kernel of the op needs them."""
-    needs = needed_by(op)
-    if not needs:
-        return args, kwargs
-
-    def prepared(name: str, value: Any) -> Any:
-        return laid_out(needs[name], value) if name in needs else value
-
-    names = [parameter.name for parameter in parameters(op)[: len(args)]]
-    positional = [prepared(name, value) for name, value in zip(names, args, strict=True)]
-    return positional, {name: prepared(name, value) for name, value in kwargs.items()}
-
-
-def laid_out(make: Preparation, value: Any) -> Any:
-    """An argument with its tensors laid out: a tensor, a list of them, or no tensor at all."""
-    if isinstance(value, torch.Tensor):
-        return make(value)
-    return [laid_out(make, item) for item in value] if isinstance(value, (list, tuple)) else value

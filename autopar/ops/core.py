@@ -14,44 +14,23 @@ from .families import (
     BOTH,
     EACH,
     FIRST,
-    Rule,
-    along,
-    division,
+    along_dims,
     either,
     filled,
-    filled_with_zero,
     from_template,
-    new,
     pointwise,
-    pointwise_with_buffer,
     reduce,
     the_dim,
     to_dtype,
-    true_division,
 )
 from .losses import nll, nll_backward, nll_backward_on_shards, nll_on_shards
 from .rules import RULES, Entry, aten
 from .strides import needs
-from .views import expanded, joined, permuted, pieces, split_sizes
+from .views import expanded, joined
 
 MEAN = reduce("sum", average=True)
 
 
-def _with_bias(template: str) -> Rule:
-    """A matrix product plus a bias, of which every rank can add its share, unless it holds integers."""
-    return either(
-        lambda call: call.inputs[0].dtype.is_floating_point or call.inputs[0].dtype.is_complex,
-        from_template(template, linear=((0, 1), (0, 2)), expands=("k",), uneven=("k",), contraction=True),
-        from_template(template.replace("k", "k!"), linear=((0, 1), (0, 2)), contraction=True),
-    )
-
-
-# with a bias, linear only jointly with it
-_linear = either(
-    lambda call: call.argument("bias") is None,
-    from_template("*i k, n k -> *i n", linear=EACH, contraction=True),
-    from_template("*i k, n k, n -> *i n", linear=((0, 2), (1, 2)), expands=("k",), uneven=("k",), contraction=True),
-)
 # scaling by frequency has to see all indices
 _embedding_backward = either(
     lambda call: call.argument("scale_grad_by_freq"),
@@ -63,9 +42,6 @@ RULES.know({
     # contractions
     **aten("mm", Entry(from_template("m k, k n -> m n", linear=EACH, contraction=True))),
     **aten("bmm", Entry(from_template("b m k, b k n -> b m n", linear=EACH, contraction=True))),
-    **aten("addmm", Entry(_with_bias("...m n, m k, k n -> m n"), expand=expansions.share_of_bias)),
-    **aten("baddbmm", Entry(_with_bias("...b m n, b m k, b k n -> b m n"), expand=expansions.share_of_bias)),
-    **aten("linear", Entry(_linear, expand=expansions.linear)),
 
     # embedding and losses
     **aten("embedding", Entry(
@@ -73,15 +49,16 @@ RULES.know({
         expand=expansions.embedding)),
     **aten("embedding_dense_backward", Entry(
         _embedding_backward, local.rows_of_output("num_weights"), expansions.embedding_backward)),
-    **aten("_softmax", Entry(along(the_dim, name="c", padding=-math.inf), expand=expansions.softmax)),
+    **aten("_softmax", Entry(along_dims(the_dim, name="c", padding=-math.inf), expand=expansions.softmax)),
     **aten("_log_softmax", Entry(
-        along(the_dim, name="c", padding=-math.inf), expand=partial(expansions.softmax, log=True))),
+        along_dims(the_dim, name="c", padding=-math.inf), expand=partial(expansions.softmax, log=True))),
     **aten("_safe_softmax", Entry(
-        along(the_dim, name="c", padding=-math.inf), expand=partial(expansions.softmax, safe=True))),
+        along_dims(the_dim, name="c", padding=-math.inf), expand=partial(expansions.softmax, safe=True))),
     **aten("_softmax_backward_data", Entry(
-        along(the_dim, linear=FIRST, name="c", padding=0.0), expand=expansions.softmax_backward)),
+        along_dims(the_dim, linear=FIRST, name="c", padding=0.0), expand=expansions.softmax_backward)),
     **aten("_log_softmax_backward_data", Entry(
-        along(the_dim, linear=FIRST, name="c", padding=0.0), expand=partial(expansions.softmax_backward, log=True))),
+        along_dims(the_dim, linear=FIRST, name="c", padding=0.0),
+        expand=partial(expansions.softmax_backward, log=True))),
     **aten("nll_loss_forward nll_loss2d_forward", Entry(nll, expand=nll_on_shards)),
     **aten("nll_loss_backward nll_loss2d_backward", Entry(
         nll_backward, expand=nll_backward_on_shards, strides=needs("self"))),
@@ -96,30 +73,20 @@ RULES.know({
     **aten("slice.Tensor", Entry(windows.windowed("slice"), local.window_of_input, windows.slice_of_few)),
     **aten("slice_backward", Entry(
         windows.windowed("backward"), local.window_of_output, windows.slice_backward)),
-    **aten("split.Tensor split_with_sizes unsafe_split.Tensor unsafe_split_with_sizes", Entry(
-        pieces(split_sizes), local.piece_sizes)),
     **aten("cat", Entry(joined)),
     **aten("expand", Entry(expanded, local.shape_of_output("size"))),
-    **aten("permute", Entry(permuted)),
     **aten("full zeros ones", Entry(filled, local.shape_of_output("size"))),
-    **aten("new_zeros new_ones new_full new_empty", Entry(new, local.shape_of_output("size"))),
 
     # pointwise, by the operands that they are linear in
     **aten("neg clone detach alias _conj _conj_physical mul.Scalar div.Scalar lift_fresh_copy",
             Entry(pointwise(FIRST))),
     **aten("_to_copy", Entry(pointwise(to_dtype))),
-    **aten("masked_fill.Scalar", Entry(pointwise(filled_with_zero))),
     **aten("add.Tensor sub.Tensor rsub.Tensor complex", Entry(pointwise(BOTH))),
     **aten("mul.Tensor", Entry(pointwise(EACH))),
     **aten("div.Tensor", Entry(pointwise(FIRST))),
-    **aten("div.Scalar_mode", Entry(pointwise(true_division))),
-    **aten("div.Tensor_mode", Entry(division(true_division))),
-    **aten("floor_divide remainder.Tensor fmod.Tensor", Entry(division())),
     **aten("where.self", Entry(pointwise(((1, 2),)))),
     **aten("masked_fill.Tensor", Entry(pointwise(((0, 2),)))),
     **aten("copy", Entry(pointwise(((1,),)))),
-    **aten("log_sigmoid_forward", Entry(pointwise_with_buffer())),
-    **aten("log_sigmoid_backward", Entry(pointwise_with_buffer(FIRST))),
     # backward ops are linear in the gradient
     **aten("gelu_backward silu_backward tanh_backward sigmoid_backward threshold_backward hardtanh_backward "
             "leaky_relu_backward elu_backward softplus_backward mish_backward hardswish_backward "

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from autopar.ir.emitter import Emitter
-from autopar.ir.graph import TensorMeta
 from autopar.ir.layout import Layout, Shape, digits_of, padded_shape
 from autopar.ir.program import RankIndex
 
@@ -69,11 +68,6 @@ class LocalCall:
         numbers: Tensor = trace(self.emitter, "aten.arange", bounds, {})
         return numbers
 
-    def full(self, shape: Shape, value: int) -> Tensor:
-        """int64 of one value, which may differ by rank."""
-        numbers: Tensor = trace(self.emitter, "aten.full", (shape, value), {"dtype": torch.int64})
-        return numbers
-
 
 Expansion = Callable[[LocalCall], Results]
 
@@ -83,19 +77,6 @@ def all_reduce(value: Tensor, reduction: str, axes: tuple[int, ...]) -> Tensor:
     for axis in axes:
         value = collective("all_reduce", value, reduction, axis)
     return value
-
-
-def shift(value: Tensor, offset: int, axis: int) -> Tensor:
-    """The value of the rank `offset` places before this one along a mesh axis (negative: behind), zeros where there is
-    no such rank."""
-    shifted: Tensor = collective("shift", value, offset, axis)
-    return shifted
-
-
-def exchange(value: Tensor, sizes: Tensor, rows: int, axis: int) -> Tensor:
-    """Rows exchanged along a mesh axis, of which so many come, as shapes assume; see `program.COLLECTIVES`."""
-    exchanged: Tensor = collective("exchange", value, sizes, rows, axis)
-    return exchanged
 
 
 def global_indices(local: LocalCall, shape: Shape, layout: Layout, dim: int) -> Tensor:
@@ -126,11 +107,6 @@ def filled_beyond(local: LocalCall, value: Tensor, shape: Shape, layout: Layout,
     return value.masked_fill(beyond.reshape(-1, *(1,) * rest) if rest else beyond, filling)
 
 
-def slice_of(value: Tensor, dim: int, start: int, end: int) -> Tensor:
-    """Rows [start, end) of a dim."""
-    return value if (start, end) == (0, value.shape[dim]) else value[(slice(None),) * dim + (slice(start, end),)]
-
-
 def share(rule_of: Callable[[Call], OpRule | None]) -> Expansion:
     """A mean over a shard counts for the shard's share of all elements, padding included."""
 
@@ -155,19 +131,6 @@ def _local_share(local: LocalCall, rule: OpRule, factor: int) -> float:
                 ways = local.ranks(local.splits[rule.factors[factor].name])
                 return padded_shape(meta.shape, layout)[dim] / ways / meta.shape[dim]
     raise AssertionError(f"no operand of {local.call.node} carries {rule.factors[factor].name}")
-
-
-def share_of_bias(local: LocalCall) -> Results:
-    """addmm, baddbmm with the contracted factor split: every rank adds its share of the bias, so that the sum holds it
-    once. This is free, since the op scales the bias anyway."""
-    scale = dict(local.kwargs).get("beta", 1)
-    return local.result(beta=scale / local.ranks(local.splits["k"]))
-
-
-def linear(local: LocalCall) -> Results:
-    """linear with the contracted factor split: every rank adds its share of the bias."""
-    x, weight, bias = local.args
-    return local.result(x, weight, bias * (1.0 / local.ranks(local.splits["k"])))
 
 
 def local_indices(local: LocalCall, indices: Tensor, axes: tuple[int, ...], size: int) -> tuple[Tensor, Tensor]:
@@ -206,14 +169,6 @@ NARROW = (torch.bfloat16, torch.float16)
 def wide(value: Tensor) -> Tensor:
     """The value in a dtype to compute in."""
     return value.to(torch.float32 if value.dtype in NARROW else value.dtype)
-
-
-def in_output_dtypes(
-    outputs: Iterable[TensorMeta | None], values: Iterable[Tensor | None]
-) -> tuple[Tensor | None, ...]:
-    """Results in the dtypes of these outputs of a call, without those that nobody uses."""
-    pairs = zip(values, outputs, strict=True)
-    return tuple(None if value is None or meta is None else value.to(meta.dtype) for value, meta in pairs)
 
 
 def softmax(local: LocalCall, *, log: bool = False, safe: bool = False) -> Results:

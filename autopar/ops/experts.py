@@ -17,15 +17,17 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from autopar.ir.graph import JointGraph
 from autopar.ir.layout import Layout, Routed, local_shape, local_stride, settled
 from autopar.ir.own import define
 
-from .expansions import LocalCall, Results, exchange
+from .expansions import LocalCall, Results
 from .families import EACH, FIRST, from_template
 from .rule import ROUTED, Call, Load, OpRule, Routing, call_of, fullest
 from .template import assemble
+from .traced import collective
 
 MM, MM_WEIGHT = "autopar.expert_mm.default", "autopar.expert_mm_weight.default"
 PRODUCTS = frozenset({MM, MM_WEIGHT})
@@ -295,6 +297,12 @@ def ids_at_experts(local: LocalCall) -> Results:
     ids: torch.Tensor = local.args[0]
     _, _, (_, _, _, coming) = _routes(local, ids, local.results[0])
     return ids.index_select(0, coming)
+
+
+def exchange(value: Tensor, sizes: Tensor, rows: int, axis: int) -> Tensor:
+    """Rows exchanged along a mesh axis, of which so many come, as shapes assume; see `program.COLLECTIVES`."""
+    exchanged: Tensor = collective("exchange", value, sizes, rows, axis)
+    return exchanged
 
 
 def loaded(graph: JointGraph, load: Load) -> JointGraph:

@@ -4,12 +4,11 @@ Each takes the arguments of the table's line and returns a function from a call 
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from autopar.ir.graph import Ref, TensorMeta
+from autopar.ir.graph import Ref
 
 from .rule import Call, OpRule
 from .template import Linear, Named, assemble, contraction_flops, parse
@@ -80,49 +79,9 @@ def _of_tensors(call: Call, linear: Linear) -> Linear:
     return tuple(tuple(where[i] for i in operands) for operands in linear if all(i in where for i in operands))
 
 
-def division(linear: Linear | Callable[[Call], Linear] = ()) -> Rule:
-    """Elementwise divisions and remainders by a tensor, the last operand. Padding of integers is divided by 1: an
-    integer divided by 0 is an error."""
-    elementwise = pointwise(linear)
-
-    def rule(call: Call) -> OpRule | None:
-        base = elementwise(call)
-        if base is None or any(meta.dtype.is_floating_point for meta in call.inputs):
-            return base
-        last = len(call.inputs) - 1
-        return replace(base, padding=tuple((last, f, 1.0) for f in base.inputs[last] if f is not None))
-
-    return rule
-
-
-def pointwise_with_buffer(linear: Linear = ()) -> Rule:
-    """Pointwise ops with a buffer for backward, which is like the operand, or empty on devices that need none."""
-
-    def rule(call: Call) -> OpRule:
-        shape = call.inputs[0].shape
-        names = DIMS[: len(shape)]
-
-        def of(meta: TensorMeta | None) -> Named:
-            return () if meta is None else names if meta.shape == shape else (None,) * len(meta.shape)
-
-        return assemble(call, list(map(of, call.inputs)), list(map(of, call.outputs)), linear=linear)
-
-    return rule
-
-
 def to_dtype(call: Call) -> Linear:
     """A conversion is linear unless it rounds to integers."""
     return FIRST if call.outputs[0] and call.outputs[0].dtype.is_floating_point else ()
-
-
-def filled_with_zero(call: Call) -> Linear:
-    """Filling with zeros is linear, filling with anything else is not."""
-    return FIRST if call.argument("value") == 0 else ()
-
-
-def true_division(call: Call) -> Linear:
-    """A quotient is linear in the dividend unless it is rounded."""
-    return FIRST if call.argument("rounding_mode") is None else ()
 
 
 def reduce(how: str, *, average: bool = False, linear: Linear = FIRST) -> Rule:
@@ -166,7 +125,7 @@ def axes(call: Call, name: str, rank: int) -> tuple[int, ...]:
     return tuple(sorted(v % rank for v in values)) if rank else ()
 
 
-def along(
+def along_dims(
     mixed_dims: Callable[[Call, int], Iterable[int]],
     *,
     linear: Linear | Callable[[Call], Linear] = (),
@@ -191,65 +150,11 @@ def along(
     return rule
 
 
-def halves(call: Call) -> OpRule:
-    """glu and its backward: the two halves of `dim` are split together."""
-    source = call.inputs[-1]
-    rank = len(source.shape)
-    dim = call.argument("dim") % rank
-    names = DIMS[:rank]
-    return assemble(
-        call, [names] * len(call.inputs), [names], linear=FIRST if len(call.inputs) > 1 else (),
-        sizes={names[dim]: source.shape[dim] // 2},
-    )  # fmt: skip
-
-
-def weight_normalized(call: Call) -> OpRule:
-    """_weight_norm_interface and its backward: `dim` has a norm each, over all others."""
-    rank = max(len(meta.shape) for meta in call.inputs)
-    dim = call.argument("dim") % rank
-    names = [DIMS[d] if d == dim else None for d in range(rank)]
-    backward = call.has("grad_w")
-    return assemble(
-        call, [names] * len(call.inputs), [names if m else () for m in call.outputs], linear=FIRST if backward else ()
-    )
-
-
-def transformed(call: Call) -> OpRule:
-    """Fourier transforms, of the dims in `dim`; a real side may have another number of frequencies than the complex
-    one has."""
-    rank = len(call.inputs[0].shape)
-    mixed = axes(call, "dim", rank)
-    names = [None if d in mixed else DIMS[d] for d in range(rank)]
-    return assemble(call, [names], [names], linear=FIRST)
-
-
 def the_dim(call: Call, rank: int) -> tuple[int, ...]:
     """The dim in the argument `dim`."""
     return (call.argument("dim"),)
 
 
-def the_dims(call: Call, rank: int) -> tuple[int, ...]:
-    """The dims in the argument `dims`."""
-    return axes(call, "dims", rank)
-
-
-def padded(call: Call, rank: int) -> tuple[int, ...]:
-    """The dims that `constant_pad_nd` makes longer (or shorter)."""
-    pad = call.argument("pad")
-    return tuple(rank - 1 - i for i in range(len(pad) // 2) if pad[2 * i] or pad[2 * i + 1])
-
-
 def filled(call: Call) -> OpRule:
     """full, zeros, ones: every rank fills its part."""
     return assemble(call, [], [DIMS[: len(call.output.shape)]])
-
-
-def new(call: Call) -> OpRule:
-    """new_zeros and the like read no element of their operand. It is split in the dims that the result has too, so that
-    nobody has to gather it."""
-    source, result = call.inputs[0], call.output
-    names = DIMS[: len(result.shape)]
-    if len(source.shape) != len(result.shape):
-        return assemble(call, [[None] * len(source.shape)], [names])
-    pairs = zip(names, source.shape, result.shape, strict=True)
-    return assemble(call, [[name if a == b else None for name, a, b in pairs]], [names])

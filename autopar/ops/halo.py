@@ -13,8 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .expansions import LocalCall, shift, slice_of
+from .expansions import LocalCall
+from .parts import slice_of
 from .rule import Call
+from .traced import collective
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,3 +150,10 @@ def surrounded(value: Tensor, spatial: int, halos: Halos) -> Tensor:
     for i, (window, _) in halos.items():
         shape[i - spatial] += window.before + window.after
     return value.new_empty(shape) if halos else value
+
+
+def shift(value: Tensor, offset: int, axis: int) -> Tensor:
+    """The value of the rank `offset` places before this one along a mesh axis (negative: behind), zeros where there is
+    no such rank."""
+    shifted: Tensor = collective("shift", value, offset, axis)
+    return shifted

@@ -1,9 +1,4 @@
-"""What computes an operator: torch's overload, or, where its results depend on the device, a function of one kind.
-
-The statistics of layer and batch norm of half-precision inputs are float32 on CUDA, and on a CPU of the inputs' dtype
-unless weights are wider. In a graph they are float32: here a CPU's are widened, and narrowed again for its backward,
-which loses nothing.
-"""
+"""What computes an operator: torch's overload, or, where its results depend on the device, a function of one kind."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -11,8 +6,7 @@ from typing import Any
 
 import torch
 
-from autopar.compat.tensors import norm_dtype, statistics_dtype
-from autopar.ir.graph import overload, parameters
+from autopar.ir.graph import overload
 from autopar.ir.own import FUNCTIONS
 
 
@@ -26,45 +20,8 @@ def function_of(op: str) -> Callable[..., Any]:
     return FUNCTIONS.get(op) or EQUIVALENTS.get(op) or kernel_of(op)
 
 
-def _forward(op: str) -> Callable[..., Any]:
-    """Input and weight come first and (of layer norm, third); statistics are the second and third result."""
-    function = overload(op)
-
-    def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        out, mean, deviation, *rest = function(x, *args, **kwargs)
-        wide = statistics_dtype(x)
-        return out, mean.to(wide), deviation.to(wide), *rest
-
-    return run
-
-
-def _backward(op: str) -> Callable[..., Any]:
-    function = overload(op)
-    names = [parameter.name for parameter in parameters(op)]
-    places = [names.index(name) for name in names if name in ("mean", "rstd", "save_mean", "save_invstd")]
-    wider = [names.index(name) for name in ("weight", "running_mean") if name in names]
-
-    def run(gradient: torch.Tensor, x: torch.Tensor, *rest: Any) -> Any:
-        args = [gradient, x, *rest]
-        if x.device.type == "cpu":
-            narrow = norm_dtype(x, next((args[place] for place in wider if args[place] is not None), None))
-            for place in places:
-                args[place] = None if args[place] is None else args[place].to(narrow)
-        return function(*args)
-
-    return run
-
-
-_FORWARD = (
-    "aten.native_layer_norm.default",
-    "aten._native_batch_norm_legit_functional.default",
-    "aten._native_batch_norm_legit.no_stats",
-)
-_BACKWARD = ("aten.native_layer_norm_backward.default", "aten.native_batch_norm_backward.default")
-
-ADAPTED: Mapping[str, Callable[..., Any]] = MappingProxyType(
-    {**{op: _forward(op) for op in _FORWARD}, **{op: _backward(op) for op in _BACKWARD}}
-)
+ADAPTED: dict[str, Callable[..., Any]] = {}
+"""An operator whose results depend on the device -> the function of one kind; `normalization` has them."""
 
 EQUIVALENTS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {

@@ -9,9 +9,9 @@ import math
 import torch
 from torch import Tensor
 
-from .expansions import LocalCall, Results, all_reduce, in_output_dtypes, wide
+from .expansions import LocalCall, Results, all_reduce, wide
 from .families import DIMS, FIRST
-from .normalization import moments
+from .normalization import in_output_dtypes, moments
 from .rule import Call, OpRule
 from .template import Named, assemble, roles
 

@@ -7,7 +7,7 @@ from autopar.ir.graph import parameters
 from autopar.ir.layout import Layout, Shape
 
 from .rule import Call
-from .views import split_sizes, window
+from .views import window
 
 Arguments = tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]
 """Like `Node.args` and `Node.kwargs`."""
@@ -72,21 +72,3 @@ def _window(call: Call, full: Shape, local: Shape, **sizes: Shape) -> Arguments:
     start, end = window(call.argument("start"), call.argument("end"), full[dim])
     ranks = full[dim] // local[dim]
     return replaced(call, start=start // ranks, end=end // ranks, **sizes)
-
-
-def piece_sizes(call: Call, local_inputs: tuple[Shape, ...], local_outputs: tuple[Shape | None, ...]) -> Arguments:
-    """split: lengths shrink as the operand does."""
-    dim = call.argument("dim") % len(local_inputs[0])
-    whole, here = call.inputs[0].shape[dim], local_inputs[0][dim]
-    if whole == here:
-        return unchanged(call, local_inputs, local_outputs)
-    sizes = tuple(size * here // whole for size in split_sizes(call))
-    name = parameters(call.node.op)[1].name
-    return replaced(call, **{name: sizes if isinstance(call.argument(name), tuple) else sizes[0]})
-
-
-def repeats(call: Call, local_inputs: tuple[Shape, ...], local_outputs: tuple[Shape | None, ...]) -> Arguments:
-    """repeat: how often the local operand fits into the local result."""
-    assert local_outputs[0] is not None
-    source = (1,) * (len(local_outputs[0]) - len(local_inputs[0])) + local_inputs[0]
-    return replaced(call, repeats=tuple(o // s for o, s in zip(local_outputs[0], source, strict=True)))

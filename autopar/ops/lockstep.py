@@ -14,6 +14,7 @@ from autopar.ir.program import RankIndex, names_no_device
 from . import contract
 from . import registry as registry  # all rows, and those of users
 from .kernels import kernel_of
+from .prepared import laid_out
 from .strides import Preparation, contiguous
 
 Values = dict[str, Any]
@@ -58,7 +59,7 @@ def _read(argument: Any, make: Preparation | None) -> Read:
         name = argument.name
         if make is None:
             return lambda coordinate, values: values[name]
-        return lambda coordinate, values: contract.laid_out(make, values[name])
+        return lambda coordinate, values: laid_out(make, values[name])
     if isinstance(argument, RankIndex):
         return lambda coordinate, values: argument.at(coordinate)
     if isinstance(argument, tuple | list):

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from .bounds import checked
 from .expansions import NARROW, LocalCall, Results, all_reduce, local_indices, wide
-from .families import DIMS, FIRST, aligned
+from .families import DIMS, FIRST
 from .rule import Call, OpRule
 from .template import Named, assemble
 
@@ -14,23 +14,6 @@ NONE, MEAN, SUM = 0, 1, 2
 
 _IGNORED = -1
 """Replaces a target that is ignored, or another rank's class."""
-
-
-def loss(call: Call, *, none: float = 0.0) -> OpRule:
-    """mse_loss and the like: pointwise, then reduced. A mean over a shard expands. The loss of `none` and 0 is 0."""
-    names, inputs = aligned(call)
-    reduction = call.argument("reduction")
-    return assemble(
-        call, inputs, [names if reduction == NONE else ()], expands=names if reduction == MEAN else (), uneven=names,
-        padding={(0, name): none for name in names},
-    )  # fmt: skip
-
-
-def loss_backward(call: Call) -> OpRule:
-    """Backward of `loss`: divides by the number of elements of a shard if the loss was a mean."""
-    names, inputs = aligned(call)
-    expands = names if call.argument("reduction") == MEAN else ()
-    return assemble(call, inputs, [names], linear=FIRST, expands=expands, uneven=names)
 
 
 def nll(call: Call) -> OpRule:

@@ -5,16 +5,19 @@ all-reduce of 2 numbers a statistic forward and one backward; a split of channel
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from autopar.ir.graph import TensorMeta
+from autopar.compat.tensors import norm_dtype, statistics_dtype
+from autopar.ir.graph import TensorMeta, overload, parameters
 from autopar.ir.layout import Shape
 
-from .expansions import NARROW, LocalCall, Results, all_reduce, in_output_dtypes, wide
+from .expansions import NARROW, LocalCall, Results, all_reduce, wide
 from .families import FIRST
+from .kernels import ADAPTED
 from .local import Arguments, replaced
 from .rule import Call, OpRule
 from .template import Name, Named, assemble, roles
@@ -267,3 +270,55 @@ def group_norm_gradients(local: LocalCall) -> Results:
     result = _input_gradient(dy, x, mean, scale, given, along, across).reshape(source.shape)
     sums_of_weights = (value.reshape(n, channels).sum(0) for value in (product, total))
     return in_output_dtypes(call.outputs, (result, *sums_of_weights))
+
+
+def in_output_dtypes(
+    outputs: Iterable[TensorMeta | None], values: Iterable[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    """Results in the dtypes of these outputs of a call, without those that nobody uses."""
+    pairs = zip(values, outputs, strict=True)
+    return tuple(None if value is None or meta is None else value.to(meta.dtype) for value, meta in pairs)
+
+
+# What computes them
+
+
+def _forward(op: str) -> Callable[..., Any]:
+    """The statistics of layer and batch norm of half-precision inputs are float32 on CUDA, and on a CPU of the inputs'
+    dtype unless weights are wider. In a graph they are float32: here a CPU's are widened, and narrowed again for its
+    backward, which loses nothing."""
+    function = overload(op)
+
+    def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        out, mean, deviation, *rest = function(x, *args, **kwargs)
+        wide = statistics_dtype(x)
+        return out, mean.to(wide), deviation.to(wide), *rest
+
+    return run
+
+
+def _backward(op: str) -> Callable[..., Any]:
+    function = overload(op)
+    names = [parameter.name for parameter in parameters(op)]
+    places = [names.index(name) for name in names if name in ("mean", "rstd", "save_mean", "save_invstd")]
+    wider = [names.index(name) for name in ("weight", "running_mean") if name in names]
+
+    def run(gradient: torch.Tensor, x: torch.Tensor, *rest: Any) -> Any:
+        args = [gradient, x, *rest]
+        if x.device.type == "cpu":
+            narrow = norm_dtype(x, next((args[place] for place in wider if args[place] is not None), None))
+            for place in places:
+                args[place] = None if args[place] is None else args[place].to(narrow)
+        return function(*args)
+
+    return run
+
+
+_FORWARD = (
+    "aten.native_layer_norm.default",
+    "aten._native_batch_norm_legit_functional.default",
+    "aten._native_batch_norm_legit.no_stats",
+)
+_BACKWARD = ("aten.native_layer_norm_backward.default", "aten.native_batch_norm_backward.default")
+
+ADAPTED.update({**{op: _forward(op) for op in _FORWARD}, **{op: _backward(op) for op in _BACKWARD}})

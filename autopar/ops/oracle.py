@@ -26,9 +26,9 @@ from autopar.ir.layout import (
     Shape,
     is_legal,
     shard,
-    unshard,
     valid_shape,
 )
+from autopar.ir.unsharded import unshard
 
 from .emit import OPERAND, Emission, local_program, local_shapes
 from .kernels import kernel_of

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from .bounds import checked
-from .expansions import LocalCall, Results, slice_of
+from .expansions import LocalCall, Results
 from .families import DIMS, FIRST, Rule
 from .lookup import PLACE, dim_of, dims_of, held, looked_up, place_of, with_dim
+from .parts import filled, slice_of
 from .rule import Call, OpRule
 from .template import Linear, Named, assemble, unsplit
 
@@ -214,7 +215,7 @@ def _once(local: LocalCall, value: Tensor, prefix: str) -> Tensor:
     """The tensor that values are added to: kept by the first of the ranks that split the values, zero on the others."""
     for name, axes in local.splits.items():
         for axis in axes if name.startswith(prefix) else ():
-            value = value.masked_fill(local.full((), local.coordinate(axis)) != 0, 0)
+            value = value.masked_fill(filled(local, (), local.coordinate(axis)) != 0, 0)
     return value
 
 

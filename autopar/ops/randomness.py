@@ -20,7 +20,8 @@ from autopar.ir.graph import Node, Ref, overload, parameters
 from autopar.ir.layout import Layout, Shape, Split, digits_of, padded_shape
 from autopar.ir.program import RankIndex
 
-from .expansions import Results, slice_of
+from .expansions import Results
+from .parts import slice_of
 from .rule import Call, OpRule
 from .template import assemble
 from .traced import traced

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from autopar.ir.layout import padded_shape
 
-from .expansions import LocalCall, Results, all_reduce, filled_beyond, global_indices, slice_of, wide
-from .families import DIMS, FIRST, Rule, axes, keeps_dims, reduced_dims
+from .expansions import LocalCall, Results, all_reduce, filled_beyond, global_indices, wide
+from .families import DIMS, FIRST, Rule, aligned, axes, keeps_dims, reduced_dims
 from .lookup import along_dim
+from .losses import MEAN, NONE
+from .parts import slice_of
 from .rule import Call, OpRule, neutral
 from .template import assemble
 
@@ -185,3 +187,20 @@ def cut_triangle(local: LocalCall) -> Results:
     dropped = diagonal > last if local.call.node.op.startswith("aten.tril") else diagonal < last
     x: Tensor = local.args[0]
     return x.masked_fill(dropped, 0)
+
+
+def loss(call: Call, *, none: float = 0.0) -> OpRule:
+    """mse_loss and the like: pointwise, then reduced. A mean over a shard expands. The loss of `none` and 0 is 0."""
+    names, inputs = aligned(call)
+    reduction = call.argument("reduction")
+    return assemble(
+        call, inputs, [names if reduction == NONE else ()], expands=names if reduction == MEAN else (), uneven=names,
+        padding={(0, name): none for name in names},
+    )  # fmt: skip
+
+
+def loss_backward(call: Call) -> OpRule:
+    """Backward of `loss`: divides by the number of elements of a shard if the loss was a mean."""
+    names, inputs = aligned(call)
+    expands = names if call.argument("reduction") == MEAN else ()
+    return assemble(call, inputs, [names], linear=FIRST, expands=expands, uneven=names)

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from autopar.ir.layout import Shape
 
-from .expansions import LocalCall, Results, slice_of
+from .expansions import LocalCall, Results
 from .families import FIRST, Rule
 from .halo import HaloWindow, at_end, halo_added, with_halo
 from .local import Arguments, Local, replaced
+from .parts import slice_of
 from .pooling import leading
 from .rule import Call, OpRule
 from .rules import Entry, aten

@@ -40,11 +40,6 @@ def aten(names: str, entry: Entry) -> dict[str, Entry]:
     return {f"aten.{name}" if "." in name else f"aten.{name}.default": entry for name in names.split()}
 
 
-def own(names: str, entry: Entry) -> dict[str, Entry]:
-    """The same entry for operators of autopar."""
-    return {f"autopar.{name}.default": entry for name in names.split()}
-
-
 class Rules:
     """Rows by "namespace.name.overload": autopar's, and beside them those of users."""
 

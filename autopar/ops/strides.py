@@ -29,10 +29,6 @@ def contiguous_pairs(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous() if x.storage_offset() % 2 == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
-def needs(all_dims: str = "", *, rows: str = "", pairs: str = "") -> Mapping[str, Preparation]:
-    """Names of arguments, separated by spaces, that must be contiguous: in all dims, in rows, or in pairs."""
-    return {
-        **dict.fromkeys(all_dims.split(), contiguous),
-        **dict.fromkeys(rows.split(), contiguous_rows),
-        **dict.fromkeys(pairs.split(), contiguous_pairs),
-    }
+def needs(arguments: str, prepare: Preparation = contiguous) -> Mapping[str, Preparation]:
+    """Names of arguments, separated by spaces, that must lie so."""
+    return dict.fromkeys(arguments.split(), prepare)

@@ -7,46 +7,33 @@ from functools import partial
 from autopar.compat.meta_kernels import meta_kernels
 
 from . import (
+    along,
     attention,
+    bias,
     convolution,
+    elementwise,
     expansions,
     experts,
     layer_norm,
     local,
     normalization,
+    parts,
     places,
     pooling,
     randomness,
     reductions,
     resampling,
     sdpa,
-    views,
     windows,
 )
 from . import core as core  # which rows these stand beside
 from .attention import attended
-from .families import (
-    EACH,
-    FIRST,
-    along,
-    either,
-    filled_with_zero,
-    from_template,
-    halves,
-    padded,
-    pointwise,
-    reduce,
-    the_dim,
-    the_dims,
-    transformed,
-    weight_normalized,
-)
+from .families import EACH, FIRST, along_dims, either, from_template, pointwise, reduce, the_dim
 from .layer_norm import normalized
-from .losses import loss, loss_backward
+from .reductions import loss, loss_backward
 from .rule import Call
-from .rules import RULES, Entry, aten, own
+from .rules import RULES, Entry, aten
 from .strides import needs
-from .views import repeated, stacked, taken
 
 meta_kernels()
 
@@ -73,6 +60,11 @@ def _adds(call: Call) -> bool:
     return bool(call.argument("reduce") == "sum" and call.argument("include_self"))
 
 
+def own(names: str, entry: Entry) -> dict[str, Entry]:
+    """The same entry for operators of autopar."""
+    return {f"autopar.{name}.default": entry for name in names.split()}
+
+
 RULES.know({
     # contractions
     experts.MM: Entry(experts.mm_rule, expand=experts.mm),
@@ -84,6 +76,9 @@ RULES.know({
     experts.MM_WEIGHT: Entry(experts.mm_weight_rule, local.rows_of_output("experts"), experts.mm_weight),
     **aten("mv", Entry(from_template("m k, k -> m", linear=EACH, contraction=True))),
     **aten("dot", Entry(from_template("k, k -> ", linear=EACH, contraction=True))),
+    **aten("addmm", Entry(bias.with_bias("...m n, m k, k n -> m n"), expand=bias.share_of_bias)),
+    **aten("baddbmm", Entry(bias.with_bias("...b m n, b m k, b k n -> b m n"), expand=bias.share_of_bias)),
+    **aten("linear", Entry(bias.linear, expand=bias.linear_with_share)),
     **aten("convolution", Entry(
         convolution.convolution, convolution.group_count, convolution.convolution_with_halos,
         strides=needs("weight"))),
@@ -124,11 +119,12 @@ RULES.know({
     sdpa.ATTENTION: Entry(
         attended("b h q d!, b h k d!, b h k e!, ...b h q k, b h q k -> b h q e!, b h q", products=2,
                  reductions={"k": ("sum", "")}),
-        expand=attention.forward, strides=needs(rows="query key value attn_mask")),
+        expand=attention.forward, strides=needs("query key value attn_mask", attention.contiguous_rows)),
     sdpa.ATTENTION_BACKWARD: Entry(
         attended("b h q e!, b h q d!, b h k d!, b h k e!, b h q e!, b h q, ...b h q k, b h q k"
                  " -> b h q d!, b h k d!, b h k e!", products=5, linear=FIRST),
-        expand=attention.backward, strides=needs("logsumexp", rows="grad_out query key value out attn_mask")),
+        expand=attention.backward, strides={
+            **needs("logsumexp"), **needs("grad_out query key value out attn_mask", attention.contiguous_rows)}),
 
     # embedding and losses
     **aten("mse_loss smooth_l1_loss huber_loss", Entry(loss, expand=expansions.share(loss))),
@@ -149,9 +145,9 @@ RULES.know({
     **aten("native_group_norm", Entry(
         normalization.group_norm, normalization.group_sizes, normalization.group_norm_statistics,
         strides=needs("input weight bias"))),
-    **aten("_weight_norm_interface", Entry(weight_normalized, strides=needs("v g"))),
+    **aten("_weight_norm_interface", Entry(along.weight_normalized, strides=needs("v g"))),
     **aten("_weight_norm_interface_backward", Entry(
-        weight_normalized, strides=needs("grad_w saved_v saved_g saved_norms"))),
+        along.weight_normalized, strides=needs("grad_w saved_v saved_g saved_norms"))),
     **aten("native_group_norm_backward", Entry(
         normalization.group_norm_backward, normalization.group_sizes, normalization.group_norm_gradients,
         strides=needs("grad_out input mean rstd weight"))),
@@ -178,23 +174,36 @@ RULES.know({
 
     # along a dim
     **aten("cumsum", Entry(reductions.running, expand=reductions.cumsum)),
-    **aten("cumprod logcumsumexp sort argsort topk", Entry(along(the_dim))),
-    **aten("glu glu_backward", Entry(halves)),
-    **aten("_fft_c2c _fft_r2c _fft_c2r", Entry(transformed)),
-    **aten("flip", Entry(along(the_dims, linear=FIRST))),
-    **aten("roll", Entry(along(the_dims, linear=FIRST))),
+    **aten("cumprod logcumsumexp sort argsort topk", Entry(along_dims(the_dim))),
+    **aten("glu glu_backward", Entry(along.halves)),
+    **aten("_fft_c2c _fft_r2c _fft_c2r", Entry(along.transformed)),
+    **aten("flip", Entry(along_dims(along.the_dims, linear=FIRST))),
+    **aten("roll", Entry(along_dims(along.the_dims, linear=FIRST))),
     **aten("tril triu", Entry(reductions.triangle, expand=reductions.cut_triangle)),
-    **aten("constant_pad_nd", Entry(along(padded, linear=filled_with_zero))),
+    **aten("constant_pad_nd", Entry(along_dims(along.padded, linear=elementwise.filled_with_zero))),
 
     # parts and wholes
-    **aten("slice_scatter", Entry(windows.windowed("scatter"), local.window_of_input, windows.slice_scatter)),
-    **aten("stack", Entry(stacked)),
-    **aten("select.int", Entry(windows.selected, expand=windows.select)),
-    **aten("unbind.int", Entry(taken)),
+    **aten("slice_scatter", Entry(windows.windowed("scatter"), local.window_of_input, parts.slice_scatter)),
+    **aten("split.Tensor split_with_sizes unsafe_split.Tensor unsafe_split_with_sizes", Entry(
+        parts.pieces(parts.split_sizes), parts.piece_sizes)),
+    **aten("stack", Entry(parts.stacked)),
+    **aten("select.int", Entry(parts.selected, expand=parts.select)),
+    **aten("unbind.int", Entry(parts.taken)),
     **aten("select_backward", Entry(
-        windows.put_back, local.shape_of_output("input_sizes"), windows.select_backward)),
-    **aten("select_scatter", Entry(windows.select_scattered, expand=windows.select_scatter)),
-    **aten("repeat", Entry(repeated, local.repeats)),
+        parts.put_back, local.shape_of_output("input_sizes"), parts.select_backward)),
+    **aten("select_scatter", Entry(parts.select_scattered, expand=parts.select_scatter)),
+    **aten("repeat", Entry(parts.repeated, parts.repeats)),
+
+    **aten("permute", Entry(parts.permuted)),
+    **aten("new_zeros new_ones new_full new_empty", Entry(elementwise.new, local.shape_of_output("size"))),
+
+    # elementwise
+    **aten("masked_fill.Scalar", Entry(pointwise(elementwise.filled_with_zero))),
+    **aten("div.Scalar_mode", Entry(pointwise(elementwise.true_division))),
+    **aten("div.Tensor_mode", Entry(elementwise.division(elementwise.true_division))),
+    **aten("floor_divide remainder.Tensor fmod.Tensor", Entry(elementwise.division())),
+    **aten("log_sigmoid_forward", Entry(elementwise.pointwise_with_buffer())),
+    **aten("log_sigmoid_backward", Entry(elementwise.pointwise_with_buffer(FIRST))),
 
     # indexing
     **aten("index.Tensor _unsafe_index.Tensor", Entry(places.indexed, expand=places.index)),
@@ -211,12 +220,12 @@ RULES.know({
         places.index_written(False), expand=partial(places.write, from_end=True))),
 
     # other views
-    **aten("unfold", Entry(views.unfolded)),
-    **aten("unfold_backward", Entry(views.unfold_backward, local.shape_of_output("input_sizes"))),
-    **aten("diagonal", Entry(views.diagonal)),
-    **aten("diagonal_backward", Entry(views.diagonal_backward, local.shape_of_output("input_sizes"))),
+    **aten("unfold", Entry(parts.unfolded)),
+    **aten("unfold_backward", Entry(parts.unfold_backward, local.shape_of_output("input_sizes"))),
+    **aten("diagonal", Entry(parts.diagonal)),
+    **aten("diagonal_backward", Entry(parts.diagonal_backward, local.shape_of_output("input_sizes"))),
     **aten("view_as_complex", Entry(
-        from_template("*i r! -> *i", linear=FIRST), strides=needs(pairs="self"))),
+        from_template("*i r! -> *i", linear=FIRST), strides=needs("self", parts.contiguous_pairs))),
     **aten("view_as_real", Entry(from_template("*i -> *i r!", linear=FIRST))),
     **aten("bucketize.Tensor", Entry(from_template("*i, b! -> *i"))),
     **aten("searchsorted.Tensor", Entry(either(

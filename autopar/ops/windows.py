@@ -17,61 +17,6 @@ from .template import Named, assemble
 from .views import window
 
 
-def selected(call: Call) -> OpRule:
-    """select."""
-    names, dim = dims_of(call, call.inputs[0])
-    return assemble(
-        call, [with_dim(names, dim, place_of(call.inputs[0]))], [with_dim(names, dim)], linear=FIRST,
-        expands=(PLACE,), uneven=(PLACE,), moves_nothing=True,
-    )  # fmt: skip
-
-
-def select(local: LocalCall) -> Results:
-    """select of one place."""
-    shape = local.call.inputs[0].shape
-    dim = dim_of(local.call, len(shape))
-    place = local.full((1,), local.call.argument("index") % shape[dim])
-    return looked_up(local, local.args[0], dim, place).squeeze(dim)
-
-
-def put_back(call: Call) -> OpRule:
-    """select_backward."""
-    names, dim = dims_of(call, call.output)
-    return assemble(
-        call, [with_dim(names, dim)], [with_dim(names, dim, PLACE)], linear=FIRST, expands=(PLACE,), uneven=(PLACE,)
-    )
-
-
-def select_backward(local: LocalCall) -> Results:
-    """select_backward into a split dim."""
-    shape = local.call.output.shape
-    dim = dim_of(local.call, len(shape))
-    other = _other_places(local, shape, dim)
-    spread: Tensor = local.args[0].unsqueeze(dim).expand(local.outputs[0])
-    return spread.masked_fill(other, 0)
-
-
-def select_scattered(call: Call) -> OpRule:
-    """select_scatter: `src` replaces one place of `dim`."""
-    names, dim = dims_of(call, call.inputs[0])
-    target = with_dim(names, dim, PLACE)
-    return assemble(call, [target, with_dim(names, dim)], [target], linear=BOTH, expands=(PLACE,), uneven=(PLACE,))
-
-
-def select_scatter(local: LocalCall) -> Results:
-    """select_scatter into a split dim."""
-    shape = local.call.inputs[0].shape
-    dim = dim_of(local.call, len(shape))
-    other = _other_places(local, shape, dim)
-    return torch.where(other, local.args[0], local.args[1].unsqueeze(dim))
-
-
-def _other_places(local: LocalCall, shape: tuple[int, ...], dim: int) -> Tensor:
-    """Which of this rank's places are not the one in the argument `index`."""
-    other = global_indices(local, shape, local.results[0], dim) != local.call.argument("index") % shape[dim]
-    return along_dim(other, len(shape), dim)
-
-
 def windowed(kind: str) -> Rule:
     """slice, slice_backward, slice_scatter: a window along `dim` of the operand `self` or, for the backward op, of the
     result. A window that starts and ends at multiples of a factor's size is split with that tensor; of another, a slice
@@ -110,17 +55,11 @@ def slice_of_few(local: LocalCall) -> Results:
 
 def slice_backward(local: LocalCall) -> Results:
     """slice_backward into a split dim."""
-    values, outside = _in_window(local, local.args[0])
+    values, outside = in_window(local, local.args[0])
     return values.masked_fill(outside, 0)
 
 
-def slice_scatter(local: LocalCall) -> Results:
-    """slice_scatter into a split dim."""
-    values, outside = _in_window(local, local.args[1])
-    return torch.where(outside, local.args[0], values)
-
-
-def _in_window(local: LocalCall, part: Tensor) -> tuple[Tensor, Tensor]:
+def in_window(local: LocalCall, part: Tensor) -> tuple[Tensor, Tensor]:
     """The value of a window at each of this rank's places, and which places lie outside of it."""
     shape, step = local.call.output.shape, local.call.argument("step")
     dim = dim_of(local.call, len(shape))

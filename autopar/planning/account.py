@@ -26,9 +26,8 @@ from autopar.passes.space.items import (
     site_items,
 )
 from autopar.passes.space.problem import Assignment, Decisions
-from autopar.passes.space.sites import Region, Site
+from autopar.passes.space.sites import Recomputed, Region, Site
 from autopar.passes.space.space import Space
-from autopar.passes.space.switch import Recomputed
 from autopar.passes.space.tensors import root_tensors, tensor_items
 
 Key = TypeVar("Key")
@@ -177,7 +176,7 @@ def _region_items(
     space: Space, region: Region, decisions: Decisions, copies: int, *, again: bool
 ) -> Iterator[tuple[str, Site, Item]]:
     """The items of one of the copies of a region, which is recomputed in backward or is not."""
-    sites, repeated = list(region.sites.values()), Recomputed.of(region) if again else Recomputed()
+    sites, repeated = list(region.sites.values()), region.again if again else Recomputed()
     options = [space.decided(site, decisions[site.name]) for site in sites]
     for site, option in zip(sites, options, strict=True):
         times = 1 if site.kind == "parameter" else space.micro_batches * (1 + (site.name in repeated.operators))

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from autopar.ir.layout import REPLICATE, Layout
 from autopar.passes.space.choices import AxisChoice, SiteChoice
+from autopar.passes.space.held import held
 from autopar.passes.space.problem import Assignment
 from autopar.passes.space.sites import Region, Site
-from autopar.passes.space.space import Space, held
+from autopar.passes.space.space import Space
 
 from .options import taken, unique_sites
 from .search import Search

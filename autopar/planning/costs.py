@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from autopar.cluster.links import Link, Stage
-from autopar.cost.redistribute import Redistributor
+from autopar.cost.bucketed import BucketingRedistributor
 from autopar.extensions import Table
 from autopar.passes.space.choices import AxisChoice, SiteChoice
 from autopar.passes.space.sites import Site
@@ -39,7 +39,7 @@ def volumes(space: Space) -> Space:
         memory_bytes_per_second=math.inf,
         seconds_per_op=1 / BYTES_PER_SECOND,
     )
-    redistributor = Redistributor(space.mesh, tuple(map(_link, space.mesh)), device)
+    redistributor = BucketingRedistributor(space.mesh, tuple(map(_link, space.mesh)), device)
     return replace(space, cluster=replace(space.cluster, device=device), redistributor=redistributor)
 
 

@@ -9,9 +9,11 @@ from autopar.cost.memory import Peak
 from autopar.cost.timeline import Timeline
 from autopar.ir.layout import Layout, Split
 from autopar.ops.experts import PRODUCTS
-from autopar.passes.space.choices import SiteChoice, parse_choice
+from autopar.passes.space.choices import SiteChoice
+from autopar.passes.space.layers import border_name
+from autopar.passes.space.parsing import parse_choice
 from autopar.passes.space.problem import Assignment, Decisions
-from autopar.passes.space.sites import Region, Site, border_name
+from autopar.passes.space.sites import Region, Site
 from autopar.passes.space.space import Space
 
 from .account import account, parameter_layouts

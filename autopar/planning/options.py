@@ -7,7 +7,7 @@ from itertools import chain, product
 
 from autopar.passes.space.choices import KEEP, NO_POLICY, REGATHER, AxisChoice, Policy, SiteChoice
 from autopar.passes.space.problem import Allowed, Assignment
-from autopar.passes.space.sites import Site, joined_borders
+from autopar.passes.space.sites import Site
 from autopar.passes.space.space import Space
 
 from .constraints import Pins
@@ -49,7 +49,7 @@ def taken(space: Space, assignment: Assignment, *, in_middle: bool = False) -> d
         for name, choice in decisions.items():
             choices.setdefault(name, {})[choice] = None
     # both ends of a run allow the same choices
-    for joined in dict.fromkeys(joined_borders(space.repeats).values()):
+    for joined in dict.fromkeys(space.twins.values()):
         union = dict.fromkeys(choice for name in joined for choice in choices.get(name, ()))
         choices.update({name: dict(union) for name in joined})
     return {name: list(of_site) for name, of_site in choices.items()}

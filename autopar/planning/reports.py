@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from autopar.passes.capture.captured import Captured
@@ -86,7 +86,19 @@ def report_without_rule(space: Space) -> None:
     if space.without_rule:
         modules = space.without_rule_in
         ops = "; ".join(
-            f"{count} x {op} in {', '.join(path or 'the model' for path in modules[op])}"
+            f"{count} x {op} in {', '.join(path or 'the model' for path in _paths(modules[op]))}"
             for op, count in space.without_rule.items()
         )
         logger.warning("replicated, since the op has no rule: %s", ops, extra=about("no rule", space.without_rule))
+
+
+def _paths(modules: Sequence[str]) -> tuple[str, ...]:
+    """Paths of modules, each once; where some differ in numbers alone, one with "*" for these."""
+    alike: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+    for path in modules:
+        parts = tuple(path.split("."))
+        alike.setdefault(tuple("*" if part.isdecimal() else part for part in parts), []).append(parts)
+    return tuple(
+        ".".join(parts[0] if len(set(parts)) == 1 else "*" for parts in zip(*same, strict=True))
+        for same in alike.values()
+    )

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 
+from autopar.cost.bucketed import HidingRedistributor
 from autopar.cost.redistribute import Redistributor
 from autopar.passes.blocks.block import Blocks
 from autopar.passes.flow import BLOCKS
@@ -85,4 +86,5 @@ class Searches:
 def hidden_buckets(given: Redistributor, part: float, routes: Redistributor | None = None) -> Redistributor:
     """Prices a part of the traffic in buckets at nothing. The routes are those of another redistributor, or of `given`:
     programs take these, whatever is hidden."""
-    return Redistributor(given.mesh, given.links, given.device, part, routes=routes or given.routes or given)
+    own = given.routes if isinstance(given, HidingRedistributor) else given
+    return HidingRedistributor(routes or own, part, given)

@@ -6,6 +6,7 @@ from itertools import accumulate, combinations
 from typing import Any, TypeVar
 
 from autopar.cost import liveness
+from autopar.cost.bucketed import bucket_bytes as bucket_bytes_of
 from autopar.cost.streams import TimelineCache
 from autopar.ir.program import Program
 from autopar.passes.flow import CODEGEN, LOWERINGS, Flow, lowerings
@@ -122,7 +123,7 @@ class Writer:
         return Target(
             cluster=self.space.cluster,
             cache=self.operators,
-            axis_bytes=tuple(redistributor.bucket_bytes),
+            axis_bytes=tuple(map(bucket_bytes_of, redistributor.links)),
             limit_bytes=bucket_bytes,
             unhidden=tuple(axis for axis, link in enumerate(redistributor.links) if link.compute_share > HIDING_SHARE),
         )

@@ -22,8 +22,8 @@ from autopar.ir.graph import WAIT, Node, Ref, TensorMeta
 from autopar.ir.layout import local_meta
 from autopar.ir.program import Program, RankIndex, names_no_device
 from autopar.ops import sdpa
-from autopar.ops.contract import prepared_arguments
 from autopar.ops.kernels import kernel_of
+from autopar.ops.prepared import prepared_arguments
 from autopar.ops.strides import contiguous
 
 

@@ -7,8 +7,9 @@ from itertools import pairwise, product
 
 from autopar.ir.layout import Layout
 from autopar.passes.space.choices import KEEP, NO_POLICY, PASSES_PARTIAL, REGATHER, REPLICATED, SiteChoice
+from autopar.passes.space.layers import border_name
 from autopar.passes.space.problem import Assignment
-from autopar.passes.space.sites import Option, Region, Site, border_name, joined_borders
+from autopar.passes.space.sites import Option, Region, Site
 from autopar.passes.space.space import Space
 
 TRIED = 12
@@ -105,7 +106,7 @@ class _Border:
         for region in space.regions():
             for site in region.sites.values():
                 by_name.setdefault(site.name, []).append(site)
-        for name, ends in joined_borders(space.repeats).items():
+        for name, ends in space.twins.items():
             self.sites[name] = [site for end in sorted(ends) for site in by_name[end]]
 
     def draw(self, name: str, generator: random.Random) -> SiteChoice:

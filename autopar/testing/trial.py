@@ -17,7 +17,9 @@ from autopar.ir.layout import Layout
 from autopar.ir.program import Program
 from autopar.passes.capture.captured import Captured
 from autopar.passes.capture.fakes import copied
-from autopar.passes.codegen.program import layouts
+from autopar.passes.codegen.demand import placed
+from autopar.passes.space.problem import Assignment
+from autopar.passes.space.space import Space
 from autopar.planning.planner import Planner
 from autopar.planning.request import Recompute
 
@@ -294,3 +296,14 @@ def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
         return leaf.detach().to("cpu", wanted).requires_grad_(leaf.requires_grad)
 
     return pytree.tree_map(cast, tree)
+
+
+def layouts(space: Space, assignment: Assignment) -> dict[str, Layout]:
+    """The layout in which each value of the graph is produced, by the name that it has there and in the program. (Views
+    of these values have no layout of their own, nor has what is made where it is read.)"""
+    return {
+        item.name(root): layout
+        for item in placed(space, assignment)
+        for root, layout in zip(item.site.makes, item.option.makes, strict=True)
+        if root and not item.site.made
+    }

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
+from autopar.ir import records as records  # what inputs and outputs may be packed in
 from autopar.ir.graph import JointGraph, meta_of
 from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.tree import flatten

@@ -9,12 +9,9 @@ from dataclasses import dataclass, field
 from autopar.cost.redistribute import Redistributor, RouteStep
 from autopar.ir.graph import TensorMeta
 from autopar.ir.layout import Layout
-from autopar.passes.segments.segment import Repeated
 from autopar.passes.space.choices import REGATHER
-from autopar.passes.space.gradients import gradients_of
-from autopar.passes.space.problem import Assignment
-from autopar.passes.space.recompute import reacquired, recomputed
-from autopar.passes.space.sites import Option, Site, border_name, output_name, output_numbers
+from autopar.passes.space.problem import Assignment, Decisions
+from autopar.passes.space.sites import Option, Site
 from autopar.passes.space.space import Space
 from autopar.passes.space.tensors import is_bucketed
 
@@ -36,62 +33,37 @@ class Placed:
 
 def placed(space: Space, assignment: Assignment) -> Iterator[Placed]:
     """Every site of every copy with its option; borders once, where they are read."""
-    producer, nothing = space.graph.producer, dict[str, str]()
+    producer = space.graph.producer
 
-    def order(site: Site, rename: Mapping[str, str]) -> int:
-        if site.kind != "op":
-            return -1
-        return producer[rename.get(site.name, site.name)]
+    def at(site: Site, decisions: Decisions, names: Mapping[str, str], *, again: bool) -> Placed:
+        order = producer[names.get(site.name, site.name)] if site.kind == "op" else -1
+        return Placed(site, space.decided(site, decisions[site.name]), names, order, again)
 
     for site in space.rest.sites.values():
-        option = space.decided(site, assignment.rest[site.name])
-        yield Placed(site, option, nothing, order(site, nothing))
-    bodies = zip(space.repeats, space.bodies, assignment.copies, strict=True)
-    for number, (repeat, region, copies) in enumerate(bodies):
-        recomputable, again = recomputed(region), assignment.again(number)
-        for k, decisions in enumerate(copies):
-            rename = _rename(space, repeat, k)
-            for site in region.sites.values():
-                if site.kind == "shared":
-                    continue
-                if site.kind == "border" and not site.reads:
-                    # the neighbour's border site that reads it makes it
-                    continue
-                option = space.decided(site, decisions[site.name])
-                yield Placed(site, option, rename, order(site, rename), again[k] and site.name in recomputable)
+        yield at(site, assignment.rest, {}, again=False)
+    for number, k, decisions, again in _copies(assignment):
+        region, names = space.bodies[number], space.names(number, k)
+        for site in region.sites.values():
+            # what crosses to a neighbour is made by the neighbour's border site that reads it
+            if site.kind != "shared" and (site.kind != "border" or site.reads):
+                yield at(site, decisions, names, again=again and site.name in region.again.operators)
+
+
+def _copies(assignment: Assignment) -> Iterator[tuple[int, int, Decisions, bool]]:
+    """(repeat, copy, what it decides, whether it is recomputed)."""
+    for number, copies in enumerate(assignment.copies):
+        for k, (decisions, again) in enumerate(zip(copies, assignment.again(number), strict=True)):
+            yield number, k, decisions, again
 
 
 def reacquired_roots(space: Space, assignment: Assignment) -> set[str]:
     """Names of the roots that are brought to their layouts again in backward."""
     roots: set[str] = set()
-    for number, (repeat, region) in enumerate(zip(space.repeats, space.bodies, strict=True)):
-        for k, again in enumerate(assignment.again(number)):
-            if again:
-                rename = _rename(space, repeat, k)
-                roots.update(rename.get(root, root) for root in reacquired(region))
+    for number, k, _, again in _copies(assignment):
+        if again:
+            names = space.names(number, k)
+            roots.update(names.get(root, root) for root in space.bodies[number].again.roots)
     return roots
-
-
-def _rename(space: Space, repeat: Repeated, k: int) -> dict[str, str]:
-    nodes = space.graph.nodes
-    rename = {}
-    for first, here in zip(repeat.copies[0], repeat.copies[k], strict=True):
-        for a, b in zip(nodes[first].outputs, nodes[here].outputs, strict=True):
-            if a:
-                rename[a] = b
-    rename.update(zip(repeat.own[0], repeat.own[k], strict=True))
-    for first_name, name in zip(repeat.varied[0], repeat.varied[k], strict=True):
-        rename[space.roots.alias(first_name, -1).root] = space.roots.alias(name, -1).root
-    numbers = output_numbers(space.graph)
-    for first_value, value in zip(repeat.results[0], repeat.results[k], strict=True):
-        places = zip(numbers.get(first_value, ()), numbers.get(value, ()), strict=True)
-        rename.update({output_name(a): output_name(b) for a, b in places})
-    for border in repeat.borders:
-        rename[border_name(border.values[0])] = border_name(border.values[k])
-        rename[border_name(border.values[1])] = border_name(border.values[k + 1])
-        rename.setdefault(border.values[0], border.values[k])
-        rename.setdefault(border.values[1], border.values[k + 1])
-    return rename
 
 
 @dataclass(eq=False, kw_only=True)
@@ -122,7 +94,7 @@ class Demand:
         """`reacquired` are the roots that are brought to their layouts again in backward."""
         demand = Demand(redistributor=space.redistributor)
         reduced_in = space.reduced_in
-        gradients = frozenset() if reduced_in is None else gradients_of(space.regions())
+        gradients = space.gradients
         readers: dict[str, list[Site]] = {}
         for item in items:
             if item.site.made:

@@ -59,17 +59,6 @@ def codegen(space: Space, assignment: Assignment) -> Program:
     return _finish(values, inputs, outputs, gradient_values)
 
 
-def layouts(space: Space, assignment: Assignment) -> dict[str, Layout]:
-    """The layout in which each value of the graph is produced, by the name that it has there and in the program. (Views
-    of these values have no layout of their own, nor has what is made where it is read.)"""
-    return {
-        item.name(root): layout
-        for item in placed(space, assignment)
-        for root, layout in zip(item.site.makes, item.option.makes, strict=True)
-        if root and not item.site.made
-    }
-
-
 def _finish(
     values: Values, inputs: Mapping[str, Layout], outputs: Mapping[str, Placed], gradients: Mapping[str, str]
 ) -> Program:

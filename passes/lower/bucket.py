@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autopar.cluster.collectives import ALONE_BYTES
+from autopar.cost.bucketed import ALONE_BYTES
 from autopar.ir.program import Program
 from autopar.ir.rewrite import with_own_metas
 

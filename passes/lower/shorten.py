@@ -17,6 +17,7 @@ from autopar.ir.graph import Node
 from autopar.ir.layout import local_meta
 from autopar.ir.program import Program
 from autopar.passes.segments.segment import Repeated
+from autopar.passes.space.layers import LayeredSpace
 from autopar.passes.space.problem import Assignment
 from autopar.passes.space.space import Space
 
@@ -205,6 +206,7 @@ def shortened(space: Space, assignment: Assignment, most: int = KEPT) -> Short |
 
 def _with(space: Space, kept: Sequence[Sequence[int]]) -> Space:
     """The space with some of the copies. Those that are not kept make and read nothing."""
+    assert isinstance(space, LayeredSpace)
     graph = space.graph
     gone = {
         name

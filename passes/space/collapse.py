@@ -5,8 +5,7 @@ root. A view moves no data and makes no decision, so it is no site of the search
 its root to layouts of what is read (`layout.reshape_split`), and codegen runs it where it is read.
 """
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 
 from autopar.ir.graph import PERMUTE, RESHAPE, JointGraph, is_view
@@ -27,28 +26,24 @@ class Alias:
 
 @dataclass(frozen=True, slots=True)
 class Roots:
-    """Resolves values to roots. `crossing[v]` renames a value that is read across a border of
-    repeated segments: there it is a root of its own. `home[i]` is the segment copy of node i, and
-    `entering[c]` are the values that copy c reads across a border: one that the rest of the graph makes
-    may enter one run across its border, and be read by all copies of another."""
+    """Resolves values to roots."""
 
     graph: JointGraph
-    crossing: dict[str, str]
-    home: dict[int, int]
-    entering: Mapping[int, Collection[str]] = field(default_factory=dict)
 
-    def alias(self, value: str, reader_home: int) -> Alias:
-        """The root behind `value` as seen by a reader that lives in segment copy `reader_home`."""
+    def seen(self, value: str, home: int) -> tuple[str, int]:
+        """What a value is called where a reader in the copy `home` of a layer sees it, and the copy that makes it: -1
+        outside of layers."""
+        return value, -1
+
+    def alias(self, value: str, home: int = -1) -> Alias:
+        """The root behind `value` as seen by a reader in the copy `home` of a layer."""
         steps: list[Step] = []
-        graph, here = self.graph, reader_home
+        graph = self.graph
         while True:
+            name, home = self.seen(value, home)
             index = graph.producer.get(value)
-            home = -1 if index is None else self.home.get(index, -1)
-            if home != here and value in self.crossing and (home >= 0 or value in self.entering[here]):
-                return Alias(self.crossing[value], tuple(reversed(steps)))
-            if index is None or not is_view(graph.nodes[index]):
-                return Alias(value, tuple(reversed(steps)))
-            here = home
+            if name != value or index is None or not is_view(graph.nodes[index]):
+                return Alias(name, tuple(reversed(steps)))
             node = graph.nodes[index]
             source = node.args[0].name
             after = graph.metas[value].shape

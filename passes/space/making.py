@@ -18,6 +18,7 @@ from .items import operand_layouts, operator_items
 from .options import operator_option
 from .setting import Setting
 from .sites import Option, Site
+from .space import Making
 
 
 def made_where_read(graph: JointGraph, segments: Segments, shared: Collection[str]) -> frozenset[int]:
@@ -72,7 +73,7 @@ class _Made:
         return found
 
 
-class Making:
+class MadeWhereRead(Making):
     """How values that are made where they are read are made there."""
 
     def __init__(self, setting: Setting, sites: Iterable[Site]) -> None:

@@ -18,14 +18,14 @@ from autopar.solve.problem import Choice, Problem, Repeat, Tensor, Variable
 
 from .choices import REGATHER, Policy, SiteChoice
 from .items import total
-from .sites import Option, Region, Site, joined_sites
+from .sites import Option, Recomputed, Region, Site, joined_sites
 from .space import Space
-from .switch import SWITCH, Recomputed, twice
 from .tables import PARTS, PHASES, WHOLE, Movement, Wanted, encoded, of_bits, positions_of
 from .tensors import RootTensor, root_tensors, tensor_items
 
 Allowed = Mapping[str, Sequence[SiteChoice]]
 """Site name -> the options that it may take."""
+
 
 Decisions = Mapping[str, SiteChoice]
 """Site name -> the option that it took."""
@@ -61,8 +61,8 @@ class ProblemBuilder:
         self.space = space
         self.tables: dict[Any, Tensor] = {}
         """Tensors but for their names and variables."""
-        self.joined = joined_sites(space.regions(), space.repeats)
-        self.again = tuple(Recomputed.of(body) for body in space.bodies)
+        self.joined = joined_sites(space.regions(), space.twins)
+        self.again = tuple(body.again for body in space.bodies)
 
     def build(self, allowed: Allowed, *, recompute: bool = False) -> tuple[Problem, Decoder]:
         """The problem in which each site takes one of its allowed options; to `recompute` copies of segments in
@@ -119,7 +119,7 @@ class ProblemBuilder:
         self, region: Region, legal: Mapping[str, tuple[Option, ...]], again: Recomputed, copies: int
     ) -> tuple[tuple[Variable, ...], tuple[Tensor, ...], tuple[str, ...]]:
         """Its variables, tensors, and the names of its sites. If something is done `again` where the region is
-        recomputed, a last variable, `SWITCH`, says whether it is."""
+        recomputed, a last variable says whether it is."""
         times, sites = self.space.micro_batches, list(region.sites.values())
         options = [self._site_options(site, legal[site.name]) for site in sites]
         variables = [
@@ -132,11 +132,8 @@ class ProblemBuilder:
             for site, of_site in zip(sites, options, strict=True)
         ]
         tensors = [t for root in root_tensors(region, options, copies) for t in self._tensors(root, again)]
-        if again.operators:
-            variables.append(Variable(name=SWITCH, options=("no", "yes"), seconds=(0.0, 0.0), bytes=(0.0, 0.0)))
-            numbers = [number for number, site in enumerate(sites) if site.name in again.operators]
-            tensors += [twice(variables[number], number, len(sites)) for number in numbers]
-        return tuple(variables), tuple(tensors), tuple(region.sites)
+        switch, computed_twice = again.switched(variables)
+        return (*variables, *switch), (*tensors, *computed_twice), tuple(region.sites)
 
     def _site_options(self, site: Site, options: tuple[Option, ...]) -> tuple[Option, ...]:
         """The options as this very site means them: a border's reads differ between its two sites."""
@@ -227,7 +224,7 @@ class Decoder:
     rest: tuple[str, ...]
     bodies: tuple[tuple[str, ...], ...]
     switched: tuple[bool, ...]
-    """Of each body, whether its last variable is `SWITCH`."""
+    """Of each body, whether its last variable says if it is recomputed."""
     options: Mapping[str, Sequence[Option]]
 
     def decode(self, choice: Choice) -> Assignment:

@@ -5,40 +5,15 @@ and digits travel along the operators and views that preserve them (CFP Eq. 2).
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import TypeAlias
 
-from autopar.ir.layout import Placement, Routed, Split, is_legal, period_of, periods_of
-from autopar.ops.emit import local_shapes
-from autopar.ops.rules import localize
+from autopar.ir.layout import Placement, Split, is_legal, period_of, periods_of
 
-from .choices import PASSES_PARTIAL, REPLICATED, AxisChoice, SiteChoice
+from .choices import PASSES_PARTIAL, REPLICATED, AxisChoice
 from .collapse import from_root, to_root
-from .operator_layouts import operand_layout, result_layout
-from .sites import Read, Site, joined_borders
+from .sites import Read, Site
 from .space import Space
-
-
-@dataclass(frozen=True, slots=True)
-class Reached:
-    """Where a digit travels: the factors of operators (by key of the site), and the splits of roots."""
-
-    factors: Mapping[str, Mapping[tuple[int, int], None]]
-    splits: Mapping[str, Mapping[Split, None]]
-
-    def choices(self, site: Site) -> tuple[AxisChoice, ...]:
-        """The choices of an operator that split by the digit."""
-        return tuple(AxisChoice("S", number, period) for number, period in self.factors.get(site.key, {}))
-
-
-def reached(space: Space, ranks: int, starts: Sequence[tuple[str, Split]]) -> Reached:
-    """Where the given splits of roots lead, along operators and views that preserve them."""
-    fixpoint = Propagation(space, ranks)
-    for root, split in starts:
-        fixpoint.digit(root, split)
-    return Reached(fixpoint.seeds, fixpoint.digits)
-
 
 Travel: TypeAlias = Iterator["Travel"]
 """A way of a digit, which yields the ways that it leads to."""
@@ -58,7 +33,6 @@ class Propagation:
         self.seeds: dict[str, dict[tuple[int, int], None]] = {site.key: {} for site in self.sites}
         self.routes: dict[str, dict[tuple[int, int], None]] = {site.key: {} for site in self.sites}
         """As `seeds`: rows that may be with their experts."""
-        self.twins = joined_borders(space.repeats)
         self.making = {name: site for site in self.sites for name in site.makes if name and site.kind != "shared"}
         self.borders: dict[str, list[Site]] = {}
         for site in self.sites:
@@ -68,16 +42,20 @@ class Propagation:
     def choices(self) -> dict[str, tuple[AxisChoice, ...]]:
         """Key of a site -> its choices."""
         if self.ranks > 1:
-            for site in self.sites:
-                self._seed(site)
+            self.travel()
         return {site.key: tuple(self._choices(site)) for site in self.sites}
+
+    def travel(self) -> None:
+        """Follows all that sites may begin with."""
+        for site in self.sites:
+            self._seed(site)
 
     def digit(self, root: str, split: Placement) -> None:
         """A root may be split so: so may all that the split leads to."""
-        self._run(self._digit(root, split))
+        self.run(self._digit(root, split))
 
     @staticmethod
-    def _run(travel: Travel) -> None:
+    def run(travel: Travel) -> None:
         """Depth first, without recursion: a digit travels as far as the graph is long."""
         waiting = [travel]
         while waiting:
@@ -102,7 +80,7 @@ class Propagation:
         elif rule is not None and (rule.flops or any(self._is_stored(read.alias.root) for read in site.reads)):
             for number, factor in enumerate(rule.factors):
                 for period in factor.periods(self.ranks, self.space.mesh):
-                    self._run(self._factor(site, number, period))
+                    self.run(self._factor(site, number, period))
 
     def _stored_periods(self, site: Site, size: int) -> tuple[int, ...]:
         """The batch may be split by all axes together, however few rows there are."""
@@ -132,8 +110,6 @@ class Propagation:
         if not rule.factors[number].may_split(period, self.ranks) or (number, period) in self.seeds[site.key]:
             return
         self.seeds[site.key][number, period] = None
-        if rule.routing is not None and rule.routing.starts and number == rule.routing.rows:
-            yield self._route(site, number, period)
         for operand, read in enumerate(site.reads):
             for split in rule.input_splits(operand, number, period):
                 layout = to_root(read.alias.steps, (split,), (self.ranks,))
@@ -142,55 +118,6 @@ class Propagation:
         for output, name in enumerate(site.makes):
             for split in rule.output_splits(output, number, period) if name else ():
                 yield self._digit(name, split)
-
-    def _route(self, site: Site, number: int, period: int) -> Travel:
-        """The rows of a site may be with their experts: so may those of whatever reads them one by one."""
-        assert site.rule is not None
-        routing = site.rule.routing
-        if (number, period) in self.routes[site.key] or (routing is not None and routing.count % self.ranks):
-            return
-        self.routes[site.key][number, period] = None
-        for position, name in enumerate(site.makes):
-            if not name or (routing is not None and position in routing.returned):
-                continue
-            for split in site.rule.output_splits(position, number, period):
-                yield self._rows_of(name, Routed(split.dim, split.period))
-
-    def _rows_of(self, root: str, rows: Routed) -> Travel:
-        """The rows of a root may be with their experts: so may those of the sites that read it."""
-        for site in self.reading.get(root, ()):
-            for position, read in enumerate(site.reads):
-                layout = from_root(read.alias.steps, (rows,), (self.ranks,)) if read.alias.root == root else None
-                if layout is not None and isinstance(layout[0], Routed):
-                    yield self._receive(site, position, layout[0])
-
-    def _receive(self, site: Site, position: int, rows: Routed) -> Travel:
-        rule = site.rule
-        digit = rule.input_factor(position, Split(rows.dim, rows.period)) if rule is not None else None
-        if rule is None or digit is None:
-            return
-        number, period = digit
-        routing, factor = rule.routing, rule.factors[number]
-        if routing is None:
-            fits = not (factor.expands or factor.contiguous) and (period, factor.size % period) == (rows.period, 0)
-            fits = fits and self._takes_any_number(site, number)
-        else:
-            fits = number == routing.rows and position not in (*routing.settled, *routing.replicated)
-        if fits:
-            yield self._route(site, number, rows.period)
-
-    def _takes_any_number(self, site: Site, number: int) -> bool:
-        """Whether the op has no argument that says how many rows there are."""
-        call, rule, mesh = site.call, site.rule, (self.ranks,)
-        assert call is not None and rule is not None
-        choice = SiteChoice((AxisChoice("S", number, rule.factors[number].size),))
-        operands = [operand_layout(i, choice, mesh, rule) for i in range(len(rule.inputs))]
-        results = [result_layout(i, choice, mesh, rule) for i in range(len(rule.outputs))]
-        if None in operands or None in results:
-            return False
-        legal_results = tuple(layout for layout in results if layout)
-        shapes = local_shapes(call, tuple(layout for layout in operands if layout), legal_results, mesh)
-        return localize(call, *shapes, legal_results, mesh) == (call.node.args, call.node.kwargs)
 
     def _digit(self, root: str, split: Placement) -> Travel:
         """A root may be split so: so may the sites that make or read it."""
@@ -219,7 +146,7 @@ class Propagation:
                     digit = site.rule.input_factor(position, there)
                     if digit is not None:
                         yield self._factor(site, *digit)
-        for twin in self.twins.get(root, ()):
+        for twin in self.space.twins.get(root, ()):
             yield self._digit(twin, split)
         for site in self.borders.get(root, ()):
             for read in site.reads:

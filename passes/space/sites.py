@@ -6,13 +6,13 @@ each result, and the seconds of the local work.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from autopar.ir.graph import JointGraph, Node, TensorMeta
 from autopar.ir.layout import Layout
 from autopar.ops.rule import Call, OpRule
-from autopar.passes.segments.segment import Repeated
+from autopar.solve.problem import Tensor, Variable
 
 from .choices import AxisChoice, SiteChoice
 from .collapse import Alias
@@ -74,43 +74,51 @@ class Site:
         return f"{self.region}/{self.name}"
 
 
+@dataclass(frozen=True, slots=True)
+class Recomputed:
+    """What a copy of a region does again where it is recomputed: its `operators`, and the acquisition of `roots`."""
+
+    operators: frozenset[str] = frozenset()
+    roots: frozenset[str] = frozenset()
+
+    def phases(self, site: Site, maker: Site, *, backward: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The phases in which a site reads what another one makes: without, and with recomputation."""
+        once = ("backward",) if backward else ("forward",)
+        twice = site.name in self.operators and maker.kind != "shared"
+        return once, ("forward", "backward") if twice else once
+
+    def switched(self, variables: Sequence[Variable]) -> tuple[Sequence[Variable], Sequence[Tensor]]:
+        """The variable that says whether a copy is recomputed, and what its operators, among these variables, cost once
+        more; nothing where there is no such choice."""
+        return (), ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Region:
     """Sites that are solved together: the rest of the graph, or one copy of a repeated segment.
 
-    `left` and `right` are names of border sites (for a body), in the order of the segment's borders.
+    `left` and `right` are names of border sites (for a body), in the order of the segment's borders; `again` is what
+    may be done again in backward.
     """
 
     name: str
     sites: Mapping[str, Site]
     left: tuple[str, ...] = ()
     right: tuple[str, ...] = ()
+    again: Recomputed = Recomputed()
+
+    @staticmethod
+    def of(name: str, sites: Iterable[Site]) -> "Region":
+        return Region(name=name, sites={s.name: replace(s, region=name) for s in sites})
 
 
-def border_name(value: str) -> str:
-    return f"{value}|border"
-
-
-def joined_borders(repeats: Sequence[Repeated]) -> dict[str, tuple[str, ...]]:
-    """Names of border sites -> the names of all that take the same options: the ends of a run and what crosses within
-    it, and, where what leaves one run enters the next, those of both."""
-    joined: dict[str, tuple[str, ...]] = {}
-    for repeat in repeats:
-        for border in repeat.borders:
-            ends = [border_name(value) for value in (border.values[0], border.values[1], border.values[-1])]
-            group = tuple(dict.fromkeys(name for end in ends for name in joined.get(end, (end,))))
-            joined.update(dict.fromkeys(group, group))
-    return joined
-
-
-def joined_sites(regions: Iterable[Region], repeats: Sequence[Repeated]) -> dict[str, list[Site]]:
+def joined_sites(regions: Iterable[Region], twins: Mapping[str, Sequence[str]]) -> dict[str, list[Site]]:
     """Names of sites -> the sites that take the same option, wherever they stand: one of that name first."""
     by_name: dict[str, list[Site]] = {}
     for region in regions:
         for name, site in region.sites.items():
             by_name.setdefault(name, []).append(site)
-    joined = joined_borders(repeats)
-    others = {name: [other for other in joined.get(name, ()) if other != name] for name in by_name}
+    others = {name: [other for other in twins.get(name, ()) if other != name] for name in by_name}
     return {name: [*sites, *(s for other in others[name] for s in by_name[other])] for name, sites in by_name.items()}
 
 

@@ -16,9 +16,8 @@ from autopar.ir.program import COLLECTIVES
 
 from .choices import REGATHER, Policy
 from .items import ACTIVATIONS, COMPUTE, ROUTE, Item, cast_seconds
-from .sites import Option, Region, Site
+from .sites import Option, Recomputed, Region, Site
 from .space import Space
-from .switch import Recomputed
 
 Readings = Mapping[tuple[int, int], tuple[tuple[str, ...], tuple[str, ...]]]
 """(number of a reading site, position of the operand) -> the phases in which it reads, without and with

@@ -20,11 +20,10 @@ from autopar.runtime.collectives import (
     all_gather,
     all_reduce_in_place,
     all_to_all,
-    exchange,
     reduce_scatter,
-    shift,
     wait,
 )
+from autopar.runtime.messages import exchange, shift
 
 from .clock import Report, slowest, synchronize
 

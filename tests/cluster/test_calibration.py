@@ -18,10 +18,11 @@ from typer.testing import CliRunner
 
 from autopar.cli import app
 from autopar.cluster.calibration import check, compute_check, fit, step_range
-from autopar.cluster.collectives import collective_seconds, price, prices
+from autopar.cluster.collectives import collective_seconds
 from autopar.cluster.library import CLUSTERS, parse_cluster, read_cluster
 from autopar.cluster.library.write import cluster_toml
 from autopar.cluster.links import GLOO, KINDS
+from autopar.cluster.loads import price, prices
 from autopar.cluster.machine import Cluster, Level
 from autopar.cluster.measurements import Measurements, Sample
 from autopar.extras import lab

@@ -17,18 +17,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.cluster.collectives import (
-    LARGEST_BUCKET_BYTES,
-    LATENCY_PART,
-    SMALLEST_BUCKET_BYTES,
-    bucket_bytes,
-    collective_seconds,
-    price,
-    prices,
-)
+from autopar.cluster.collectives import collective_seconds
 from autopar.cluster.library import CLUSTERS, named_cluster, parse_cluster, read_cluster
 from autopar.cluster.links import ALGORITHMS, KINDS, Link
+from autopar.cluster.loads import price, prices
 from autopar.cluster.machine import Cluster, Device, Level, Operators
+from autopar.cost.bucketed import LARGEST_BUCKET_BYTES, LATENCY_PART, SMALLEST_BUCKET_BYTES, bucket_bytes
 from autopar.ir.graph import TensorMeta
 from autopar.planning.planner import Planner
 

@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.cluster.collectives import collective_seconds, loads, prices
+from autopar.cluster.collectives import collective_seconds
 from autopar.cluster.links import ALGORITHMS, KINDS
+from autopar.cluster.loads import loads, prices
 from autopar.cluster.machine import Cluster, Device, Level, Operators, operator_key
-from autopar.cost.redistribute import PACKING
+from autopar.cost.bucketed import PACKING
 from autopar.cost.streams import timeline
 from autopar.cost.timeline import COMPUTE, Timeline
 from autopar.ir.graph import Node, Ref, TensorMeta

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from autopar.cluster.collectives import collective_seconds
 from autopar.cluster.library import named_cluster
+from autopar.cost.bucketed import BucketingRedistributor
 from autopar.cost.liveness import PlacementCache
 from autopar.cost.redistribute import Redistributor, Route
 from autopar.cost.roofline import LocalOperators
@@ -36,10 +37,10 @@ from autopar.ir.layout import (
     permute_layout,
     reshape_layout,
     shard,
-    unshard,
     valid_shape,
 )
 from autopar.ir.program import Program, ProgramInput, ProgramOutput
+from autopar.ir.unsharded import unshard
 from autopar.passes.codegen.redistribution import Redistribution
 from autopar.planning.searches import hidden_buckets
 from autopar.runtime.simulate import coordinates, run_ranks
@@ -245,7 +246,7 @@ def test_axes_that_claim_one_digit_are_not_legal() -> None:
 
 def redistributor(mesh: Shape) -> Redistributor:
     cluster = named_cluster(None, device_type="cpu")
-    return Redistributor(mesh, cluster.links(mesh), cluster.device)
+    return BucketingRedistributor(mesh, cluster.links(mesh), cluster.device)
 
 
 def program_of(meta: TensorMeta, route: Route, source: Layout, target: Layout, mesh: Shape) -> Program:
@@ -442,7 +443,7 @@ def nodes(mesh: Shape) -> Redistributor:
         replace(local.levels[-1], size=size, bytes_per_second=rate, group_bytes_per_second=rate, latency_seconds=1e-9)
         for size, rate in zip(mesh, (1e8, *(1e9,) * (len(mesh) - 1)), strict=True)
     )
-    return Redistributor(mesh, replace(local, levels=levels).links(mesh), local.device)
+    return BucketingRedistributor(mesh, replace(local, levels=levels).links(mesh), local.device)
 
 
 def test_a_sum_over_nodes_crosses_them_in_shards() -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.attention.bias import CausalBias, CausalVariant, causal_lower_right, causal_upper_left
 
 from autopar import testing
-from autopar.compat.tensors import attention_kernel
+from autopar.compat.kernels import attention_kernel
 from autopar.ir.graph import meta_of
 from autopar.ops import sdpa
 from autopar.ops.oracle import Report, check_rule, make_call

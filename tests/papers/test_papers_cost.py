@@ -36,7 +36,7 @@ from paper_figures import (
 from papers import Layer
 from torch import nn
 
-from autopar.cluster.collectives import prices
+from autopar.cluster.loads import prices
 from autopar.cluster.machine import Cluster, Level
 from autopar.ops.rule import Call
 from autopar.ops.rules import rule_of

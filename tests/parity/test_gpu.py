@@ -22,6 +22,7 @@ from autopar.compat.redistributing import full_tensor
 from autopar.ops import sdpa
 from autopar.passes.capture.trace import capture
 from autopar.planning.plan import graph_digest
+from autopar.runtime import messages as messages
 from autopar.runtime.collectives import COLLECTIVES, wait
 
 pytest.importorskip("transformers")

@@ -19,7 +19,8 @@ from autopar.passes.lower.chunk import CHUNKING
 from autopar.passes.lower.lowering import Target
 from autopar.passes.lower.overlap import overlap
 from autopar.runtime.agree import coordinate_of
-from autopar.runtime.execute import compile, process_groups
+from autopar.runtime.compiled import compile
+from autopar.runtime.execute import process_groups
 from autopar.runtime.placements import local_slice
 from autopar.runtime.simulate import simulate_step
 

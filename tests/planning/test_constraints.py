@@ -8,7 +8,8 @@ import random
 import models
 import pytest
 
-from autopar.passes.space.choices import REPLICATED, parse_choice
+from autopar.passes.space.choices import REPLICATED
+from autopar.passes.space.parsing import parse_choice
 from autopar.planning.constraints import Constraints, pins
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner

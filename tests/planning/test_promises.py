@@ -29,8 +29,8 @@ from autopar.passes.lower.bucket import bucket
 from autopar.passes.space.choices import KEEP, REGATHER, REPLICATED
 from autopar.passes.space.items import total
 from autopar.passes.space.problem import Assignment, ProblemBuilder
+from autopar.passes.space.sites import Recomputed
 from autopar.passes.space.space import Space
-from autopar.passes.space.switch import Recomputed
 from autopar.passes.space.tensors import root_tensors, tensor_items
 from autopar.planning.account import Account, account, optimizer_seconds
 from autopar.planning.options import Options, joint, taken

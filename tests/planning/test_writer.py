@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 import torch
 
+from autopar.cost.bucketed import bucket_bytes
 from autopar.cost.streams import timeline
 from autopar.ir.program import Program
 from autopar.passes.codegen.program import codegen
@@ -82,7 +83,7 @@ def test_the_quickest_of_slices_and_chunks_is_taken(preset: str) -> None:
     made = planner()
     assignment = made.assignment(planned(preset))
     cluster = made.cluster
-    target = Target(cluster=cluster, axis_bytes=made.space.redistributor.bucket_bytes)
+    target = Target(cluster=cluster, axis_bytes=tuple(map(bucket_bytes, made.space.redistributor.links)))
     joined = LOWERINGS["bucket"].on(codegen(made.space, assignment), target)
     sliced, chunked = (LOWERINGS[name].on(joined, target) for name in ("slice", "chunk"))
     both = LOWERINGS["chunk"].on(sliced, target)

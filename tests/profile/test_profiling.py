@@ -25,8 +25,9 @@ from typer.testing import CliRunner
 
 import autopar
 from autopar.cli import app
-from autopar.cluster.collectives import collective_seconds, price
+from autopar.cluster.collectives import collective_seconds
 from autopar.cluster.library import named_cluster
+from autopar.cluster.loads import price
 from autopar.cluster.machine import Operators, operator_key
 from autopar.cost.streams import timeline
 from autopar.ir.graph import TensorMeta

@@ -27,7 +27,7 @@ import autopar
 from autopar.passes.codegen.program import codegen
 from autopar.planning.planner import Planner
 from autopar.runtime.agree import CollectiveError, follow_world_timeout, located, on_first_rank
-from autopar.runtime.execute import compile
+from autopar.runtime.compiled import compile
 
 DIES = 3
 

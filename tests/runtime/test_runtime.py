@@ -27,7 +27,8 @@ from autopar.ir.program import Program, ProgramInput, ProgramOutput, RankIndex
 from autopar.passes.capture.trace import capture
 from autopar.runtime.agree import exchange, on_first_rank, raise_together
 from autopar.runtime.collectives import all_reduce, reduce_scatter
-from autopar.runtime.execute import compile, process_groups
+from autopar.runtime.compiled import compile
+from autopar.runtime.execute import process_groups
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.placements import is_gatherable, local_slice, placements_of
 from autopar.runtime.simulate import coordinates, simulate_step

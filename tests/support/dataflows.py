@@ -11,7 +11,8 @@ from autopar.ir.graph import Node, Ref, TensorMeta
 from autopar.ir.layout import Layout, Shape, Split
 from autopar.ir.program import Program, ProgramInput, ProgramOutput
 from autopar.runtime.agree import coordinate_of
-from autopar.runtime.execute import compile, process_groups
+from autopar.runtime.compiled import compile
+from autopar.runtime.execute import process_groups
 from autopar.runtime.placements import local_slice
 from autopar.runtime.simulate import simulate_step
 

@@ -33,7 +33,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_
 import autopar
 from autopar.cli.common import mesh_shape
 from autopar.cost.memory import peak
-from autopar.passes.codegen.program import layouts
 from autopar.passes.lower.bucket import bucket
 from autopar.passes.lower.chunk import CHUNKING
 from autopar.passes.lower.slice import SLICING
@@ -43,7 +42,7 @@ from autopar.solve.problem import Infeasible
 from autopar.testing import EagerTrial, PlanRow, random_assignment
 from autopar.testing.draws import untouched_random_state
 from autopar.testing.steps import DRAWS, StepResult, eager_steps, errors, read_draws
-from autopar.testing.trial import TOLERANCES
+from autopar.testing.trial import TOLERANCES, layouts
 
 MESHES: tuple[Mapping[str, int], ...] = ({"a": 2}, {"a": 3}, {"a": 4}, {"a": 2, "b": 2}, {"a": 2, "b": 3})
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import torch
 
-from autopar.cluster.collectives import price
 from autopar.cluster.links import GLOO, KINDS
+from autopar.cluster.loads import price
 from autopar.cluster.machine import Cluster, Device, Level
 from autopar.cluster.measurements import Compute, Measurements, Sample, Together, axes, level_axes
 from autopar.profile.database import OperatorRow, ProgramRow

@@ -10,8 +10,8 @@ import math
 from collections.abc import Mapping
 from functools import cache
 
-from autopar.cluster.collectives import prices
 from autopar.cluster.links import Link
+from autopar.cluster.loads import prices
 from autopar.cluster.machine import Cluster, Device, Level
 
 DEVICE = Device(

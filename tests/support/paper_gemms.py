@@ -15,8 +15,8 @@ from functools import cache
 from dataflows import Dataflow, forward_product
 from paper_figures import PEAK, PRODUCTS, Product, cluster, dataflows, largest
 
-from autopar.cluster.collectives import loads, prices
 from autopar.cluster.links import Link
+from autopar.cluster.loads import loads, prices
 from autopar.cluster.machine import Cluster, Device, Level
 from autopar.cost.simulator import Task, scheduled
 from autopar.cost.streams import timeline

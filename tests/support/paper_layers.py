@@ -13,9 +13,9 @@ from functools import cache
 import torch
 from paper_figures import GB, PRODUCTS, Grid, atp_teraflops, cluster, grids, level, par4d_model
 
-from autopar.cluster.collectives import loads, price
 from autopar.cluster.library import CLUSTERS
 from autopar.cluster.links import Link
+from autopar.cluster.loads import loads, price
 from autopar.cluster.machine import Cluster
 from autopar.cost.simulator import Task, scheduled
 

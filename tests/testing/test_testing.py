@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from autopar.passes.codegen.program import layouts
 from autopar.testing import Check, EagerTrial, check
+from autopar.testing.trial import layouts
 
 MESH = {"a": 2, "b": 2}
 

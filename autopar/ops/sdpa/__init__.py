@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from autopar.compat.tensors import attention_kernel, is_fake
+from autopar.compat.kernels import attention_kernel
+from autopar.compat.tensors import is_fake
 from autopar.ir.own import define
 
 from . import call as rooms

@@ -104,7 +104,7 @@ def allowed_by(preset: Preset, space: Space, blocks: Blocks) -> Allowed:
     grid = _grid_axes(space, preset.name) if preset.grid else ()
     rules = _axis_rules(space, preset, grid)
     _check_batch(context, preset, rules)
-    joined = joined_sites(space.regions(), space.repeats)
+    joined = joined_sites(space.regions(), space.twins)
     allowed: dict[str, list[SiteChoice]] = {}
     for site_name, site in context.sites.items():
         policies = preset.policies if site.kind == "parameter" else NO_POLICY

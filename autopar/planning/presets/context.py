@@ -9,7 +9,7 @@ from autopar.ir.layout import Split, periods_of
 from autopar.passes.blocks.block import Blocks, ParallelBlock
 from autopar.passes.space.choices import AxisChoice
 from autopar.passes.space.collapse import to_root
-from autopar.passes.space.propagation import Reached, reached
+from autopar.passes.space.reached import Reached, reached
 from autopar.passes.space.sites import Site
 from autopar.passes.space.space import Space
 from autopar.planning.options import unique_sites

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from autopar.ir.layout import period_of
-from autopar.passes.space.choices import AxisChoice, SiteChoice, parse_choice
+from autopar.passes.space.choices import AxisChoice, SiteChoice
+from autopar.passes.space.parsing import parse_choice
 from autopar.passes.space.sites import Site
 from autopar.passes.space.space import Space
 from autopar.planning.account import Account

@@ -1,0 +1,136 @@
+"""Programs as modules run them: with every collective, and with each call shown, marked or timed while somebody asks
+for that.
+
+While a profiler is active, the same source runs with each call marked by its instruction's label, as in simulated
+traces (`autopar.report.simulation`).
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache, partial
+from typing import Any, Literal, Protocol
+
+import torch
+from torch.profiler import record_function
+
+from autopar.compat.calls import is_profiling
+from autopar.cost.lifetimes import Line
+from autopar.ir.graph import WAIT, Node
+
+from . import messages as messages  # whose collectives programs may hold
+from .collectives import Pending, wait
+from .execute import Half, SourceWriter
+from .execute import compile as compile_with
+
+MARK = "mark"
+"""What a marked source calls `record_function`."""
+
+WATCH = "watch"
+"""What a watched source calls after each instruction."""
+
+CLOCK = "clock"
+"""What a clocked source calls in the place of `wait`."""
+
+Style = Literal["plain", "marked", "watched", "clocked"]
+
+
+Watcher = Callable[[Node, tuple[Any, ...]], None]
+
+
+_watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
+
+
+@contextmanager
+def watched_by(watcher: Watcher) -> Iterator[None]:
+    """Within it, programs that this thread runs call `watcher` after each instruction, with what it gave."""
+    token = _watcher.set(watcher)
+    try:
+        yield
+    finally:
+        _watcher.reset(token)
+
+
+class Clock(Protocol):
+    """Takes the time of waits for collectives."""
+
+    def begin(self) -> None: ...
+
+    def end(self, kind: str, axis: str) -> None: ...
+
+
+_clock: ContextVar[Clock | None] = ContextVar("clock", default=None)
+
+
+@contextmanager
+def clocked_by(clock: Clock | None) -> Iterator[None]:
+    """Within it, programs that this thread runs have this clock take the time of each wait."""
+    token = _clock.set(clock)
+    try:
+        yield
+    finally:
+        _clock.reset(token)
+
+
+class ObservedSource(SourceWriter):
+    """The same lines in several styles: `marked` ones have each call under its instruction's label; `watched` ones show
+    what each call gave; in `clocked` ones a clock takes the time of each wait."""
+
+    style: Style = "plain"
+
+    def styled(self, style: Style) -> str:
+        """The source in another style."""
+        self.style = style
+        source = self.source()
+        self.style = "plain"
+        return source
+
+    def statement(self, number: int, line: Line) -> str:
+        instruction, call = line.instruction, super().statement(number, line)
+        if self.style == "marked":
+            return f"with {MARK}({instruction.label!r}): {call}"
+        if self.style == "watched":
+            shown = [str(number), *(self.local(name) for name in instruction.outputs if name)]
+            return f"{call}; {WATCH}({', '.join(shown)})"
+        if self.style == "clocked" and instruction.op == WAIT:
+            return call.replace("wait(", f"{CLOCK}({number}, ", 1)
+        return call
+
+    def functions(self, source: str) -> dict[str, Half]:
+        begun = {name: node for node in self.program.nodes if node.collective for name in node.outputs}
+
+        def watch(number: int, *values: Any) -> None:
+            watcher = _watcher.get()
+            assert watcher is not None
+            watcher(self.lines[number], values)
+
+        def clocked(number: int, pending: Pending) -> torch.Tensor:
+            clock = _clock.get()
+            assert clock is not None
+            of = begun[self.lines[number].args[0].name]
+            clock.begin()
+            result = wait(pending)
+            clock.end(str(of.collective), self.program.axes[of.args[-1]])
+            return result
+
+        self.bound |= {MARK: record_function, WATCH: watch, CLOCK: clocked}
+        plain = super().functions(source)
+        others = cache(lambda style: super(ObservedSource, self).functions(self.styled(style)))
+
+        def runs(name: str) -> Half:
+            function = plain[name]
+
+            def run(arguments: list[torch.Tensor]) -> Any:
+                if _watcher.get() is not None:
+                    return others("watched")[name](arguments)
+                if is_profiling():
+                    return others("marked")[name](arguments)
+                return function(arguments) if _clock.get() is None else others("clocked")[name](arguments)
+
+            return run
+
+        return {name: runs(name) for name in plain}
+
+
+compile = partial(compile_with, writer=ObservedSource)
+"""`execute.compile`, for programs that may be observed."""
