@@ -66,6 +66,8 @@ MODULE_OF = {name: module for module, names in MODULES.items() for name in names
 
 
 def __getattr__(name: str) -> Any:
+    if name == "extensions":
+        return import_module("autopar.extensions")
     if name not in MODULE_OF:
         raise AttributeError(f"module 'autopar' has no attribute {name!r}")
     value = getattr(import_module(MODULE_OF[name]), name)

@@ -11,7 +11,8 @@ import logging
 import re
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -35,7 +36,7 @@ from .lower.adopt import adopt
 from .lower.bucket import Bucket
 from .lower.chunk import CHUNKING
 from .lower.compact import Compact
-from .lower.lowering import Adopted, Lowering, Rewrite, Target, When, Written, always, rewritten
+from .lower.lowering import Adopted, Lowering, Rewrite, Target, When, Written, always, checked, rewritten
 from .lower.overlap import Overlap
 from .lower.prefetch import prefetch
 from .lower.slice import SLICING
@@ -217,14 +218,20 @@ class Flow(dict[str, float]):
 
     def adopt(self, lowering: Lowering, program: Program, target: Target) -> Adopted | None:
         """How a lowering is taken, as a program of few copies says."""
-        seconds, adopted = self._timed(lowering.name, lambda: lowering.adopt(program, target))
+        with _lowering(lowering):
+            seconds, adopted = self._timed(lowering.name, lambda: lowering.adopt(program, target))
+            if adopted is not None and adopted.program is not None and lowering.name in LOWERINGS.added:
+                checked(adopted.program, lowering.name)
         if adopted is None or adopted.what:
             logger.info("%s: %s, %.2f s", lowering.name, adopted.what if adopted else "not taken", seconds)
         return adopted
 
     def lower(self, lowering: Lowering, adopted: Adopted, program: Program) -> Program:
         """A program with a lowering that is taken."""
-        seconds, lowered = self._timed(lowering.name, lambda: adopted.on(program))
+        with _lowering(lowering):
+            seconds, lowered = self._timed(lowering.name, lambda: adopted.on(program))
+            if lowering.name in LOWERINGS.added:
+                checked(lowered, lowering.name)
         if logger.isEnabledFor(logging.INFO) and lowered is not program:
             logger.info("%s: %s, %.2f s", lowering.name, changes(program, lowered), seconds)
         return lowered
@@ -239,6 +246,17 @@ class Flow(dict[str, float]):
         seconds = time.perf_counter() - began
         self[name] = self.get(name, 0.0) + seconds
         return seconds, result
+
+
+@contextmanager
+def _lowering(lowering: Lowering) -> Iterator[None]:
+    """Errors within it name the lowering that another package added."""
+    try:
+        yield
+    except Exception as error:
+        if lowering.name in LOWERINGS.added:
+            error.add_note(f"in lowering {lowering.name!r}, which is registered")
+        raise
 
 
 def changes(before: Program, after: Program) -> str:

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.ir.garbage import uncollected
 from autopar.planning.candidates import Candidates, Profiled
-from autopar.planning.costs import CostMode, register_cost
+from autopar.planning.costs import COSTS, CostMode
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
 from autopar.planning.request import Request
@@ -73,5 +73,4 @@ PROFILED = CostMode(
     meaning="the analytical one, with operators, collectives and segment programs that the ranks measured",
     plan=_of_ranks,
 )
-for mode in (HYBRID, PROFILED):
-    register_cost(mode)
+COSTS.know(HYBRID, PROFILED)

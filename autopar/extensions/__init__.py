@@ -130,12 +130,13 @@ TABLES: list[Table[Any]] = []
 @contextmanager
 def scoped() -> Iterator[None]:
     """Removes at its end what the block registers: for tests, and to compare with and without."""
-    before = [dict(table.added) for table in TABLES]
+    INSTALLED.load()  # what packages add stays
+    before = {id(table): dict(table.added) for table in TABLES}
     try:
         yield
     finally:
-        for table, added in zip(TABLES, before, strict=False):
-            table.added = added
+        for table in TABLES:
+            table.added = before.get(id(table), {})
 
 
 class Installed:

@@ -117,7 +117,7 @@ class Program:
     outputs: tuple[ProgramOutput, ...]
     metas: Mapping[str, TensorMeta] = field(repr=False)
     uneven: frozenset[str] = field(default=frozenset(), repr=False)
-    """Values whose number of rows only the run decides: their metas assume that rows fall evenly."""
+    """Values whose number of rows only the run decides: their metas are those of the fullest rank, if known."""
 
     @cached_property
     def digest(self) -> str:

@@ -51,15 +51,19 @@ class RuleError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What the oracle tried. `instances` counts the ways to split, `factors` names the factors that were split."""
+    """What the oracle tried. `instances` counts the ways to split, `factors` names the factors that were split. `flops`
+    are those that the operator is priced by on these arguments, which nothing proves."""
 
     op: str
     instances: int
     factors: tuple[str, ...]
     linear: int
+    flops: float = 0.0
 
     def __str__(self) -> str:
-        return f"{self.op}: {self.instances} instances, factors {', '.join(self.factors) or 'none'}"
+        priced = f"{self.flops:.4g} flops" if self.flops else "the bytes that it reads and writes, and no flops"
+        split = ", ".join(self.factors) or "none"
+        return f"{self.op}: {self.instances} instances, factors {split}; priced by {priced}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +110,7 @@ def check_rule(op: str, /, *args: Any, compare_values: bool = True, **kwargs: An
             else:
                 tried[cut.factor] = True
     names = tuple(rule.factors[f].name for f, done in tried.items() if done)
-    report = Report(op=op, instances=instances, factors=names, linear=linear)
+    report = Report(op=op, instances=instances, factors=names, linear=linear, flops=rule.flops)
     log.debug("%s", report)
     return report
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 from autopar.cluster.links import Link, Stage
 from autopar.cost.bucketed import BucketingRedistributor
@@ -119,6 +120,15 @@ COSTS = Table(
     ),
     functions=("space", "pinned", "plan"),
 )
+
+
+def priced_space(mode: CostMode, space: Space) -> Space:
+    """The space at a mode's prices. Raises ValueError for a mode whose function gives something else."""
+    assert mode.space is not None
+    priced: Any = mode.space(space)
+    if not isinstance(priced, Space):
+        raise ValueError(f"cost {mode.name!r}: its space function returned a {type(priced).__name__}: give a Space")
+    return priced
 
 
 def register_cost(cost: CostMode, *, replace: bool = False) -> None:

@@ -36,7 +36,7 @@ from .advice import advised
 from .at_rest import Decided, best_at_rest
 from .capturing import captured_for_planning, check_autocast
 from .choice import Choice
-from .costs import COSTS
+from .costs import COSTS, priced_space
 from .description import Subject
 from .given import check_kernels, check_mesh, check_model
 from .meshes import best_over
@@ -236,7 +236,7 @@ class Planner:
         preset = request.preset
         allowed = None if preset is None else self.seconds.timed("preset", self.preset, preset)
         mode = COSTS[request.cost]
-        space = self.space if mode.space is None else self.seconds.timed("prices", mode.space, self.space)
+        space = self.space if mode.space is None else self.seconds.timed("prices", priced_space, mode, self.space)
         bounded = space.cluster.device.operators is None  # bounds hold only for rooflines
         choice = Choice(self.searches, self.steps, self.describe, self.seconds)
 

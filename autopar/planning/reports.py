@@ -89,7 +89,11 @@ def report_without_rule(space: Space) -> None:
             f"{count} x {op} in {', '.join(path or 'the model' for path in _paths(modules[op]))}"
             for op, count in space.without_rule.items()
         )
-        logger.warning("replicated, since the op has no rule: %s", ops, extra=about("no rule", space.without_rule))
+        logger.warning(
+            "replicated, since the op has no rule: %s (what it multiplies is not in the predicted step)",
+            ops,
+            extra=about("no rule", space.without_rule),
+        )
 
 
 def _paths(modules: Sequence[str]) -> tuple[str, ...]:

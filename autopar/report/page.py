@@ -12,6 +12,7 @@ from rich.console import RenderableType
 
 from autopar.planning.plan import LIMIT_WORDS, ParameterPlan, Plan
 from autopar.planning.provenance import EDITED, ELSEWHERE, Candidate
+from autopar.planning.request import NAMES
 from autopar.planning.texts import (
     bytes_text,
     digits,
@@ -200,7 +201,10 @@ def _choice(plan: Plan) -> str:
     if origin.winner == EDITED:
         before = origin.candidates[0] if origin.candidates else None
         return f"edited by hand; before, the step was {short_seconds(before.seconds)}" if before else "edited by hand"
-    chosen = WINNERS.get(origin.winner, f"preset {origin.winner}, faster than the searched plan and all other presets")
+    if origin.winner in WINNERS:
+        chosen = f"{WINNERS[origin.winner]}{_registered(plan)}"
+    else:
+        chosen = f"preset {origin.winner}, faster than the searched plan and all other presets"
     limit = plan.memory_limit_bytes
     fitting = [c for c in origin.candidates if limit is None or c.bytes is None or c.bytes <= limit]
     rivals = [c for c in fitting if c.name not in WINNERS]
@@ -212,6 +216,12 @@ def _choice(plan: Plan) -> str:
     if is_bound and ratio < LEAST_RATIO:
         return f"{chosen}; {which}, {best.name}, takes {_precise(best)}"
     return f"{chosen}; {'at least ' * is_bound}{_times(ratio)} {which}, {best.name} ({_precise(best)})"
+
+
+def _registered(plan: Plan) -> str:
+    """The solver and the cost mode that a plan was found by, where another package added them."""
+    solver = f", with solver {plan.solver}" if plan.solver not in (*NAMES["solver"], *NAMES["preset"]) else ""
+    return solver + (f", by cost {plan.cost}" if plan.cost not in NAMES["cost"] else "")
 
 
 def _times(ratio: float) -> str:

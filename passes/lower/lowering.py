@@ -6,7 +6,8 @@ written in all programs of the same operators.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, fields
 from typing import ClassVar, Literal, get_args
 
@@ -117,6 +118,11 @@ class Lowering:
     taken: When = "where quicker"
 
     def __post_init__(self) -> None:
+        if callable(self.adopt) and not _takes(self.adopt, "program", "target"):
+            raise ValueError(
+                f"lowering {self.name!r} has an adopt that does not take a program and a target: give "
+                f"where_quicker(write) or always(write) of a function from program to program"
+            )
         if self.taken not in get_args(When):
             raise ValueError(
                 f"lowering {self.name!r} is taken {self.taken!r}: write one of {', '.join(get_args(When))}"
@@ -128,9 +134,17 @@ class Lowering:
         return program if adopted is None else adopted.on(program)
 
 
-def always(write: Callable[[Program, Target], Program]) -> Callable[[Program, Target], Adopted]:
+def _takes(function: Callable[..., object], *names: str) -> bool:
+    try:
+        inspect.signature(function).bind(*names)
+    except TypeError:
+        return False
+    return True
+
+
+def always(write: Rewrite | Write) -> Callable[[Program, Target], Adopted]:
     """Takes it, whatever the step comes to."""
-    rewrite = write if isinstance(write, Rewrite) else Written(write)
+    rewrite = write if isinstance(write, Rewrite) else Written(lambda program, target: write(program))
     return lambda program, target: Adopted(given=program, rewrites=(rewrite,), target=target)
 
 
@@ -152,6 +166,32 @@ def where_quicker(write: Write) -> Callable[[Program, Target], Adopted | None]:
         return Adopted(given=program, program=written, rewrites=(Written(tried),), target=target, what=what)
 
     return adopt
+
+
+def checked(program: Program, name: str) -> Program:
+    """A program that a lowering of another package wrote. Raises ValueError where it reads what is not made, or has no
+    meta of what it makes."""
+    there = {i.name for i in program.inputs if i.role != "tangent"}
+    for half, given in ((program.forward, there), (program.backward, None)):
+        if given is None:
+            _known(program.saved, there, f"lowering {name!r} saves for backward")
+            there = {*program.saved, *(i.name for i in program.inputs if i.role == "tangent")}
+        for instruction in half:
+            _known(instruction.inputs, there, f"lowering {name!r} wrote a program in which {instruction.op} reads")
+            made = [output for output in instruction.outputs if output]
+            if lacking := [output for output in made if output not in program.metas]:
+                raise ValueError(
+                    f"lowering {name!r} made {lacking[0]} by {instruction.op}, and the program's metas do not have it: "
+                    f"add its local shape and dtype, as an Emitter does"
+                )
+            there.update(made)
+    return program
+
+
+def _known(names: Sequence[str], there: Collection[str], words: str) -> None:
+    for name in names:
+        if name not in there:
+            raise ValueError(f"{words} {name}, which nothing makes before: make it there, or save it for backward")
 
 
 def step(before: float, seconds: float) -> str:

@@ -25,10 +25,18 @@ from autopar.planning.costs import COSTS
 from autopar.planning.planner import Planner
 from autopar.planning.presets import PRESETS
 from autopar.solve.beam import solve_beam
+from autopar.solve.dp import solve_dp
+from autopar.solve.problem import Problem, Solution
 from autopar.solve.solvers import SOLVERS
 
 PAGE = Path(__file__).parents[2] / "docs/extending.md"
-SECTIONS = dict(re.findall(r"^## (.*?)\n.*?^```python\n(.*?)^```$", PAGE.read_text(), flags=re.DOTALL | re.MULTILINE))
+SECTIONS = {
+    section.partition("\n")[0]: "\n".join(
+        re.findall(r"^```python\n(.*?)^```$", section, flags=re.DOTALL | re.MULTILINE)
+    )
+    for section in re.split(r"^## ", PAGE.read_text(), flags=re.MULTILINE)[1:]
+}
+"""Title -> all blocks of Python in the section, one after the other."""
 SECTIONS = {title: code for title, code in SECTIONS.items() if "register_" in code}
 
 
@@ -157,7 +165,7 @@ def test_what_a_planner_found_out_before_a_registration_is_not_used_after_it() -
     ddp = planner.plan(solver="ddp")
     before = planner.program(ddp)
 
-    def marked(program: Program, target: Target) -> Program:
+    def marked(program: Program) -> Program:
         first, *rest = program.forward
         return replace(program, forward=(replace(first, module="marked"), *rest))
 
@@ -241,3 +249,149 @@ def test_a_package_that_fails_is_named(tmp_path: Path) -> None:
         "ValueError: the extension mylib = mylib:register of mylib fails: RuntimeError('no GPU'): correct or uninstall"
     )
     assert wanted in made.stderr
+
+
+# ---- what a package's code gives is checked, and errors name it
+
+
+def plan_of(**options: Any) -> autopar.Plan:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256))
+        x = torch.zeros(512, 256)
+    return autopar.plan(model, {"a": 2}, (x,), loss_fn=torch.mean, cluster="dgx-h100", **options)
+
+
+def solver(run: Callable[..., Any]) -> Callable[[], object]:
+    """A plan by what a function makes of dynamic programming's solution."""
+
+    def planned() -> object:
+        def solved(problem: Problem, *, bytes_limit: float | None = None) -> Any:
+            return run(solve_dp(problem, bytes_limit=bytes_limit))
+
+        autopar.register_solver(autopar.Solver(name="theirs", run=solved))
+        return plan_of(solver="theirs", cost="serial")
+
+    return planned
+
+
+def other_option(found: Solution) -> Solution:
+    return replace(found, choice=replace(found.choice, options=(99, *found.choice.options[1:])))
+
+
+def fewer_options(found: Solution) -> Solution:
+    return replace(found, choice=replace(found.choice, options=found.choice.options[1:]))
+
+
+def lowering(write: Callable[[Program], Program], taken: Any = "last") -> Callable[[], object]:
+    def planned() -> object:
+        adopt = always(write)
+        autopar.register_lowering(
+            autopar.Lowering(name="theirs", applies="-", writes="-", costs="-", adopt=adopt, taken=taken)
+        )
+        return plan_of(solver="ddp")
+
+    return planned
+
+
+def without_first(program: Program) -> Program:
+    return replace(program, forward=program.forward[1:])
+
+
+def renamed(program: Program) -> Program:
+    first, *rest = program.forward
+    return replace(program, forward=(first, replace(first, outputs=("theirs",)), *rest))
+
+
+def unsaved(program: Program) -> Program:
+    return replace(program, saved=program.saved[1:])
+
+
+def cost(space: Callable[[Any], Any]) -> Callable[[], object]:
+    def planned() -> object:
+        autopar.register_cost(autopar.CostMode(name="theirs", meaning="theirs", space=space))
+        return plan_of(cost="theirs")
+
+    return planned
+
+
+@pytest.mark.parametrize(
+    ("planned", "message"),
+    [
+        (solver(lambda found: 5), "solver 'theirs' returned a int: it is to return a Solution"),
+        (solver(lambda found: replace(found, lower_bound=99.0)), "solver 'theirs' gives a lower bound of 99 s, and"),
+        (solver(other_option), r"solver 'theirs' chose option 99 of \w+, which has \d"),
+        (solver(fewer_options), r"solver 'theirs' chose \d+ options, and .*: the problem has \d+ variables"),
+        (lowering(without_first), r"lowering 'theirs' wrote a program in which \S+ reads \w+, which nothing makes"),
+        (lowering(renamed), r"lowering 'theirs' made theirs by \S+, and the program's metas do not have it"),
+        (lowering(unsaved), r"lowering 'theirs' wrote a program in which \S+ reads \w+, .* or save it for backward"),
+        (cost(lambda space: None), "cost 'theirs': its space function returned a NoneType: give a Space"),
+    ],
+)
+def test_what_a_package_gives_is_checked(planned: Callable[[], object], message: str) -> None:
+    with scoped(), pytest.raises(ValueError, match=message):
+        planned()
+
+
+def test_an_error_in_a_lowering_names_it() -> None:
+    def fails(program: Program) -> Program:
+        raise KeyError("theirs to mend")
+
+    with scoped(), pytest.raises(KeyError) as raised:
+        lowering(fails)()
+    assert raised.value.__notes__ == ["in lowering 'theirs', which is registered"]
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (
+            lambda: autopar.Solver(name="theirs", run=lambda problem: None),
+            r"solver 'theirs' runs a function that is not run\(problem, \*, bytes_limit=None\)",
+        ),
+        (
+            lambda: autopar.Solver(name="theirs", run=lambda problem, *, bytes_limit: None, takes=("meter",)),
+            r"is not run\(problem, \*, bytes_limit=None, meter=None\)",
+        ),
+        (
+            lambda: autopar.Lowering(name="theirs", applies="", writes="", costs="", adopt=lambda program: None),
+            r"lowering 'theirs' has an adopt that does not take a program and a target: give where_quicker\(write\)",
+        ),
+        (
+            lambda: autopar.register_rule("aten::trace", "m m -> 1", linear=[0]),  # type: ignore[list-item]
+            r"linear of aten.trace.default is \[0\]: give lists",
+        ),
+    ],
+)
+def test_functions_of_the_wrong_form_are_refused(made: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        made()
+
+
+def test_a_plan_says_which_solver_and_cost_of_a_package_found_it() -> None:
+    with scoped():
+        autopar.register_solver(autopar.Solver(name="theirs", run=solve_dp))
+        autopar.register_cost(autopar.CostMode(name="dear", meaning="dear", space=lambda space: space))
+        assert "found by the search, with solver theirs, by cost dear" in " ".join(
+            str(plan_of(solver="theirs", cost="dear")).split()
+        )
+
+
+def test_what_a_block_registers_ends_with_it_wherever_tables_are_first_read() -> None:
+    """A table that is made within it, too; and a process that imports autopar alone has `autopar.extensions`."""
+    code = (
+        "import autopar\n"
+        "with autopar.extensions.scoped():\n"
+        "    autopar.register_solver(autopar.Solver(name='theirs', run=lambda problem, *, bytes_limit=None: None))\n"
+        "from autopar.solve.solvers import SOLVERS\n"
+        "from autopar.planning.costs import COSTS\n"
+        "import autopar.api\n"
+        "print('theirs' in SOLVERS, 'hybrid' in COSTS, 'profiled' in COSTS.own)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True", "True"]
+
+
+def test_a_report_says_what_a_rule_is_priced_by() -> None:
+    a, b = torch.randn(12, 12), torch.randn(12, 12)
+    assert str(autopar.check_rule("aten::mm", a, b)).endswith(f"priced by {2 * 12**3} flops")
+    assert str(autopar.check_rule("aten::relu", a)).endswith("by the bytes that it reads and writes, and no flops")
