@@ -2,7 +2,7 @@
 
 from .families import DIMS, FIRST, axes
 from .rule import Call, OpRule
-from .template import assemble
+from .template import Dim, assemble
 
 
 def halves(call: Call) -> OpRule:
@@ -12,8 +12,8 @@ def halves(call: Call) -> OpRule:
     dim = call.argument("dim") % rank
     names = DIMS[:rank]
     return assemble(
-        call, [names] * len(call.inputs), [names], linear=FIRST if len(call.inputs) > 1 else (),
-        sizes={names[dim]: source.shape[dim] // 2},
+        call, [names] * len(call.inputs), [names], {names[dim]: Dim(size=source.shape[dim] // 2)},
+        linear=FIRST if len(call.inputs) > 1 else (),
     )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from .expansions import LocalCall
 from .parts import slice_of
 from .rule import Call
+from .template import Dim
 from .traced import collective
 
 
@@ -49,6 +50,13 @@ class HaloWindow:
 
 Halos = Mapping[int, tuple[HaloWindow, tuple[int, ...]]]
 """Spatial dim -> its windows, and the mesh axes that split it."""
+
+
+def halo(window: HaloWindow, operands: Iterable[int], beyond: float = 0.0) -> Dim:
+    """A dim of which shards have this halo; beyond its end these operands hold `beyond`."""
+    return Dim(
+        expands=True, contiguous=True, even=False, least=window.coarse_rows, padding=dict.fromkeys(operands, beyond)
+    )
 
 
 def each(call: Call, name: str, spatial: int) -> tuple[int, ...]:
@@ -89,7 +97,7 @@ def with_halo(
     the outermost row repeated."""
     rows, parts = value.shape[dim], [value]
 
-    def halo(start: int, end: int, step: int) -> Tensor:
+    def rows_of(start: int, end: int, step: int) -> Tensor:
         received = neighbour(local, slice_of(value, dim, start, end).contiguous(), axes, step)
         if beyond == 0:
             return received
@@ -100,9 +108,9 @@ def with_halo(
         return torch.where(end_of_dim, outermost, received)
 
     if window.before:
-        parts.insert(0, halo(rows - window.before, rows, 1))
+        parts.insert(0, rows_of(rows - window.before, rows, 1))
     if window.after:
-        parts.append(halo(0, window.after, -1))
+        parts.append(rows_of(0, window.after, -1))
     return torch.cat(parts, dim)
 
 

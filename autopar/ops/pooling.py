@@ -5,7 +5,7 @@ import itertools
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -14,10 +14,10 @@ from autopar.ir.layout import Shape
 
 from .expansions import LocalCall, Results, global_indices
 from .families import FIRST, Rule
-from .halo import Halos, HaloWindow, each, halos_added, halos_of, surrounded, with_halos
+from .halo import Halos, HaloWindow, each, halo, halos_added, halos_of, surrounded, with_halos
 from .local import Arguments, Local, replaced
 from .rule import Call, OpRule, neutral
-from .template import Linear, Name, Named, assemble, roles
+from .template import OWN_PART, Dim, Linear, Name, Named, assemble, roles
 
 
 def leading(meta: TensorMeta, spatial: int) -> tuple[str, ...]:
@@ -55,10 +55,10 @@ def pooled(spatial: int) -> Rule:
     def rule(call: Call) -> OpRule:
         fine, coarse = _fine_and_coarse(call)
         backward, indexed = call.has("grad_output"), call.has("indices") or len(call.outputs) == 2
+        beyond = 0 if backward or not indexed else neutral("max", fine.dtype)
         fine_dims: list[Name] = list(leading(fine, spatial))
         coarse_dims: list[Name] = list(leading(fine, spatial))
-        least: dict[str, int] = {}
-        split, halos = [], []
+        dims: dict[str, Dim] = {}
         for i, window in enumerate(_windows(call, spatial)):
             if fine.shape[i - spatial] != window.stride * coarse.shape[i - spatial]:
                 keeps_step = False
@@ -66,19 +66,13 @@ def pooled(spatial: int) -> Rule:
                 keeps_step = not (call.argument("ceil_mode") and window.before and window.excess < 0)
             fine_dims.append((f"s{i}", window.stride) if keeps_step else None)
             coarse_dims.append(f"s{i}" if keeps_step else None)
-            split.append(f"s{i}")
             if window.before or window.after:
-                halos.append(f"s{i}")
-                least[f"s{i}"] = window.coarse_rows
+                dims[f"s{i}"] = halo(window, (0,), beyond)
+            elif indexed:
+                dims[f"s{i}"] = replace(OWN_PART, padding={0: 0.0} if backward else {})
         inputs = [fine_dims if role == "self" else coarse_dims for role in roles(call)]
         outputs = [(fine_dims if backward else coarse_dims) if meta else () for meta in call.outputs]
-        expands = split if indexed else halos
-        beyond = 0 if backward or not indexed else neutral("max", fine.dtype)
-        return assemble(
-            call, inputs, outputs, linear=() if indexed and not backward else FIRST, expands=expands,
-            contiguous=expands, least=least, uneven=split,
-            padding={(0, name): beyond for name in (split if indexed and backward else halos)},
-        )  # fmt: skip
+        return assemble(call, inputs, outputs, dims, () if indexed and not backward else FIRST)
 
     return rule
 

@@ -1,7 +1,8 @@
 """Up- and downsampling by integer factors, and shuffled pixels: rows are split."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from .parts import slice_of
 from .pooling import leading
 from .rule import Call, OpRule
 from .rules import Entry, aten
-from .template import Name, Named, assemble
+from .template import Dim, Name, Named, assemble
 
 
 def _sizes(call: Call, spatial: int) -> tuple[Shape, Shape]:
@@ -71,10 +72,10 @@ def interpolated(spatial: int, taps: int) -> Rule:
         factors = _factors(call, spatial)
         if taps > 1:  # a row may come of more than its own
             factors = tuple(max(factor, 0) for factor in factors)
-        halos = [f"s{i}" for i, factor in enumerate(factors) if factor > 1]
         # padding must not be interpolated, nor multiplied by zero
-        even = [f"s{i}" for i, factor in enumerate(factors) if factor > 0]
-        return _in_step(call, spatial, factors, halos, even, taps)
+        dims = {f"s{i}": Dim(even=True) for i, factor in enumerate(factors) if factor > 0}
+        halo = Dim(expands=True, contiguous=True, even=True, least=taps)
+        return _in_step(call, spatial, factors, {**dims, **{f"s{i}": halo for i, f in enumerate(factors) if f > 1}})
 
     return rule
 
@@ -86,12 +87,7 @@ def _factors(call: Call, spatial: int) -> tuple[int, ...]:
 
 
 def _in_step(
-    call: Call,
-    spatial: int,
-    factors: Sequence[int],
-    halos: Sequence[str] = (),
-    even: Sequence[str] = (),
-    least: int = 1,
+    call: Call, spatial: int, factors: Sequence[int], dims: Mapping[str, Dim] = MappingProxyType({})
 ) -> OpRule:
     """Spatial dims split with their factors."""
     (meta,) = call.inputs
@@ -101,10 +97,7 @@ def _in_step(
         small.append(None if factor == 0 else (f"s{i}", max(1, -factor)))
         large.append(None if factor == 0 else (f"s{i}", max(1, factor)))
     inputs, outputs = (large, small) if call.has("grad_output") else (small, large)
-    return assemble(
-        call, [inputs], [outputs], linear=FIRST, expands=halos, contiguous=halos, even=even,
-        least=dict.fromkeys(halos, least),
-    )  # fmt: skip
+    return assemble(call, [inputs], [outputs], dims, FIRST)
 
 
 def local_sizes(spatial: int) -> Local:

@@ -34,6 +34,7 @@ from .reductions import loss, loss_backward
 from .rule import Call
 from .rules import RULES, Entry, aten
 from .strides import needs
+from .template import Dim
 
 meta_kernels()
 
@@ -46,7 +47,7 @@ _place_of_minimum = reductions.combined(reductions.one_dim, padding=reductions.g
 # the range of the bins must not depend on the data, and padding would be counted
 _histogram = either(
     lambda call: call.argument("min") < call.argument("max"),
-    from_template("*i -> bins!", even=tuple(f"i{n}" for n in range(8))),
+    from_template("*i -> bins!", {f"i{n}": Dim(even=True) for n in range(8)}),
     from_template("*i! -> bins!"),
 )
 
@@ -118,7 +119,7 @@ RULES.know({
     # attention: query, key, value, mask, which weights dropout keeps -> output, logsumexp
     sdpa.ATTENTION: Entry(
         attended("b h q d!, b h k d!, b h k e!, ...b h q k, b h q k -> b h q e!, b h q", products=2,
-                 reductions={"k": ("sum", "")}),
+                 over=("sum", "")),
         expand=attention.forward, strides=needs("query key value attn_mask", attention.contiguous_rows)),
     sdpa.ATTENTION_BACKWARD: Entry(
         attended("b h q e!, b h q d!, b h k d!, b h k e!, b h q e!, b h q, ...b h q k, b h q k"
