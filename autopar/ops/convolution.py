@@ -13,7 +13,7 @@ from autopar.ir.layout import Shape
 
 from .expansions import LocalCall, Results
 from .families import EACH, FIRST
-from .halo import Halos, HaloWindow, each, halo, halos_added, halos_of, surrounded, with_halos
+from .halo import Halos, HaloWindow, each, halo_dims, halos_added, halos_of, in_step, surrounded, with_halos
 from .local import Arguments, replaced
 from .lookup import PADDED
 from .rule import Call, OpRule
@@ -42,15 +42,10 @@ def convolution(call: Call) -> OpRule:
     out: Name = ("g", target.shape[1] // groups) if groups > 1 else "o"
     first, second = (into, out) if transposed else (out, into)
     kernel: Named = [first, second if groups == 1 else None, *([None] * (len(weight.shape) - 2))]
-    coarse_dims: list[Name] = []
-    fine_dims: list[Name] = []
-    halos: dict[str, Dim] = {}
-    for i, window in enumerate(windows(call)):
-        in_step = fine.shape[2 + i] == window.stride * coarse.shape[2 + i]
-        coarse_dims.append(f"s{i}" if in_step else None)
-        fine_dims.append((f"s{i}", window.stride) if in_step else None)
-        if in_step and (window.before or window.after):
-            halos[f"s{i}"] = halo(window, (0,) if forward else (0, 1))
+    over = windows(call)
+    sizes = zip(over, fine.shape[2:], coarse.shape[2:], strict=True)
+    coarse_dims, fine_dims = in_step(w.stride if size == w.stride * count else 0 for w, size, count in sizes)
+    halos = halo_dims(over, (0,) if forward else (0, 1))
     source_dims, target_dims = (coarse_dims, fine_dims) if transposed else (fine_dims, coarse_dims)
     named = {"input": ["n", into, *source_dims], "output": ["n", out, *target_dims], "weight": kernel, "bias": [out]}
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from .expansions import LocalCall
 from .parts import slice_of
 from .rule import Call
-from .template import Dim
+from .template import Dim, Name
 from .traced import collective
 
 
@@ -52,11 +52,23 @@ Halos = Mapping[int, tuple[HaloWindow, tuple[int, ...]]]
 """Spatial dim -> its windows, and the mesh axes that split it."""
 
 
-def halo(window: HaloWindow, operands: Iterable[int], beyond: float = 0.0) -> Dim:
-    """A dim of which shards have this halo; beyond its end these operands hold `beyond`."""
-    return Dim(
-        expands=True, contiguous=True, even=False, least=window.coarse_rows, padding=dict.fromkeys(operands, beyond)
-    )
+def in_step(fine_rows: Iterable[int]) -> tuple[list[Name], list[Name]]:
+    """Names of the spatial dims of a coarse and of a fine tensor, "s0" and so on, with so many fine rows for each
+    coarse one; 0 where rows keep no step: the dim is unsplit."""
+    rows = list(fine_rows)
+    return [f"s{i}" if n else None for i, n in enumerate(rows)], [
+        (f"s{i}", n) if n else None for i, n in enumerate(rows)
+    ]
+
+
+def halo_dims(windows: Iterable[HaloWindow], operands: Iterable[int], beyond: float = 0.0) -> dict[str, Dim]:
+    """The spatial dims of which shards have a halo; beyond their ends these operands hold `beyond`."""
+    filled = dict.fromkeys(operands, beyond)
+    return {
+        f"s{i}": Dim(expands=True, contiguous=True, even=False, least=window.coarse_rows, padding=filled)
+        for i, window in enumerate(windows)
+        if window.before or window.after
+    }
 
 
 def each(call: Call, name: str, spatial: int) -> tuple[int, ...]:

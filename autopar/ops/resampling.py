@@ -11,13 +11,13 @@ from autopar.ir.layout import Shape
 
 from .expansions import LocalCall, Results
 from .families import FIRST, Rule
-from .halo import HaloWindow, at_end, halo_added, with_halo
+from .halo import HaloWindow, at_end, halo_added, in_step, with_halo
 from .local import Arguments, Local, replaced
 from .parts import slice_of
 from .pooling import leading
 from .rule import Call, OpRule
 from .rules import Entry, aten
-from .template import Dim, Name, Named, assemble
+from .template import Dim, Named, assemble
 
 
 def _sizes(call: Call, spatial: int) -> tuple[Shape, Shape]:
@@ -91,11 +91,10 @@ def _in_step(
 ) -> OpRule:
     """Spatial dims split with their factors."""
     (meta,) = call.inputs
-    small: list[Name] = [*leading(meta, spatial)]
-    large: list[Name] = [*leading(meta, spatial)]
-    for i, factor in enumerate(factors):
-        small.append(None if factor == 0 else (f"s{i}", max(1, -factor)))
-        large.append(None if factor == 0 else (f"s{i}", max(1, factor)))
+    coarse, fine = in_step(map(abs, factors))
+    both = list(zip(coarse, fine, factors, strict=True))
+    small: Named = [*leading(meta, spatial), *(fine if factor < 0 else coarse for coarse, fine, factor in both)]
+    large: Named = [*leading(meta, spatial), *(coarse if factor < 0 else fine for coarse, fine, factor in both)]
     inputs, outputs = (large, small) if call.has("grad_output") else (small, large)
     return assemble(call, [inputs], [outputs], dims, FIRST)
 
