@@ -21,6 +21,7 @@ from autopar.planning.meshes import mesh_of, meshes
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
 from autopar.planning.presets import PRESETS
+from autopar.planning.progress import ended_by_interrupts
 from autopar.planning.reading import refreshed, request_of
 from autopar.planning.reports import Once
 from autopar.planning.request import AUTO, Options, Request, Several, takes
@@ -90,9 +91,13 @@ def plan(
     `autopar.Precision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)` trains a float32 model in bfloat16.
     Gathers, reductions, casts and the peak are those of these dtypes (see docs/howto.md).
 
+    `imbalance` says how unevenly rows fall on experts: the rows of the fullest rank over the mean of all (1.0: evenly),
+    or a list with the rows of each expert. Prices and the peak are those of the fullest rank.
+
     A search ends when its work is done, which is counted so that the same inputs give the same plan on any machine.
     With `effort` seconds it ends then with the best that it has, and the plan says so (what is under way is finished
-    first, and the program is written after that; the model's capture comes before).
+    first, and the program is written after that; the model's capture comes before). So it does at a first Ctrl-C; a
+    second one stops it.
 
     Raises ValueError for what cannot be planned, and if no plan keeps the limit: the message says what was given and
     what to change.
@@ -100,7 +105,8 @@ def plan(
     request = Request(**options)
     if isinstance(mesh_shape, Mapping):
         on = Planner(model, mesh_shape, args, kwargs, loss_fn=loss_fn, request=request)
-        return on.plan().answering(lambda: on)
+        with ended_by_interrupts(on.effort.until):
+            return on.plan().answering(lambda: on)
     machine = named_cluster(request.cluster, device_type="cpu")
     if isinstance(mesh_shape, bool) or not (mesh_shape == "auto" or (isinstance(mesh_shape, int) and mesh_shape > 0)):
         raise ValueError(f"mesh_shape is {mesh_shape!r}: give axis names with sizes, a number of devices, or 'auto'")
@@ -112,7 +118,8 @@ def plan(
     candidates = meshes(machine.devices if mesh_shape == "auto" else mesh_shape)
     request = replace(request, cluster=machine)
     first = Planner(model, candidates[0], args, kwargs, loss_fn=loss_fn, request=request)
-    chosen = first.over(candidates, request)
+    with ended_by_interrupts(first.effort.until):
+        chosen = first.over(candidates, request)
     return chosen.answering(lambda: first.on(chosen.mesh, machine))
 
 

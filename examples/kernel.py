@@ -1,9 +1,11 @@
-"""Prints what the kernel makes of an MLP, step by step; docs/kernel.md comments on it.
+"""Prints what the kernel makes of an MLP, step by step, and then of a large batch; docs/kernel.md comments on it.
 
 python examples/kernel.py
 """
 
 from __future__ import annotations
+
+from importlib import import_module
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +19,7 @@ from autopar.runtime.execute import SourceWriter
 
 
 class MLP(nn.Module):
-    """Two layers; the batch is small and the weights are large, so that splitting weights pays."""
+    """Two layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,6 +63,11 @@ def main() -> None:
 
     group = object()  # what a rank has there: the group of its axis
     show("6. the source of rank 0", SourceWriter(program, (0,), (group,), None).source())  # type: ignore[arg-type]
+
+    import_module("autopar.ops.table")  # the rows of the other operators, the loss's among them
+    graph, _ = kernel.trace(MLP(), torch.randn(8192, 256), torch.randn(8192, 256))
+    space = kernel.space_of(graph, {"tp": 2}, CLUSTER)
+    show("7. the program of a large batch", str(kernel.codegen(space, kernel.search(space))))
 
 
 def show(title: str, text: str) -> None:

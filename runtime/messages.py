@@ -106,7 +106,8 @@ def reduce(x: torch.Tensor, reduction: str, root: int, group: dist.ProcessGroup)
     return reduced, work if dist.get_rank(group) == root else Elsewhere(work, reduced)
 
 
-def exchange(x: torch.Tensor, sizes: torch.Tensor, group: dist.ProcessGroup) -> Pending:
+def exchange(x: torch.Tensor, sizes: torch.Tensor, _: int, group: dist.ProcessGroup) -> Pending:
+    """How many rows come is in the sizes, whatever shapes assume."""
     put, got = sizes.tolist()
     exchanged = x.new_empty((sum(got), *x.shape[1:]))
     return started(exchanged, dist.all_to_all_single(exchanged, x, got, put, group=group, async_op=True))

@@ -117,7 +117,7 @@ class ParallelModule(Filled, Standing):
         self.training = captured.training
         vars(self)["_root"] = root
         belong(root, state)
-        vars(self)["_modes"] = Versions(self, plain, state, options.again, options.padder)
+        vars(self)["_versions"] = Versions(self, plain, state, options.again, options.padder)
         vars(self)["_local"] = LocalBatches(state, plain)
         vars(self)["_verifier"], vars(self)["_watch"] = options.verifier, unwatched
         state.distribute(chain(plain.named_parameters(), plain.named_buffers()))
@@ -128,8 +128,15 @@ class ParallelModule(Filled, Standing):
 
     @property
     def program(self) -> Program:
-        """What each rank runs; its text is readable."""
+        """What each rank runs for inputs like the example, in the mode that the model was in; its text is readable. In
+        other modes, and for inputs of another form, calls run others (`programs`)."""
         return _state(self).program
+
+    @property
+    def programs(self) -> tuple[tuple[str, Program], ...]:
+        """All programs that there are, with the mode and the inputs that each is for; that of the last call first."""
+        versions: Versions = vars(self)["_versions"]
+        return versions.programs
 
     @property
     def plan(self) -> Any:
@@ -174,7 +181,7 @@ class ParallelModule(Filled, Standing):
         DTensors of the global batch, and others stay as they are. All parts must have equally many rows. An input that
         the plan splits otherwise is redistributed, at each call. Raises ValueError for what is no batch of the model.
         """
-        return vars(self)["_local"].sharded(batch, vars(self)["_modes"].padder)
+        return vars(self)["_local"].sharded(batch, vars(self)["_versions"].padder)
 
     def optimizer(self, kind: type[Any], params: Any = None, **options: Any) -> Any:
         """`kind(params, **options)`, whose step runs on what each rank holds: `parallel.optimizer(torch.optim.AdamW,
@@ -238,17 +245,17 @@ class ParallelModule(Filled, Standing):
     @presented()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         vars(self)["_original"].warn()
-        modes: Versions = vars(self)["_modes"]
+        versions: Versions = vars(self)["_versions"]
         handshake = _state(self).handshake
-        request = modes.request(args, kwargs)
+        request = versions.request(args, kwargs)
         handshake.begin(request.intent)
         with handshake.running("forward pass"):
-            state = modes.state(request)
+            state = versions.serving(request)
             call = prepared_call(state, request.inputs)
             call.watch = vars(self)["_watch"]
             verifier: Verifier | None = vars(self)["_verifier"]
             if verifier is not None:
-                call.check = verifier.begin(state, (modes.root, *modes.modules[1:]), request.inputs.tensors)
+                call.check = verifier.begin(state, (versions.root, *versions.modules[1:]), request.inputs.tensors)
             if call.differentiable and torch.is_grad_enabled():
                 results = ProgramStep.apply(call, *call.differentiable)  # type: ignore[no-untyped-call]
                 call.returned += map(weakref.ref, results)
@@ -257,7 +264,7 @@ class ParallelModule(Filled, Standing):
                 handshake.settle()
             if call.check is not None:
                 call.check.forward(dict(zip(state.output_paths, results, strict=True)), call.keys)
-        modes.lend(state, results)
+        versions.lend(state, results)
         return state.captured.unflatten(dict(zip(state.output_paths, results, strict=True)))
 
     @property
@@ -270,18 +277,18 @@ class ParallelModule(Filled, Standing):
         """A module with values of its own, on the same mesh with the same programs."""
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
-        modes: Versions = vars(self)["_modes"]
+        versions: Versions = vars(self)["_versions"]
         memo.update((id(p.grad), None) for p in self.parameters() if p.grad is not None)  # as of any copied parameter
-        memo.update((id(version.guard), version.guard) for version in modes.versions)
-        memo.update((id(version.pinned), version.pinned) for version in modes.versions)
-        for state in (_state(self), *(version.state for version in modes.versions)):
+        memo.update((id(version.guard), version.guard) for version in versions.versions)
+        memo.update((id(version.pinned), version.pinned) for version in versions.versions)
+        for state in (_state(self), *(version.state for version in versions.versions)):
             one_for_all = (state.mesh, state.groups, state.executable, state.program, state.plan, state.captured)
             memo.update((id(part), part) for part in (*one_for_all, vars(state).get("parts")))
-        memo[id(modes.again)], memo[id(modes.lent)] = modes.again, []
+        memo[id(versions.again)], memo[id(versions.lent)] = versions.again, []
         vars(copied).update(copy.deepcopy(vars(self), memo))
         belong(vars(copied)["_root"], _state(copied))
         _state(copied).registered.again()
-        vars(copied)["_modes"].guard_again()
+        vars(copied)["_versions"].guard_again()
         return copied
 
     def extra_repr(self) -> str:

@@ -18,6 +18,7 @@ from autopar.compat.autocast import autocast_dtype
 from autopar.compat.calls import versions
 from autopar.compat.distributed import local_tensor
 from autopar.compat.watching import hooks_gradient
+from autopar.ir.program import Program
 from autopar.passes.capture.captured import Captured
 from autopar.passes.capture.concrete import Pinned
 from autopar.passes.capture.leaves import same_value
@@ -56,6 +57,10 @@ class _Version:
     state: State
     used: int = 0
     """The number of the call that it served last."""
+
+    @property
+    def text(self) -> str:
+        return f"{self.mode}, of {self.form}" + (f", by {self.pinned}" if self.pinned else "")
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,12 +185,20 @@ class Versions:
         )
         return CallRequest(intent=intent, wanted=wanted, inputs=inputs, ready=ready)
 
-    def state(self, request: CallRequest) -> State:
+    @property
+    def programs(self) -> tuple[tuple[str, Program], ...]:
+        """What each is for, and the program; that of the last call first."""
+        ranked = sorted(self.versions, key=lambda version: -version.used)
+        return tuple((version.text, version.state.program) for version in ranked)
+
+    def serving(self, request: CallRequest) -> State:
         """What serves a call; the module captures again where nothing is ready for it."""
         wanted, inputs, ready = request.wanted, request.inputs, request.ready
         if ready is None or (ready.pinned and not self._reads(ready, inputs)):
             self.chosen[wanted] = ready = self._choose(wanted, inputs)
         self.calls += 1
+        if ready.used != self.calls - 1:
+            logger.debug("call %d runs program %s, for %s", self.calls, ready.state.program.digest, ready.text)
         ready.used = self.calls
         return ready.state
 

@@ -97,9 +97,9 @@ READING, DRAWING = "reading the model", "drawing"
 
 
 @contextmanager
-def working(doing: str = READING) -> Iterator[Ticker]:
-    """Says what the planner is doing, and how far it is."""
-    with Ticker(doing, follows=True) as ticker, following(ticker.tell):
+def working(doing: str = READING, *, foresees: bool = True) -> Iterator[Ticker]:
+    """Says what the planner is doing, how far it is, what it found, and how long the rest takes."""
+    with Ticker(doing, follows=True, foresees=foresees) as ticker, following(ticker.tell, ticker.found):
         yield ticker
 
 
@@ -126,7 +126,7 @@ def progress(enabled: bool = True) -> Iterator[Callable[[float, str], None]]:
             with following(lambda what, part: tell(part, what)):
                 yield tell
     else:
-        with working("starting") as ticker:
+        with working("starting", foresees=False) as ticker:
             yield lambda part, what: ticker.tell(what, part)
 
 

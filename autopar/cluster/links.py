@@ -1,7 +1,7 @@
 """What a collective along one mesh axis sees: the levels of the cluster that its groups cross, and the library.
 
 Each level comes with the bandwidth that one group gets there while all other groups of the axis run the same collective
-(on a mesh they always do).
+(on a mesh they always do). `Cluster.links` (`machine`) computes them.
 """
 
 from __future__ import annotations

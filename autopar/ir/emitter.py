@@ -86,6 +86,8 @@ def infer(op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], m
         shape = (mesh[args[-1]] * shape[0], *shape[1:])
     elif op == "collective.reduce_scatter":
         shape = (shape[0] // mesh[args[-1]], *shape[1:])
+    elif op == "collective.exchange":
+        shape = (args[2], *shape[1:])
     return (TensorMeta(shape, args[0].dtype),)
 
 

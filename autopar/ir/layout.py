@@ -59,14 +59,15 @@ class Partial(NamedTuple):
 class Routed(NamedTuple):
     """Along one mesh axis, the indices that `Split(dim, period)` would give to the ranks of a group are held
     by those ranks, but by others: each lies with the expert that its row wants. Which they are, and how many
-    a rank has, turns out at run time; shapes assume that rows fall evenly."""
+    a rank has, turns out at run time; shapes assume that the fullest rank has `imbalance` times the mean."""
 
     dim: int
     period: int
-    by: str = "expert"
+    imbalance: float = 1.0
 
     def __str__(self) -> str:
-        return f"X({self.dim}%{self.period})"
+        more = "" if self.imbalance == 1.0 else f"*{self.imbalance!r}"
+        return f"X({self.dim}%{self.period}){more}"
 
 
 Placement = Split | Replicate | Partial | Routed
@@ -143,11 +144,15 @@ def is_even(shape: Shape, layout: Layout) -> bool:
 
 @cache
 def local_shape(shape: Shape, layout: Layout, mesh: Shape) -> Shape:
-    """Shape of what one rank holds, padding included."""
+    """Shape of what one rank holds, padding included; of routed rows, the fullest rank."""
     local = list(padded_shape(shape, layout))
     for placement, ranks in zip(layout, mesh, strict=True):
-        if isinstance(placement, Split | Routed):
+        if isinstance(placement, Split):
             local[placement.dim] //= ranks
+    for placement, ranks in zip(layout, mesh, strict=True):
+        if isinstance(placement, Routed):
+            rows = local[placement.dim]
+            local[placement.dim] = min(rows, math.ceil(round(rows // ranks * placement.imbalance, 6)))
     return tuple(local)
 
 

@@ -26,8 +26,9 @@ all_to_all(x, axis)                 along dim 0, n equal chunks:  [n d, ...] -> 
                                     rank i becomes chunk i of rank j
 shift(x, offset, axis)              what the rank `offset` places before this one has, same shape; zeros
                                     on ranks without such a one
-exchange(x, sizes, axis)            along dim 0, n chunks of any lengths: sizes[0] are those of the chunks that
-                                    this rank has for each other, sizes[1] of those that it gets from each
+exchange(x, sizes, rows, axis)      along dim 0, n chunks of any lengths: sizes[0] are those of the chunks that
+                                    this rank has for each other, sizes[1] of those that it gets from each;
+                                    shapes assume that these are so many rows
 rotate(x, offset, axis)             what the rank `offset` places before this one has, around in a circle: same shape;
                                     the offset may be a `RankIndex` that is the same for all ranks of the axis
 broadcast(x, root, axis)            what the rank `root` has, same shape

@@ -291,10 +291,12 @@ def _meta(text: str) -> TensorMeta:
 
 
 def _placement(text: str) -> Placement:
-    if match := re.fullmatch(r"([SX])\((\d+)%(\d+)\)", text):
-        return (Split if match[1] == "S" else Routed)(int(match[2]), int(match[3]))
+    if match := re.fullmatch(r"S\((\d+)%(\d+)\)", text):
+        return Split(int(match[1]), int(match[2]))
+    if match := re.fullmatch(r"X\((\d+)%(\d+)\)(?:\*(\d+\.\d+))?", text):
+        return Routed(int(match[1]), int(match[2]), float(match[3] or 1.0))
     if match := re.fullmatch(r"P(?:\((\w+)\))?", text):
         return Partial(match[1]) if match[1] else PARTIAL
     if text != "R":
-        raise ValueError(f"{text} is no placement: write R, S(dim%period), P, P(max) or X(dim%period)")
+        raise ValueError(f"{text} is no placement: write R, S(dim%period), P, P(max) or X(dim%period)*imbalance")
     return REPLICATE

@@ -7,25 +7,30 @@ experts, however the rows fall.
 Or each row travels to the rank that holds its expert, and its result comes back: `to_experts` and `from_experts` mark
 where that may happen. On unsplit values they change nothing. The table of ids is small; every rank of the axis reads
 all of it, and counts from it how many rows it will receive from each other rank.
+
+How many rows a rank has is known at run time alone. Shapes and prices take the fullest rank's, by the `load` that a
+person expects (`rule.Load`); what runs does not depend on it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from autopar.ir.layout import Layout, Routed, local_stride, settled
+from autopar.ir.graph import JointGraph
+from autopar.ir.layout import Layout, Routed, local_shape, local_stride, settled
 from autopar.ir.own import define
 
 from .expansions import LocalCall, Results
 from .families import EACH, FIRST, from_template
-from .rule import Call, OpRule, Routing
+from .rule import ROUTED, Call, Load, OpRule, Routing, call_of, fullest
 from .template import Dim, assemble
 from .traced import collective
 
 MM, MM_WEIGHT = "autopar.expert_mm.default", "autopar.expert_mm_weight.default"
+PRODUCTS = frozenset({MM, MM_WEIGHT})
 SUM, DOT = "autopar.weighted_sum.default", "autopar.row_dot.default"
 TO, FROM, WANTED = "autopar.to_experts.default", "autopar.from_experts.default", "autopar.ids_at_experts.default"
 
@@ -41,10 +46,18 @@ def grouped(ids: torch.Tensor, experts: int, first: int) -> tuple[torch.Tensor, 
 
 
 @torch.library.custom_op("autopar::expert_mm", mutates_args=())
-def expert_mm(x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, first: int = 0) -> torch.Tensor:
+def expert_mm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    ids: torch.Tensor,
+    first: int = 0,
+    among: int = 0,
+    load: Sequence[float] | None = None,
+) -> torch.Tensor:
     """y[s] = x[s] @ weight[ids[s] - first], and 0 where there is no such expert.
 
-    x: [rows, k], weight: [experts, k, n], ids: [rows] -> [rows, n].
+    x: [rows, k], weight: [experts, k, n], ids: [rows] -> [rows, n]. The rows want one of so many experts, `among` them
+    these (0: there are no others), as the `load` says: its arithmetic is priced by it.
     """
     order, ends = grouped(ids, weight.shape[0], first)
     products = x.new_zeros(x.shape[0], weight.shape[2])
@@ -65,12 +78,18 @@ def _products(rows: torch.Tensor, weight: torch.Tensor, ends: list[int]) -> torc
 
 @torch.library.custom_op("autopar::expert_mm_weight", mutates_args=())
 def expert_mm_weight(
-    x: torch.Tensor, gradient: torch.Tensor, ids: torch.Tensor, experts: int, first: int = 0
+    x: torch.Tensor,
+    gradient: torch.Tensor,
+    ids: torch.Tensor,
+    experts: int,
+    first: int = 0,
+    among: int = 0,
+    load: Sequence[float] | None = None,
 ) -> torch.Tensor:
     """The gradient of the weights of experts [first, first + experts): the sum of x[s]^T gradient[s] over
     the rows of each.
 
-    x: [rows, k], gradient: [rows, n], ids: [rows] -> [experts, k, n].
+    x: [rows, k], gradient: [rows, n], ids: [rows] -> [experts, k, n]; `among` and `load` as in `expert_mm`.
     """
     order, ends = grouped(ids, experts, first)
     gradients = x.new_zeros(experts, x.shape[1], gradient.shape[1])
@@ -95,9 +114,9 @@ def _fits_kernel(rows: torch.Tensor, k: int, n: int) -> bool:
     return fits and (not rows.is_cuda or torch.cuda.get_device_capability(rows.device) >= (8, 0))
 
 
-expert_mm.register_fake(lambda x, weight, *_: x.new_empty(x.shape[0], weight.shape[2]))
+expert_mm.register_fake(lambda x, weight, *_, **__: x.new_empty(x.shape[0], weight.shape[2]))
 expert_mm_weight.register_fake(
-    lambda x, gradient, ids, experts, *_: x.new_empty(experts, x.shape[1], gradient.shape[1])
+    lambda x, gradient, ids, experts, *_, **__: x.new_empty(experts, x.shape[1], gradient.shape[1])
 )
 
 
@@ -125,14 +144,14 @@ OPERATORS: Mapping[Callable[..., Any], str] = {
 define(OPERATORS)
 
 
-def _unmoved(x: torch.Tensor, *table: object) -> torch.Tensor:
+def _unmoved(x: torch.Tensor, *table: object, load: Sequence[float] | None = None) -> torch.Tensor:
     return x.view_as(x)
 
 
 for _schema in (
-    "to_experts(Tensor(a) x, Tensor ids, int experts) -> Tensor(a)",
-    "from_experts(Tensor(a) x, Tensor ids, int experts) -> Tensor(a)",
-    "ids_at_experts(Tensor(a) ids, int experts) -> Tensor(a)",
+    "to_experts(Tensor(a) x, Tensor ids, int experts, *, float[]? load=None) -> Tensor(a)",
+    "from_experts(Tensor(a) x, Tensor ids, int experts, *, float[]? load=None) -> Tensor(a)",
+    "ids_at_experts(Tensor(a) ids, int experts, *, float[]? load=None) -> Tensor(a)",
 ):
     _name, _rest = f"autopar::{_schema}".split("(", 1)
     torch.library.define(_name, f"({_rest}")
@@ -141,10 +160,10 @@ for _schema in (
 
 @torch.library.custom_op("autopar::routes", mutates_args=())
 def routes(
-    ids: torch.Tensor, experts: int, ranks: int, stride: int, rank: int
+    ids: torch.Tensor, experts: int, ranks: int, stride: int, rank: int, rows: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Where rows go from `rank`, and what comes to it. Row i of `ids` belongs to rank (i // stride) % ranks, and
-    rank r holds `experts` experts from r * experts on.
+    """Where rows go from `rank`, and what comes to it: as shapes assume, so many `rows`. Row i of `ids` belongs to rank
+    (i // stride) % ranks, and rank r holds `experts` experts from r * experts on.
 
     Returns the order in which the rank's own rows leave, by destination; the inverse of that order; how many rows go
     to and come from each rank [2, ranks]; and the indices in `ids` of the rows that come, by origin.
@@ -161,20 +180,22 @@ def routes(
 
 @routes.register_fake
 def _routes_meta(
-    ids: torch.Tensor, experts: int, ranks: int, stride: int, rank: int
+    ids: torch.Tensor, experts: int, ranks: int, stride: int, rank: int, rows: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As if rows fell evenly."""
-    rows = len(ids) // ranks
-    return ids.new_empty(rows), ids.new_empty(rows), ids.new_empty(2, ranks), ids.new_empty(rows)
+    leave = len(ids) // ranks
+    return ids.new_empty(leave), ids.new_empty(leave), ids.new_empty(2, ranks), ids.new_empty(rows)
 
 
 # ---- rules
 
 
 def _flops(call: Call) -> float:
-    """Each row is multiplied with one matrix, however many experts there are."""
+    """Each row that wants one of these experts is multiplied with one matrix."""
     rows, width = call.inputs[0].shape
-    return 2.0 * rows * width * (call.output.numel / rows if call.node.op == MM else call.inputs[1].shape[1])
+    is_gradient, among = call.node.op == MM_WEIGHT, call.argument("among")
+    ranks = among // (call.argument("experts") if is_gradient else call.inputs[1].shape[0]) if among else 1
+    flops = 2.0 * rows * width * (call.inputs[1].shape[1] if is_gradient else call.output.numel / rows)
+    return flops * fullest(call.argument("load") or (), ranks) / ranks
 
 
 _own = {"e": Dim(expands=True, contiguous=True)}
@@ -226,47 +247,78 @@ def moved_rule(call: Call) -> OpRule:
 def mm(local: LocalCall) -> Results:
     """Experts split: each rank multiplies the rows of its own experts."""
     x, weight, ids = local.args[:3]
-    return local.result(x, weight, ids, local.offset(local.splits["e"], weight.shape[0]))
+    first = local.offset(local.splits["e"], weight.shape[0])
+    return local.result(x, weight, ids, first, **_among(local, weight.shape[0], local.call.inputs[1].shape[0]))
 
 
 def mm_weight(local: LocalCall) -> Results:
     """Experts split: each rank computes the gradients of its own experts."""
     x, gradient, ids, experts = local.args[:4]
-    return local.result(x, gradient, ids, experts, local.offset(local.splits["e"], experts))
+    first = local.offset(local.splits["e"], experts)
+    return local.result(x, gradient, ids, experts, first, **_among(local, experts, local.call.argument("experts")))
 
 
-def _routes(local: LocalCall, ids: torch.Tensor, layout: Layout) -> tuple[int, tuple[torch.Tensor, ...]]:
-    """The axis along which rows of this layout travel, and the tables of `routes`."""
+def _among(local: LocalCall, here: int, experts: int) -> dict[str, Any]:
+    """Among how many experts the rows choose that are here, and their load, where some of them are elsewhere."""
+    among, load = experts // local.ranks(local.splits.get(ROUTED, ())), local.call.argument("load")
+    return {} if among == here else {"among": among} | ({"load": load} if load else {})
+
+
+def _routes(local: LocalCall, ids: torch.Tensor, layout: Layout) -> tuple[int, int, tuple[torch.Tensor, ...]]:
+    """The axis along which rows of this layout travel, how many a rank gets, and the tables of `routes`."""
     (axis,) = (axis for axis, placement in enumerate(layout) if isinstance(placement, Routed))
-    ranks = local.ranks([axis])
-    stride = local_stride(settled(layout), local.emitter.mesh, axis)
+    ranks, mesh = local.ranks([axis]), local.emitter.mesh
+    stride = local_stride(settled(layout), mesh, axis)
     experts = local.call.argument("experts") // ranks
-    return axis, torch.ops.autopar.routes(ids, experts, ranks, stride, local.coordinate(axis))
+    rows, *_ = local_shape(local.call.inputs[0].shape, layout, mesh)
+    return axis, rows, torch.ops.autopar.routes(ids, experts, ranks, stride, local.coordinate(axis), rows)
 
 
 def to_experts(local: LocalCall) -> Results:
     """Each row travels to the rank of its expert."""
     x, ids = local.args[:2]
-    axis, (order, _, sizes, _) = _routes(local, ids, local.results[0])
-    return exchange(x.index_select(0, order), sizes, axis)
+    axis, rows, (order, _, sizes, _) = _routes(local, ids, local.results[0])
+    return exchange(x.index_select(0, order), sizes, rows, axis)
 
 
 def from_experts(local: LocalCall) -> Results:
     """Each row travels back."""
     x, ids = local.args[:2]
-    axis, (_, inverse, sizes, _) = _routes(local, ids, local.operands[0])
-    back = sizes.flip(0)
-    return exchange(x.contiguous(), back, axis).index_select(0, inverse)
+    axis, _, (_, inverse, sizes, _) = _routes(local, ids, local.operands[0])
+    back, (rows, *_) = sizes.flip(0), local_shape(local.call.output.shape, local.results[0], local.emitter.mesh)
+    return exchange(x.contiguous(), back, rows, axis).index_select(0, inverse)
 
 
 def ids_at_experts(local: LocalCall) -> Results:
     """The experts of the rows that have come, from the table that every rank has."""
     ids: torch.Tensor = local.args[0]
-    _, (_, _, _, coming) = _routes(local, ids, local.results[0])
+    _, _, (_, _, _, coming) = _routes(local, ids, local.results[0])
     return ids.index_select(0, coming)
 
 
-def exchange(value: Tensor, sizes: Tensor, axis: int) -> Tensor:
-    """Rows exchanged along a mesh axis; see `program.COLLECTIVES`."""
-    exchanged: Tensor = collective("exchange", value, sizes, axis)
+def exchange(value: Tensor, sizes: Tensor, rows: int, axis: int) -> Tensor:
+    """Rows exchanged along a mesh axis, of which so many come, as shapes assume; see `program.COLLECTIVES`."""
+    exchanged: Tensor = collective("exchange", value, sizes, rows, axis)
     return exchanged
+
+
+def loaded(graph: JointGraph, load: Load) -> JointGraph:
+    """The graph in which rows fall on experts so. Raises ValueError for a model without experts, or with others."""
+    if not load:
+        return graph
+    nodes, counts = [], set[int]()
+    for node in graph.nodes:
+        if node.op in (MM, MM_WEIGHT, TO, FROM, WANTED):
+            call = call_of(node, graph.metas)
+            counts.add(call.inputs[1].shape[0] if node.op == MM else call.argument("experts"))
+            node = replace(node, kwargs=(*node.kwargs, ("load", load)))
+        nodes.append(node)
+    if not counts:
+        raise ValueError(
+            "imbalance is given, and the model has no experts whose rows can be told apart: leave it out (they run as "
+            "the model's own operators)"
+        )
+    if len(load) > 1 and counts != {len(load)}:
+        has = " and ".join(map(str, sorted(counts)))
+        raise ValueError(f"imbalance gives the rows of {len(load)} experts, and the model has {has}: give one of each")
+    return replace(graph, nodes=tuple(nodes))

@@ -64,6 +64,19 @@ class Factor:
         return period >= ranks and self.size % period == 0 and (period == self.size or not self.contiguous)
 
 
+Load = tuple[float, ...]
+"""How rows fall on experts: evenly (), or so that the fullest rank has so many times the mean (of one number), or so
+many on each expert."""
+
+
+def fullest(load: Load, ranks: int) -> float:
+    """The rows of the fullest of so many ranks, which hold equally many experts in a row, over the mean of all."""
+    if len(load) < 2:
+        return min(float(ranks), *load) if load else 1.0
+    each = -(-len(load) // ranks)
+    return max(sum(load[i : i + each]) for i in range(0, len(load), each)) * ranks / sum(load)
+
+
 @dataclass(frozen=True, slots=True)
 class Routing:
     """How an op takes part when rows go to their experts, instead of the experts' weights to the rows.

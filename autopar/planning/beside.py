@@ -24,6 +24,8 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
+from autopar.solve.effort import Deadline
+
 logger = logging.getLogger("autopar")
 
 T = TypeVar("T")
@@ -36,10 +38,13 @@ PATIENCE_SECONDS = 10.0
 
 
 @contextmanager
-def beside(compute: Callable[[], T], *, worthwhile: bool = True) -> Iterator[Callable[[], T]]:
+def beside(
+    compute: Callable[[], T], *, worthwhile: bool = True, until: Deadline | None = None
+) -> Iterator[Callable[[], T]]:
     """Yields a function that returns, or raises, what `compute` does. If this is `worthwhile`, a forked process starts
     to compute now, and ends with the block; otherwise the first call computes. This process repeats the other's log
-    records with the answer, and sees no other side effect."""
+    records with the answer, and sees no other side effect. An interrupt ends the other process; with `until`, the
+    search in it, which then answers."""
     if not worthwhile or not _can_fork():
         yield cache(compute)
         return
@@ -51,7 +56,7 @@ def beside(compute: Callable[[], T], *, worthwhile: bool = True) -> Iterator[Cal
         child = os.fork()
     if child == 0:
         os.close(reading)
-        _answer(compute, writing, parent)
+        _answer(compute, writing, parent, until)
     os.close(writing)
     with os.fdopen(reading, "rb") as answers:
 
@@ -127,12 +132,14 @@ def _can_fork() -> bool:
     return sys.platform == "linux" and len(os.sched_getaffinity(0)) > 1
 
 
-def _answer(compute: Callable[[], Any], pipe: int, parent: int) -> NoReturn:
+def _answer(compute: Callable[[], Any], pipe: int, parent: int, until: Deadline | None) -> NoReturn:
     """In the child: writes the answer and exits without running the parent's exit handlers."""
     status = 1
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
+        if until is not None:
+            signal.signal(signal.SIGINT, lambda *_: until.end())
         _end_with(parent)
         torch.set_num_threads(1)  # the parent's other threads are not here
         records: SimpleQueue[logging.LogRecord] = SimpleQueue()

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from autopar.cluster.machine import Cluster
+from autopar.ops.experts import loaded
 from autopar.ops.rules import rule_of
 from autopar.passes.capture.captured import Captured
 from autopar.passes.flow import CAPTURE, CHECKPOINTS, MASKS, ROUTING, SEEDS, Flow
@@ -49,7 +50,7 @@ def captured_for_planning(
                 type(model).__name__,
             )
         graph = flow.run(CHECKPOINTS, graph)
-    return replace(captured, graph=graph)
+    return replace(captured, graph=loaded(graph, training.imbalance))
 
 
 def check_autocast(captured: Captured, device_type: str, cluster: Cluster, kind: str) -> None:

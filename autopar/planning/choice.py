@@ -27,6 +27,7 @@ from .beside import beside
 from .options import resting_bytes
 from .plan import Plan
 from .presets import PRESETS
+from .progress import WHOLE
 from .provenance import Candidate
 from .request import Request
 from .search import Search, SearchResult
@@ -72,16 +73,17 @@ class Choice:
         self.presets: list[Rival] | None = None
         """Of each preset the cheapest without a limit."""
         self.known: dict[str, Candidate] = {}
+        self.stage = WHOLE
 
     def shortest(self, request: Request, *, below: float = math.inf) -> Plan | None:
         """The plan with the shortest step. None if the cheapest clearly needs more than `below` bytes. A forked process
         solves presets while this one searches."""
-        search = self.searches.search(request)
+        search, self.stage = self.searches.search(request), request.stage
         self.cheapest = cheapest = self.flow.timed("search", search.explore, bounded=False, known=self.cheapest)
         if self.steps.peaks_of(None).rough(cheapest.assignment) > below * (1 + self.effort.limit_unsure):
             return None
         self.known, limit = {}, request.bytes_limit
-        with beside(lambda: self._of_presets(request), worthwhile=search.is_large) as find:
+        with beside(lambda: self._of_presets(request), worthwhile=search.is_large, until=self.effort.until) as find:
             found, error = self._own(search, cheapest, request)
             self.presets = self.flow.timed("others", find)
         found += self._rivals(found, replace(request, stage=request.stage.comparing))
@@ -280,6 +282,7 @@ class Choice:
         if (seconds - exposed) * sure <= least and seconds * (1 - self.effort.unsplit) <= least:
             seconds, _ = self.flow.timed("steps", self.steps.estimated_seconds, assignment, limit, split=True)
         logger.info("%s: a step of about %.3f ms", name, seconds * 1e3)
+        self.stage.found(seconds)
         self._tell(name, seconds, "estimated")
         return Estimated(name=name, solved=solved, seconds=seconds, search=search)
 

@@ -8,6 +8,7 @@ from itertools import groupby
 from autopar.cost.memory import Peak
 from autopar.cost.timeline import Timeline
 from autopar.ir.layout import Layout, Split
+from autopar.ops.experts import PRODUCTS
 from autopar.passes.space.choices import SiteChoice
 from autopar.passes.space.layers import border_name
 from autopar.passes.space.parsing import parse_choice
@@ -95,6 +96,7 @@ class Subject:
             optimizer=space.optimizer.name,
             training=self.training,
             checkpoints=self.facts.captured.checkpoints,
+            experts=sum(node.op in PRODUCTS for node in self.facts.captured.graph.nodes),
             account=items,
             peak=peak,
             bucket_bytes=bucket_bytes,

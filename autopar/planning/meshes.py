@@ -5,18 +5,34 @@ best few a thorough search. (Bounds of several axes are too far below the plans 
 a descent.)
 """
 
+from __future__ import annotations
+
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from dataclasses import replace
+from typing import Any, Protocol
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.solve.effort import EFFORT
+from autopar.cluster.machine import Cluster
+from autopar.passes.space.problem import Assignment
+from autopar.solve.effort import EFFORT, Effort
+from autopar.solve.problem import Infeasible
+
+from .costs import COSTS
+from .plan import Plan
+from .request import Request
+from .search import Search, SearchResult
+from .steps import Steps
+
+logger = logging.getLogger("autopar")
 
 AXES = ("a", "b", "c", "d")
 """Names of axes, from the outermost in."""
 
-T = TypeVar("T")
+SEARCH_LOOKS = 5
+"""Looks at a mesh that a thorough search takes as long as."""
 
 
 def meshes(devices: int, most: int = EFFORT.mesh_axes, count: int = EFFORT.meshes) -> list[dict[str, int]]:
@@ -36,41 +52,96 @@ def _products(number: int, most: int) -> Iterator[tuple[int, ...]]:
                 yield from ((first, *rest) for rest in _products(number // first, most - 1))
 
 
-def best_mesh(
+def promising(
     candidates: Sequence[Mapping[str, int]],
-    quick: Callable[[Mapping[str, int], float], float],
-    thorough: Callable[[Mapping[str, int]], tuple[float, T]],
-    report: Callable[[str], None],
+    look: Callable[[Mapping[str, int], float], float],
     finalists: int = EFFORT.mesh_finalists,
-    is_over: Callable[[], bool] = lambda: False,
-) -> T:
-    """The best result of `thorough` on the `finalists` meshes on which `quick` has the least seconds.
+) -> list[Mapping[str, int]]:
+    """The meshes on which a quick look finds the least seconds, the best first. It gets a mesh and the seconds that it
+    must undercut to matter, and returns those of some plan's step, or infinity.
 
-    `quick` gets a mesh and the seconds that it must undercut to matter, and returns the seconds of some plan's step, or
-    infinity. `thorough` returns a better plan with its seconds. Raises what `thorough` raises if no mesh has a plan.
-
-    Once one mesh has a result, `is_over` says whether no time is left for others.
-
-    Meshes without a wide axis come first: they are mostly the best, and take the least time.
-    """
-    estimates: list[tuple[float, Mapping[str, int]]] = []
+    Meshes without a wide axis come first: they are mostly the best, and take the least time."""
+    looks: list[tuple[float, Mapping[str, int]]] = []
     for mesh in sorted(candidates, key=lambda mesh: max(mesh.values())):
-        limit = sorted(seconds for seconds, _ in estimates)[finalists - 1] if len(estimates) >= finalists else math.inf
-        estimates.append((quick(mesh, limit), mesh))
-        report(f"mesh {dict(mesh)}: {estimates[-1][0] * 1e3:.3f} ms")
+        known = sorted(seconds for seconds, _ in looks)
+        looks.append((look(mesh, known[finalists - 1] if len(known) >= finalists else math.inf), mesh))
+        logger.info("mesh %s: %.3f ms", dict(mesh), looks[-1][0] * 1e3)
+    return [mesh for _, mesh in sorted(looks, key=lambda one: one[0])[:finalists]]
+
+
+class OnMeshes(Protocol):
+    """A planner, and those of the same model on other meshes."""
+
+    cluster: Cluster
+    effort: Effort
+    steps: Steps
+
+    def on(self, mesh_shape: Mapping[str, int], cluster: Any, effort: Effort | None = None) -> OnMeshes: ...
+
+    def planned(self, request: Request) -> Plan: ...
+
+    def limit(self, request: Request) -> float | None: ...
+
+    @property
+    def search(self) -> Callable[..., Search]: ...
+
+
+def best_over(planner: OnMeshes, candidates: Sequence[Mapping[str, int]], request: Request) -> Plan:
+    """The plan with the shortest step on any of these meshes: on those that a quick look finds promising, or, by a
+    preset, on all. Where no time is left, the first that has one. Raises what planning raises if none has."""
+    by_seconds = COSTS[request.cost].by_timeline or COSTS[request.cost].plan is not None
+    finalists = len(candidates) if request.preset else min(len(candidates), planner.effort.mesh_finalists)
+    looks = 0.0 if request.preset else len(candidates) / (len(candidates) + SEARCH_LOOKS * finalists)
+    looking = request.stage.part(0.0, looks).parts(len(candidates))
+    planners = {tuple(mesh.items()): planner.on(mesh, planner.cluster) for mesh in candidates}
+
+    def look(mesh: Mapping[str, int], below: float) -> float:
+        stage = replace(next(looking), mesh=mesh)
+        on = planners[tuple(mesh.items())]
+        seconds = quick_seconds(on, replace(request, stage=stage), len(candidates), below)
+        stage.found(seconds, is_serial=True)
+        return seconds
+
+    searched = candidates if request.preset else promising(candidates, look, finalists)
     errors: list[ValueError] = []
-    results: list[tuple[float, T]] = []
-    for _, mesh in sorted(estimates, key=lambda entry: entry[0])[:finalists]:
-        if results and is_over():
+    plans: list[Plan] = []
+    for mesh, stage in zip(searched, request.stage.part(looks, 1.0).parts(finalists), strict=True):
+        if plans and planner.effort.is_over:
             break
         try:
-            results.append(thorough(mesh))
-            report(f"mesh {dict(mesh)}, thoroughly: {results[-1][0] * 1e3:.3f} ms")
+            on = planners[tuple(mesh.items())]
+            plans.append(on.planned(replace(request, stage=replace(stage, mesh=mesh))))
+            logger.info("mesh %s, thoroughly: %.3f ms", dict(mesh), plans[-1].seconds * 1e3)
         except ValueError as raised:
             errors.append(raised)
-    if not results:
+    if not plans:
         raise min(errors, key=lambda error: getattr(error, "smallest_bytes", math.inf))
-    return min(results, key=lambda entry: entry[0])[1]
+    return min(plans, key=lambda plan: plan.seconds if by_seconds else plan.objective_seconds)
+
+
+def quick_seconds(on: OnMeshes, request: Request, meshes: int, below: float) -> float:
+    """The seconds of what one descent ends with on a planner's mesh, or infinity if nothing fits: what is looked at
+    on each of so many `meshes`, before the best are searched thoroughly. The descent ends early where the seconds are
+    clearly not `below`, and none begins that has no seconds left."""
+    if on.effort.is_over and math.isfinite(below):
+        return math.inf
+    share, limit = min(1.0, on.effort.meshes_work / meshes), on.limit(request)
+
+    def descent(limit: float | None, start: Assignment | None = None) -> SearchResult:
+        asked = replace(request, solver="dp", memory_limit_bytes=math.inf if limit is None else limit)
+        return on.search(asked, share=share).run(bounded=False, sure=False, below=below, start=start)
+
+    start = None
+    if request.memory_limit_bytes is None:
+        free = descent(None)
+        matters = limit is not None and free.score.objective < below
+        if limit is None or not matters or on.steps.peaks_of(limit).estimate(free.assignment) <= limit:
+            return free.score.objective
+        start = free.assignment
+    try:
+        return descent(limit, start).score.objective
+    except Infeasible:
+        return math.inf
 
 
 def mesh_of(mesh: DeviceMesh) -> dict[str, int]:

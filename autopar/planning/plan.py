@@ -88,6 +88,9 @@ class Advice:
     speedup: float
 
 
+DEFAULTS = ("training", "checkpoints", "experts")
+"""Fields that a file leaves out where they are as by default."""
+
 WAITING_PART = 0.25
 """Ranks that wait for more of the step are worth a warning, and advice."""
 
@@ -160,6 +163,8 @@ class Plan:
     """How the step trains; a plan's file says what is not as by default."""
     checkpoints: Count = 0
     """The calls of `torch.utils.checkpoint` in a step of the model."""
+    experts: Count = 0
+    """The products of rows with the weights of their experts in a step's graph."""
     advice: Advice | None = None
     """What would shorten the waits of ranks, if that was found."""
     timing: Timing | None = None
@@ -284,7 +289,7 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """What `save` writes: plain dicts, lists, numbers and texts."""
         fields = {**asdict(self), "training": self.training.given}
-        said = {name: value for name, value in fields.items() if value or name not in ("training", "checkpoints")}
+        said = {name: value for name, value in fields.items() if value or name not in DEFAULTS}
         return {"format": FORMAT, **said, "headroom_bytes": self.headroom_bytes}
 
     def save(self, path: str | Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -30,7 +29,7 @@ from autopar.passes.segments.segment import Segments
 from autopar.passes.space.problem import Assignment
 from autopar.passes.space.space import Space
 from autopar.profile.programs import Costs, real_tensors
-from autopar.solve.effort import EFFORT, Effort
+from autopar.solve.effort import EFFORT, Deadline, Effort
 from autopar.solve.problem import Infeasible
 
 from .advice import advised
@@ -40,8 +39,8 @@ from .choice import Choice
 from .costs import COSTS
 from .description import Subject
 from .given import check_kernels, check_mesh, check_model
+from .meshes import best_over
 from .micro import check_measured, shortest
-from .over import best_over
 from .plan import Plan
 from .provenance import ModelFacts
 from .reports import report_captured, report_rows, report_without_rule
@@ -79,7 +78,7 @@ class Planner:
         model = unwrapped(model)
         self.mesh = dict(mesh_shape)
         self.optimizer, self.training = named_optimizer(asked.optimizer), Training.of(asked)
-        self.device_type, self.effort = asked.device_type, EFFORT
+        self.device_type, self.effort = asked.device_type, replace(EFFORT, until=Deadline())
         self.memory = liveness.PlacementCache()
         """How operators' results lie in memory, on any mesh and cluster."""
         self.costs: Costs | None = None
@@ -186,20 +185,22 @@ class Planner:
             return self._advised(self._in_time(request, Planner._in_ways))
 
     def _in_time(self, request: Request, make: Callable[[Planner, Request], Plan]) -> Plan:
-        """The plan that `make` gives, which says so if its search ended with the effort of a request; so does the error
-        if it found none. Where the seconds count already, as for one of several meshes, they go on."""
+        """The plan that `make` gives, which says so if its search ended with the effort of a request, or by a person;
+        so does the error if it found none. Where the seconds count already, as for one of several meshes, they go
+        on."""
         seconds, on = request.effort, self
-        if seconds is not None and math.isinf(self.effort.until):
-            on = self.within(replace(self.effort, until=time.monotonic() + seconds))
+        if seconds is not None and self.effort.until.outer is None:
+            on = self.within(replace(self.effort, until=self.effort.until.sooner(seconds)))
         try:
             plan = make(on, request)
         except Infeasible as error:
             if on is not self and on.effort.is_over:
                 error.args = (f"{error}. The search ended with the effort of {seconds:g} s: give it more",)
             raise
-        if seconds is None or plan.provenance is None:
+        is_cut = on.effort.is_over
+        if plan.provenance is None or not (seconds or is_cut):
             return plan
-        return replace(plan, provenance=replace(plan.provenance, effort_seconds=seconds, is_cut=on.effort.is_over))
+        return replace(plan, provenance=replace(plan.provenance, effort_seconds=seconds, is_cut=is_cut))
 
     def _in_ways(self, request: Request) -> Plan:
         """The best plan with each way of gathering for micro-batches, if there are several."""

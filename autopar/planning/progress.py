@@ -1,17 +1,23 @@
-"""How far a search is: the parts that are done, of those that are known."""
+"""How far a search is: the parts that are done, of those that are known, and the best so far."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
-from .texts import short_bytes
+from autopar.solve.effort import Deadline
+
+from .texts import mesh_words, short_bytes, short_seconds
 
 logger = logging.getLogger("autopar.progress")
-"""Gets a record at DEBUG for each part that is done, with `doing`, the work in words, and `done`, from 0 to 1."""
+"""Gets a record at DEBUG for each part that is done, with `doing`, the work in words, and `done`, from 0 to 1; and one
+with `best`, an order and words, for each step that is estimated: the least is the best so far."""
 
 T = TypeVar("T")
 
@@ -24,10 +30,13 @@ the steps of its rivals take. The rest is writing the programs of the best."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """A part of some work, from `begin` to `end` of 1, and what is done in words. How long a part takes differs from
-    model to model; one that ends early leaves a gap."""
+    """A part of some work, from `begin` to `end` of 1, and what is done in words, to which `left` adds how long the
+    rest takes. `mesh` is what several meshes are searched for. How long a part takes differs from model to model; one
+    that ends early leaves a gap."""
 
     doing: str = SEARCHING
+    left: str = ""
+    mesh: Mapping[str, int] | None = None
     begin: float = 0.0
     end: float = 1.0
 
@@ -70,8 +79,38 @@ class Stage:
 
     def tell(self, done: float = 0.0) -> None:
         """So much of this part is done, from 0 to 1."""
-        whole = self.part(0.0, done).end
-        logger.debug("%s: %.0f%%", self.doing, 100 * whole, extra={"doing": self.doing, "done": whole})
+        whole, doing = self.part(0.0, done).end, f"{self.doing}{self.left}"
+        logger.debug("%s: %.0f%%", doing, 100 * whole, extra={"doing": doing, "done": whole})
+
+    def found(self, seconds: float, *, is_serial: bool = False) -> None:
+        """A plan has a step of so many seconds; `is_serial`: as if nothing overlapped."""
+        if seconds < float("inf"):
+            where = "" if self.mesh is None else f" on {mesh_words(self.mesh)}"
+            words = f"{short_seconds(seconds)}{where}{', if nothing overlapped' if is_serial else ''}"
+            logger.debug("a step of %s", words, extra={"best": (is_serial, seconds, words)})
+
+
+@contextmanager
+def ended_by_interrupts(until: Deadline) -> Iterator[None]:
+    """Within it, a first interrupt (Ctrl-C) ends the searches that end with `until`, and a second one is Python's own.
+    So is the first in another thread, and where interrupts are handled already."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+
+    def end(*_: object) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        until.end()
+        logging.getLogger("autopar").warning("the search ends with the best that it has; interrupt again to stop now")
+
+    before = until.at
+    signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        until.at = before
 
 
 WHOLE = Stage()

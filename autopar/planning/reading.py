@@ -52,6 +52,7 @@ def options_of(plan: Plan) -> Options:
         "recompute": plan.training.recompute,
         "micro_batches": plan.training.micro_batches,
         "precision": plan.training.precision,
+        "imbalance": plan.training.asked_imbalance,
     }
 
 

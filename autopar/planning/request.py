@@ -124,6 +124,26 @@ def shown(value: Any) -> str:
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
 
 
+def check_imbalance(imbalance: Any) -> None:
+    is_list = isinstance(imbalance, Sequence) and not isinstance(imbalance, str) and len(imbalance) > 1
+    values = imbalance if is_list else [imbalance]
+    are_numbers = all(isinstance(v, (int, float)) and not isinstance(v, bool) and 0 <= v < math.inf for v in values)
+    if not are_numbers or (sum(values) <= 0 if is_list else imbalance < 1):
+        raise ValueError(
+            f"imbalance is {shown(imbalance)}: give the rows of the fullest rank over the mean of all, 1.0 or more, or "
+            f"a list with the rows of each expert, as a run counted them"
+        )
+
+
+def imbalance_of(text: str) -> float | list[float]:
+    """As the command line takes it. Raises ValueError for text that is none."""
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--imbalance is {text!r}: give a number, or one of each expert with commas between") from None
+    return values[0] if len(values) == 1 else values
+
+
 def check_constraints(constraints: Any) -> None:
     example = 'such as {"lm_head.weight": {"tp": "S(0)"}}'
     if constraints is None:
@@ -236,6 +256,7 @@ class Keywords(TypedDict, total=False):
     recompute: Recompute
     micro_batches: int
     precision: Precision | None
+    imbalance: float | Sequence[float]
     profiles: str | Path | None
 
 
@@ -357,6 +378,15 @@ class Request:
                 "param_dtype": "What parameters are cast to in use; they rest in --dtype, as masters.",
                 "reduce_dtype": "What gradients are reduced in. Not given: what they are computed in.",
             },
+        ),
+    )
+    imbalance: float | Sequence[float] = field(
+        default=1.0,
+        metadata=_says(
+            help="How unevenly rows fall on experts: the rows of the fullest rank over the mean of all.",
+            check=check_imbalance,
+            read=imbalance_of,
+            spelled="Or the rows of each expert, such as 120,80,95,105.",
         ),
     )
     profiles: str | Path | None = field(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, get_args
 
 from autopar.cost.optimizers import OPTIMIZERS, Optimizer
 from autopar.ir.precision import AS_IS, Precision
+from autopar.ops.rule import Load
 
 from .request import Gathers, Recompute, Request, check, check_optimizer
 
@@ -18,12 +19,13 @@ GATHERS: tuple[Gathers, ...] = get_args(Gathers)
 class Training:
     """`recompute` says what backward makes again. A step calls the module `micro_batches` times, each time with a batch
     of the size of the example, adds gradients up and reduces them once; `gathers` is the planner's choice. `precision`
-    says what it casts. Raises ValueError for an invalid option."""
+    says what it casts, and `imbalance` how rows fall on experts. Raises ValueError for an invalid option."""
 
     recompute: Recompute = "auto"
     micro_batches: int = 1
     gathers: Gathers = "each"
     precision: Precision = AS_IS
+    imbalance: Load = ()
 
     def __post_init__(self) -> None:
         check("recompute", self.recompute)
@@ -42,11 +44,18 @@ class Training:
             micro_batches=request.micro_batches,
             gathers=request.gathers,
             precision=AS_IS if request.precision is None else request.precision,
+            imbalance=load_of(request.imbalance),
         )
 
     def asked_by(self, request: Request) -> Request:
         """The request for a plan that trains so."""
-        return replace(request, **{f.name: getattr(self, f.name) for f in fields(self)})
+        same = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(request, **same | {"imbalance": self.asked_imbalance})
+
+    @property
+    def asked_imbalance(self) -> float | Load:
+        """As a request takes it."""
+        return self.imbalance if len(self.imbalance) > 1 else next(iter(self.imbalance), 1.0)
 
     @property
     def asked(self) -> Training:
@@ -57,13 +66,33 @@ class Training:
     def setting(self) -> dict[str, Any]:
         """What a search space is judged by of it (`passes.space.setting.Setting`)."""
         reduced_in = self.precision.reduced_in
-        return {"micro_batches": self.micro_batches, "holds": self.gathers == "once", "reduced_in": reduced_in}
+        calls = {"micro_batches": self.micro_batches, "holds": self.gathers == "once"}
+        return {**calls, "reduced_in": reduced_in, "load": self.imbalance}
 
     @property
     def given(self) -> dict[str, Any]:
         """What is not as by default, as a file says it."""
         given = {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
         return given | ({"precision": self.precision.given} if "precision" in given else {})
+
+
+def load_of(imbalance: float | Sequence[float]) -> Load:
+    """How rows fall on experts, as a request says it."""
+    if isinstance(imbalance, Sequence):
+        return tuple(float(rows) for rows in imbalance)
+    return () if imbalance == 1 else (float(imbalance),)
+
+
+def experts_text(training: Training, experts: int) -> Iterator[str]:
+    """How the rows of a model's experts are taken to fall, as a plan says it."""
+    load, most = training.imbalance, max(training.imbalance, default=1.0)
+    if experts and not load:
+        yield "rows are taken to fall evenly on them (imbalance=1.0); the fullest rank of a run takes longer"
+    elif len(load) == 1:
+        yield f"the fullest rank is taken to have {most:g} times the mean of all rows (imbalance={most:g})"
+    elif load:
+        mean = sum(load) / len(load)
+        yield f"rows fall on them as counted (imbalance=[...]): {most / mean:.3g} times the mean on one"
 
 
 def recompute_text(training: Training, checkpoints: int) -> Iterator[str]:

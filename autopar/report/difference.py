@@ -148,6 +148,9 @@ def _asked(plan: Plan) -> Told:
         "optimizer": (plan.optimizer, ""),
         "memory limit": (plan.memory_limit_bytes, "bytes"),
         "pinned": (pinned_text(plan) or None, ""),
+        "recompute": (plan.training.recompute, ""),
+        "micro-batches": (str(plan.training.micro_batches), ""),
+        "imbalance": (", ".join(f"{rows:g}" for rows in plan.training.imbalance) or "1", ""),
     }
     if origin is not None:
         told["parameters"] = (float(origin.parameter_count), "count")

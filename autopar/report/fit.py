@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Unpack
 
 import torch
@@ -13,8 +14,7 @@ from torch import nn
 from autopar.cluster.library import named_cluster
 from autopar.cluster.machine import Cluster
 from autopar.ir.garbage import uncollected
-from autopar.planning.meshes import AXES, meshes
-from autopar.planning.over import quick_seconds
+from autopar.planning.meshes import AXES, meshes, promising, quick_seconds
 from autopar.planning.planner import Planner
 from autopar.planning.presets import PRESETS
 from autopar.planning.progress import Stage
@@ -201,12 +201,8 @@ def _trials(
     ))  # fmt: skip
     for size, candidates in looks.items():
         by_hand = hand_mesh(machine, size)
-        seconds: list[tuple[float, dict[str, int]]] = []
-        for mesh in sorted(candidates, key=lambda mesh: max(mesh.values())) if searches else ():
-            known = sorted(found for found, _ in seconds)
-            below = known[finalists - 1] if len(known) >= finalists else math.inf
-            seconds.append((_looked(question, request, mesh, len(candidates), below), mesh))
-        best = [mesh for _, mesh in sorted(seconds, key=lambda look: look[0])[:finalists]]
+        look = partial(_looked, question, request, len(candidates))
+        best = promising(candidates, look, finalists) if searches else []
         yield from question.answers(
             Variant(
                 name=f"{size:,} devices, {strategy} on {mesh_words(mesh)}",
@@ -219,7 +215,7 @@ def _trials(
         )
 
 
-def _looked(question: Question, request: Request, mesh: Mapping[str, int], count: int, below: float) -> float:
+def _looked(question: Question, request: Request, count: int, mesh: Mapping[str, int], below: float) -> float:
     """The seconds of a quick look at one of so many meshes; infinity if nothing fits."""
 
     def compute(stage: Stage) -> float | None:
@@ -235,7 +231,7 @@ def _looked(question: Question, request: Request, mesh: Mapping[str, int], count
     return math.inf if seconds is None else seconds
 
 
-def _distinct(every: list[dict[str, int]]) -> list[dict[str, int]]:
+def _distinct(every: Sequence[Mapping[str, int]]) -> list[Mapping[str, int]]:
     return [mesh for number, mesh in enumerate(every) if mesh not in every[:number]]
 
 

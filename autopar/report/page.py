@@ -21,7 +21,7 @@ from autopar.planning.texts import (
     starred,
     together,
 )
-from autopar.planning.training import micro_batches_text, precision_text, recompute_text
+from autopar.planning.training import experts_text, micro_batches_text, precision_text, recompute_text
 
 from .hypertext import fragment
 from .placements import MOST_ROWS, PlacementRow, input_rows, joined, parameter_rows
@@ -151,10 +151,9 @@ def verdict(plan: Plan) -> Iterator[tuple[str, str]]:
     if bound := ", ".join(_bounds(plan)):
         yield "bound", f"{bound}; {searched}"
     if (origin := plan.provenance) is not None and origin.is_cut:
-        yield (
-            "cut",
-            f"{searched}, which ended its budget (effort={origin.effort_seconds:g}): more may find a shorter step",
-        )
+        seconds = origin.effort_seconds
+        why = "an interrupt ended it" if seconds is None else f"which ended its budget (effort={seconds:g})"
+        yield "cut", f"{searched}, {why}: more may find a shorter step"
     if plan.constraints:
         yield "pinned", pinned_text(plan)
     for text in precision_text(plan.training, plan.held_in):
@@ -163,6 +162,8 @@ def verdict(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "micros", text
     for text in recompute_text(plan.training, plan.checkpoints):
         yield "again", text
+    for text in experts_text(plan.training, plan.experts):
+        yield "experts", text
 
 
 def _fits(plan: Plan) -> tuple[str, str]:

@@ -176,9 +176,9 @@ class Question:
             return read(answer["is"])
         left = self.seconds / self.computed * (self.total - self.done) if self.computed else 0.0
         minutes = f"{left / 60:.0f} min" if left >= 90 else f"{max(1.0, left):.0f} s"
-        stage = Stage(doing=f"{doing}, about {minutes} left" if self.computed else doing)
+        stage = Stage(doing=doing, left=f", about {minutes} left" if self.computed else "")
         stage = stage.part(self.done / self.total, min(1.0, (self.done + weight) / self.total))
-        self.report(stage.begin, stage.doing)
+        self.report(stage.begin, f"{stage.doing}{stage.left}")
         began = time.monotonic()
         value = compute(stage)
         self.seconds += time.monotonic() - began

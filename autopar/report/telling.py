@@ -25,6 +25,9 @@ PATIENT_SECONDS, LATER_PART, MOST_SECONDS = 15.0, 0.25, 30.0
 """After so many seconds lines are this part of the time since then apart, and at most so many seconds: 7 minutes are
 some 35 lines."""
 
+FORESEEN_SECONDS, FORESEEN_PART = 3.0, 0.1
+"""How much of a search must be over before it is said how long the rest takes."""
+
 SAID = {"quiet": False}
 """Whether `--quiet` was given: nothing but errors goes to standard error."""
 
@@ -45,10 +48,11 @@ class Ticker:
     """Tells what is being done, and for how long, while its block runs; a quick block says nothing in a pipe. Of blocks
     within each other the innermost speaks."""
 
-    def __init__(self, doing: str, *, enabled: bool = True, follows: bool = False) -> None:
-        """`follows`: something else was done just before."""
-        self.doing, self.enabled, self.follows = doing, enabled, follows
+    def __init__(self, doing: str, *, enabled: bool = True, follows: bool = False, foresees: bool = False) -> None:
+        """`follows`: something else was done just before; `foresees`: it says how long the rest takes."""
+        self.doing, self.enabled, self.follows, self.foresees = doing, enabled, follows, foresees
         self.done: float | None = None
+        self.best: tuple[bool, float, str] | None = None
         self.console = notes()
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self._tick, name=THREAD, daemon=True)
@@ -59,9 +63,14 @@ class Ticker:
         """What is being done from now on, and how much of it is done, from 0 to 1, if that is known. Of one work, the
         most that was told counts: parts of it may search again, and begin anew."""
         if doing != self.doing:
-            self.doing, self.done, self.began = doing, done, time.monotonic()
+            self.doing, self.done, self.best, self.began = doing, done, None, time.monotonic()
         elif done is not None:
             self.done = max(done, self.done or 0.0)
+        self._update()
+
+    def found(self, best: tuple[bool, float, str]) -> None:
+        """The least of what was found in one work is the best so far (`planning.progress`)."""
+        self.best = min(best, self.best or best)
         self._update()
 
     def __enter__(self) -> Self:
@@ -101,7 +110,17 @@ class Ticker:
 
     def _line(self) -> str:
         part = "" if self.done is None else f": {self.done:.0%}"
-        return f"{self.doing}{part}, {time.monotonic() - self.began:.0f} s"
+        seconds = time.monotonic() - self.began
+        best = "" if self.best is None else f", best so far {self.best[2]}"
+        return f"{self.doing}{part}, {seconds:.0f} s{self._left(seconds)}{best}"
+
+    def _left(self, seconds: float) -> str:
+        """How long the rest takes, if it takes as long as what is done."""
+        if not self.foresees or seconds < FORESEEN_SECONDS or (self.done or 0.0) < FORESEEN_PART:
+            return ""
+        assert self.done is not None
+        left = seconds / self.done * (1 - self.done)
+        return f", about {left / 60:.0f} min left" if left >= 90 else f", about {max(1.0, left):.0f} s left"
 
 
 AT_WORK: list[Ticker] = []
@@ -109,13 +128,19 @@ AT_WORK: list[Ticker] = []
 
 
 @contextmanager
-def following(tell: Callable[[str, float], None]) -> Iterator[None]:
-    """`tell` gets what the planner does and how much of it is done, from 0 to 1, as it tells its log; nobody else does
-    meanwhile, whatever the log's level. A forked process tells nothing."""
+def following(
+    tell: Callable[[str, float], None], found: Callable[[tuple[bool, float, str]], None] = lambda best: None
+) -> Iterator[None]:
+    """`tell` gets what the planner does and how much of it is done, from 0 to 1, and `found` each step, as it tells its
+    log; nobody else does meanwhile, whatever the log's level. A forked process tells nothing."""
     logger, here = logging.getLogger(PROGRESS), os.getpid()
 
     def emit(record: logging.LogRecord) -> None:
-        if os.getpid() == here:  # another one has no threads, and what they locked stays locked
+        if os.getpid() != here:  # another one has no threads, and what they locked stays locked
+            return
+        if (best := getattr(record, "best", None)) is not None:
+            found(best)
+        else:
             tell(record.doing, record.done)  # type: ignore[attr-defined]
 
     handler = logging.Handler()

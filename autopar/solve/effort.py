@@ -20,6 +20,26 @@ VISIT_WORK = 16_000.0
 """Work of a visit to a table besides that on its entries: some 8 microseconds, however small it is."""
 
 
+@dataclass(slots=True, eq=False)
+class Deadline:
+    """When a search ends with the best that it has: at a time of `time.monotonic()`, as soon as its `end` is called, or
+    with the `outer` search that it is part of."""
+
+    at: float = math.inf
+    outer: Deadline | None = None
+
+    def end(self) -> None:
+        self.at = -math.inf
+
+    def sooner(self, seconds: float) -> Deadline:
+        """So many seconds from now, unless this one comes first."""
+        return Deadline(time.monotonic() + seconds, self)
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() >= self.at or (self.outer is not None and self.outer.is_over)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
     """Every threshold of a search. A part that has spent its share of the work answers with the best that it has; one
@@ -74,8 +94,8 @@ class Effort:
     presets: float = 0.15
     """What each preset leaves, in equal parts, beside a search."""
 
-    until: float = math.inf
-    """Of `time.monotonic()`: from then on, no part of a search begins that has something to answer with."""
+    until: Deadline = field(default_factory=Deadline, compare=False)
+    """From then on, no part of a search begins that has something to answer with."""
 
     # ---- several axes
     joint_options: int = 8
@@ -170,8 +190,8 @@ class Effort:
 
     @property
     def is_over(self) -> bool:
-        """Whether the seconds that a person gave have passed."""
-        return math.isfinite(self.until) and time.monotonic() >= self.until
+        """Whether the seconds that a person gave have passed, or the person ended the search."""
+        return self.until.is_over
 
     def share(self, part: float) -> Effort:
         """With a part of the work."""

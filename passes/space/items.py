@@ -15,7 +15,7 @@ from autopar.ir.graph import CAST, WAIT, TensorMeta
 from autopar.ir.layout import Layout, local_meta
 from autopar.ir.rewrite import input_and_output_metas
 from autopar.ops.emit import expands, fillings, local_program, local_shapes
-from autopar.ops.rule import Call, OpRule
+from autopar.ops.rule import Call, OpRule, fullest
 
 from .choices import SiteChoice
 from .collapse import from_root
@@ -160,4 +160,6 @@ def _share(setting: Setting, rule: OpRule, choice: SiteChoice) -> float:
     for axis, on_axis in enumerate(choice.axes):
         if on_axis.splits or on_axis.routes:
             share *= max(1.0, on_axis.period / rule.factors[on_axis.factor].size) / setting.mesh[axis]
+            if on_axis.routes or (rule.routing is not None and on_axis.factor == rule.routing.experts):
+                share *= fullest(setting.load, setting.mesh[axis])
     return share

@@ -1,28 +1,29 @@
 """Operator layouts: how an operator's operands and results lie under a choice, by its rule."""
 
 import math
+from collections.abc import Sequence
 
 from autopar.ir.layout import PARTIAL, REPLICATE, Layout, Partial, Placement, Routed, Shape, Split, is_legal, nest
-from autopar.ops.rule import ROUTED, Call, Dims, Factor, OpRule
+from autopar.ops.rule import ROUTED, Call, Dims, Factor, Load, OpRule, fullest
 
 from .choices import AxisChoice, SiteChoice
 
 
 def operator_layouts(
-    call: Call, rule: OpRule, choice: SiteChoice, mesh: Shape
+    call: Call, rule: OpRule, choice: SiteChoice, mesh: Shape, load: Load = ()
 ) -> tuple[tuple[Layout, ...], tuple[Layout, ...]] | None:
-    """Layouts of an op's operands and results, or None if they are not legal."""
+    """Layouts of an op's operands and results, or None if they are not legal. Rows fall on experts as `load` says."""
     if sum(on_axis.routes for on_axis in choice.axes) > 1:
         return None  # the experts of rows lie along one axis
     operands = []
     for position in range(len(rule.inputs)):
-        layout = operand_layout(position, choice, mesh, rule)
+        layout = operand_layout(position, choice, mesh, rule, load)
         if layout is None or not is_legal(call.inputs[position].shape, layout, mesh):
             return None
         operands.append(layout)
     results = []
     for position, meta in enumerate(call.outputs):
-        layout = result_layout(position, choice, mesh, rule)
+        layout = result_layout(position, choice, mesh, rule, load)
         if layout is None or (meta is not None and not is_legal(meta.shape, layout, mesh)):
             return None
         results.append(layout)
@@ -47,7 +48,7 @@ def _ranks(mesh: Shape, choice: SiteChoice, factor: int) -> int:
     return math.prod(n for n, c in zip(mesh, choice.axes, strict=True) if (c.splits or c.routes) and c.factor == factor)
 
 
-def operand_layout(position: int, choice: SiteChoice, mesh: Shape, rule: OpRule) -> Layout | None:
+def operand_layout(position: int, choice: SiteChoice, mesh: Shape, rule: OpRule, load: Load = ()) -> Layout | None:
     """Layout of an operand: split where it carries the factor, partial where the linear set says so."""
     dims = rule.inputs[position]
     placements: list[Placement] = []
@@ -63,7 +64,8 @@ def operand_layout(position: int, choice: SiteChoice, mesh: Shape, rule: OpRule)
             placements.append(REPLICATE)
     routing = rule.routing
     stay, replicated = (position in routing.settled, position in routing.replicated) if routing else (False, False)
-    return _sent(nest(tuple(placements), mesh), dims, choice, rule, stay=stay, replicated=replicated)
+    imbalance = [fullest(load, ranks) for ranks in mesh]
+    return _sent(nest(tuple(placements), mesh), dims, choice, rule, imbalance, stay=stay, replicated=replicated)
 
 
 def _cut(splits: tuple[Split, ...], dims: Dims, on_axis: AxisChoice, rule: OpRule) -> tuple[Split, ...]:
@@ -75,10 +77,17 @@ def _cut(splits: tuple[Split, ...], dims: Dims, on_axis: AxisChoice, rule: OpRul
 
 
 def _sent(
-    layout: Layout, dims: Dims, choice: SiteChoice, rule: OpRule, *, stay: bool = False, replicated: bool = False
+    layout: Layout,
+    dims: Dims,
+    choice: SiteChoice,
+    rule: OpRule,
+    imbalance: Sequence[float],
+    *,
+    stay: bool = False,
+    replicated: bool = False,
 ) -> Layout | None:
-    """The layout with the rows at their experts, on the axis that says so; None where the ranks of that axis
-    are not where these experts are."""
+    """The layout with the rows at their experts, on the axis that says so, where they fall with an `imbalance` (of each
+    axis); None where the ranks of that axis are not where these experts are."""
     placements = list(layout)
     for axis, (on_axis, placement) in enumerate(zip(choice.axes, layout, strict=True)):
         if not on_axis.routes or not isinstance(placement, Split):
@@ -91,11 +100,11 @@ def _sent(
         elif replicated:
             placements[axis] = REPLICATE
         elif not stay:
-            placements[axis] = Routed(placement.dim, placement.period)
+            placements[axis] = Routed(placement.dim, placement.period, imbalance[axis])
     return tuple(placements)
 
 
-def result_layout(position: int, choice: SiteChoice, mesh: Shape, rule: OpRule) -> Layout | None:
+def result_layout(position: int, choice: SiteChoice, mesh: Shape, rule: OpRule, load: Load = ()) -> Layout | None:
     """Layout of a result: split where it carries the factor, else partial as the factor says."""
     dims = rule.outputs[position]
     placements: list[Placement] = []
@@ -112,7 +121,8 @@ def result_layout(position: int, choice: SiteChoice, mesh: Shape, rule: OpRule) 
         else:
             placements.append(PARTIAL if on_axis.is_partial else REPLICATE)
     back = rule.routing is not None and position in rule.routing.returned
-    return _sent(nest(tuple(placements), mesh), dims, choice, rule, stay=back)
+    imbalance = [fullest(load, ranks) for ranks in mesh]
+    return _sent(nest(tuple(placements), mesh), dims, choice, rule, imbalance, stay=back)
 
 
 def splits_of(rule: OpRule, choice: SiteChoice) -> tuple[tuple[str, tuple[int, ...]], ...]:

@@ -72,7 +72,7 @@ def operator_option(setting: Setting, site: Site, choice: SiteChoice) -> Option 
         return _replicated_option(setting, site, choice)
     memo = setting.memo
     if (site.form, choice) not in memo.layouts:
-        memo.layouts[site.form, choice] = operator_layouts(call, rule, choice, mesh)
+        memo.layouts[site.form, choice] = operator_layouts(call, rule, choice, mesh, setting.load)
     layouts = memo.layouts[site.form, choice]
     if layouts is None:
         return None

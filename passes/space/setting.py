@@ -11,6 +11,7 @@ from autopar.cost.optimizers import Optimizer
 from autopar.cost.redistribute import Redistributor
 from autopar.ir.graph import TensorMeta
 from autopar.ir.layout import Layout, Shape
+from autopar.ops.rule import Load
 
 from .choices import SiteChoice
 from .sites import Option
@@ -46,12 +47,14 @@ class Setting:
     """Whether what forward gathers of parameters is kept from one micro-batch to the next."""
     reduced_in: torch.dtype | None = None
     """The dtype in which gradients of parameters are reduced, if not that in which they are computed."""
+    load: Load = ()
+    """How rows fall on experts."""
     memo: Memo = field(default_factory=Memo, repr=False)
 
     def __post_init__(self) -> None:
         """A setting derived from another one keeps its memo where all that it depends on is the same."""
         machine, training = (self.cluster.device, self.redistributor.links), (self.micro_batches, self.reduced_in)
-        of = self.mesh, machine, self.optimizer, self.metas, training
+        of = self.mesh, machine, self.optimizer, self.metas, training, self.load
         if self.memo.of != of:
             object.__setattr__(self, "memo", Memo(of=of))
 

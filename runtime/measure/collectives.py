@@ -165,7 +165,7 @@ _CALLS: Mapping[str, Callable[[torch.Tensor, dist.ProcessGroup], Pending]] = {
     "reduce_scatter": lambda x, group: reduce_scatter(x, "sum", group),
     "all_to_all": all_to_all,
     "shift": lambda x, group: shift(x, 1, group),
-    "exchange": lambda x, group: exchange(x, torch.full((2, group.size()), x.numel() // group.size()), group),
+    "exchange": lambda x, group: exchange(x, torch.full((2, group.size()), x.numel() // group.size()), len(x), group),
 }
 
 

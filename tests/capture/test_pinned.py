@@ -187,7 +187,7 @@ def steps(body: str, batches: list[Any], split: bool, verify: int) -> tuple[list
         module.train(), beside.train()
     for (name, p), q in zip(module.named_parameters(), beside.parameters(), strict=True):
         assert_close(p.full_tensor(), q, name)
-    return losses, len(vars(module)["_modes"].versions)
+    return losses, len(vars(module)["_versions"].versions)
 
 
 @pytest.mark.parametrize("body", ["places", "in layers", "in evaluation", "in place"])

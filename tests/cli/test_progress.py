@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,7 +27,9 @@ from typer.testing import CliRunner
 
 import autopar
 from autopar.cli import COMMANDS, app
+from autopar.planning.plan import Plan
 from autopar.planning.progress import SEARCHING, WHOLE, Stage
+from autopar.planning.request import Request
 from autopar.planning.texts import short_bytes
 from autopar.report import telling
 
@@ -314,3 +319,95 @@ def test_nothing_is_told_to_a_log_that_did_not_ask(caplog: pytest.LogCaptureFixt
         planned()
     assert found
     assert caplog.records and not [record for record in caplog.records if record.name == telling.PROGRESS]
+
+
+# --- the best so far, how long the rest takes, and interrupts
+
+
+def test_the_best_so_far_and_the_rest_are_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("FIRST_SECONDS", "EVERY_SECONDS", "FORESEEN_SECONDS"):
+        monkeypatch.setattr(telling, name, 0.05)
+    with telling.Ticker("searching", foresees=True) as ticker, telling.following(ticker.tell, ticker.found):
+        stage = Stage(mesh={"a": 2, "b": 4})
+        stage.found(0.010, is_serial=True)
+        stage.tell(0.05)
+        time.sleep(0.08)
+        stage.found(0.013)
+        stage.found(math.inf)
+        stage.found(0.015)
+        stage.tell(0.5)
+        time.sleep(0.12)
+        ticker.tell("searching within 1 GiB a rank", 0.6)
+        time.sleep(0.08)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "searching: 5%, 0 s, best so far 10.0 ms on a=2,b=4, if nothing overlapped"
+    assert "searching: 50%, 0 s, about 1 s left, best so far 13.0 ms on a=2,b=4" in lines
+    assert lines[-1] == "searching within 1 GiB a rank: 60%, 0 s, about 1 s left"
+
+
+class Interrupting(logging.Handler):
+    """Interrupts this process at the first record of so much progress, so many times."""
+
+    def __init__(self, least: float, times: int = 1) -> None:
+        super().__init__()
+        self.least, self.times = least, times
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if getattr(record, "done", 0.0) >= self.least:
+            for _ in range(self.times):
+                signal.raise_signal(signal.SIGINT)
+            self.times = 0
+
+
+@contextmanager
+def interrupted(least: float, times: int = 1) -> Iterator[None]:
+    logger, handler = logging.getLogger(telling.PROGRESS), Interrupting(least, times)
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+@pytest.mark.parametrize("mesh", [MESH, 4])
+def test_an_interrupt_ends_a_search_with_the_best_that_it_has(
+    mesh: Any, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with interrupted(0.01):
+        plan = autopar.plan(Net(asks=False), mesh, (torch.zeros(8, 32),), cluster="dgx-a100")
+    assert signal.getsignal(signal.SIGINT) is before
+    origin = plan.provenance
+    assert origin is not None and origin.is_cut and origin.effort_seconds is None
+    assert "an interrupt ended it" in " ".join(str(plan).split())
+    assert "the search ends with the best that it has; interrupt again to stop now" in caplog.text
+    plan.save(path := tmp_path / "plan.json")
+    assert Plan.load(path).provenance == origin
+    again = plan.planner.planned(Request())  # what is asked of it later is searched to its end
+    assert again.provenance is not None and not again.provenance.is_cut
+
+
+def test_a_second_interrupt_stops_a_search() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with interrupted(0.01, times=2), pytest.raises(KeyboardInterrupt):
+        planned()
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_whoever_handles_interrupts_keeps_them() -> None:
+    """A trainer that saves at an interrupt, say; and in other threads Python allows no handler."""
+    got: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: got.append(number))
+    try:
+        with interrupted(0.01):
+            plan = planned()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert got == [signal.SIGINT] and plan.provenance is not None and not plan.provenance.is_cut
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(planned).result().seconds == plan.seconds

@@ -46,7 +46,7 @@ f = collective.wait(e): float32[1, 4]
 output output.a b = s: float32[8, 1] R P(max)
 gradient layers.0.weight = f: bfloat16[16, 4] R S(0%16)
 gradient pending = b: R R
-gradient args.0 = None: float32[8, 4] X(0%8) R
+gradient args.0 = None: float32[8, 4] X(0%8)*1.5 R
 uneven s, y
 """
 
@@ -66,7 +66,7 @@ def test_a_program_is_what_its_text_says() -> None:
         ("s", (REPLICATE, Partial("max"))),
         ("f", program.inputs[1].layout),
         ("b", (REPLICATE, REPLICATE)),
-        (None, (Routed(0, 8), REPLICATE)),
+        (None, (Routed(0, 8, 1.5), REPLICATE)),
     ]
 
 

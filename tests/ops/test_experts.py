@@ -10,9 +10,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import json
 import random
 from collections.abc import Sequence
+from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import models
@@ -30,6 +33,8 @@ import autopar
 from autopar.ir.program import Program
 from autopar.ops.experts import FROM, MM, MM_WEIGHT, TO, expert_mm, expert_mm_weight
 from autopar.ops.oracle import check_rule
+from autopar.ops.rule import call_of
+from autopar.ops.rules import rule_of
 from autopar.passes.codegen.program import codegen
 from autopar.passes.lower.bucket import bucket
 from autopar.passes.space.choices import REPLICATED, AxisChoice, SiteChoice
@@ -435,6 +440,90 @@ def test_a_mixtral_with_experts_split_beats_its_replicas() -> None:
     program = planner.program(best)
     assert [kind for kind, _, _ in program.collectives()].count("exchange") == 4
     assert_same(simulated(program, planner.captured, made), reference(made))
+
+
+# ---- rows that fall unevenly, as a person expects them to
+
+
+def counted(step: int) -> list[int]:
+    """The rows of each expert."""
+    (_, ids), _ = mixture().batch(step)
+    return torch.bincount(ids.flatten(), minlength=EXPERTS).tolist()
+
+
+def rows_of_fullest(step: int, ranks: int) -> int:
+    each = EXPERTS // ranks
+    return max(sum(counted(step)[first : first + each]) for first in range(0, EXPERTS, each))
+
+
+@pytest.mark.parametrize("step", range(len(FALLS)), ids=lambda step: FALLS[step])
+@pytest.mark.parametrize(("mesh", "axis"), [(LINE, 0), (GRID, 1)], ids=str)
+def test_shapes_are_those_of_the_fullest_rank(mesh: dict[str, int], axis: int, step: int) -> None:
+    """By the counts of a run, or by one number of them; and a plan that expects rows to fall so runs however they
+    fall."""
+    made, ranks = mixture(), [*mesh.values()][axis]
+    most = rows_of_fullest(step, ranks)
+    for imbalance in (counted(step), most * ranks / (2 * TOKENS)):
+        planner = Planner(made.model, mesh, made.args, imbalance=imbalance)
+        program = codegen(planner.space, routed(planner, axis))
+        there = next(n for n in program.forward if n.collective == "exchange")
+        assert program.metas[there.name].shape[0] == most
+        products = [n for n in program.nodes if n.op in (MM, MM_WEIGHT)]
+        flops = sum(rule_of(call_of(n, program.metas)).flops for n in products)
+        assert flops == pytest.approx(len(products) * 2.0 * most * 64 * 128)
+    for other in range(len(FALLS)):
+        assert_same(simulated(program, planner.captured, made, other), models.eager(made, other))
+
+
+@pytest.mark.parametrize("imbalance", [1.0, 1.5, 9.0])
+@of_runs
+def test_timelines_and_accounts_count_the_work_of_ones_own_experts(
+    name: str, implementation: str, mesh: dict[str, int], imbalance: float
+) -> None:
+    """Experts are split, and rows stay where they are: a rank multiplies those that want its experts."""
+    made = case(name, implementation)
+    planner = Planner(made.model, mesh, made.args, made.kwargs, imbalance=imbalance)
+    split = codegen(planner.space, by_expert(planner, (len(mesh) - 1,)))
+    ranks = [*mesh.values()][-1]
+    of_whole, of_split = (
+        sum(rule_of(call_of(n, steps.metas)).flops for n in steps.nodes if n.op in (MM, MM_WEIGHT))
+        for steps in (planner.captured.graph, split)
+    )
+    assert of_split == pytest.approx(of_whole * min(imbalance, ranks) / ranks)
+    check(planner, split, name, implementation)
+
+
+def test_a_plan_says_how_rows_fall_and_chooses_by_it(tmp_path: Path) -> None:
+    """Where one rank gets most rows, they no longer travel; the file, and what is asked of it, keep that."""
+    made = mixture()
+    serial = partial(autopar.plan, made.model, LINE, made.args, solver="dp", cost="serial")
+    found = {imbalance: serial(imbalance=imbalance) for imbalance in (1.0, 4.0)}
+    assert "rows are taken to fall evenly on them (imbalance=1.0)" in " ".join(str(found[1.0]).split())
+    assert "the fullest rank is taken to have 4 times the mean" in " ".join(str(found[4.0]).split())
+    assert "imbalance" not in json.dumps(found[1.0].to_json())
+    assert found[1.0].objective_seconds < found[4.0].objective_seconds
+    assert "X" in str(found[1.0].decisions) and "X" not in str(found[4.0].decisions)
+    found[4.0].save(tmp_path / "plan.json")
+    again = autopar.read_plan(tmp_path / "plan.json", made.model, made.args)
+    assert again.training.imbalance == (4.0,) and again.objective_seconds == found[4.0].objective_seconds
+    counts = serial(imbalance=counted(2))
+    assert "rows fall on them as counted (imbalance=[...])" in " ".join(str(counts).split())
+    dense = autopar.plan(made.model.first, LINE, made.args[:1], loss_fn=torch.Tensor.sum)
+    assert "imbalance" not in str(dense)
+
+
+@pytest.mark.parametrize("wrong", [0.9, -1.0, True, "1.5", None, float("inf"), float("nan"), [], [1], [0, 0], [1, -1]])
+def test_an_imbalance_that_is_none_is_refused(wrong: Any) -> None:
+    with pytest.raises(ValueError, match=r"imbalance is .*: give the rows of the fullest rank over the mean"):
+        autopar.plan(nn.Linear(8, 8), LINE, (torch.zeros(8, 8),), loss_fn=torch.Tensor.sum, imbalance=wrong)
+
+
+def test_an_imbalance_of_other_experts_or_of_none_is_refused() -> None:
+    made = mixture()
+    with pytest.raises(ValueError, match="imbalance gives the rows of 3 experts, and the model has 32"):
+        autopar.plan(made.model, LINE, made.args, imbalance=[1, 2, 3])
+    with pytest.raises(ValueError, match="imbalance is given, and the model has no experts"):
+        autopar.plan(made.model.first, LINE, made.args[:1], loss_fn=torch.Tensor.sum, imbalance=2.0)
 
 
 # ---- real ranks

@@ -111,7 +111,7 @@ def carry(kind: str, *said: Any) -> list[torch.Tensor]:
     [
         *[("all_reduce", "sum"), ("all_reduce", "max"), ("all_gather",), ("reduce_scatter", "sum"), ("all_to_all",)],
         *[("reduce_scatter", "min"), ("broadcast", 1), ("reduce", "sum", 1), ("shift", 1), ("rotate", -1)],
-        ("exchange", torch.tensor([[2] * 4] * 2)),
+        ("exchange", torch.tensor([[2] * 4] * 2), 8),
     ],
     ids=lambda call: call[0],
 )

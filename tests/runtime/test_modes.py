@@ -196,7 +196,7 @@ def epochs(solver: str) -> None:
         for m in (module, beside):
             m.train()
         train(2 * epoch + 10)
-    modes = vars(module)["_modes"]
+    modes = vars(module)["_versions"]
     assert len({id(state.program) for state in (v.state for v in modes.versions)}) == 2, "evaluation was captured once"
     for m in (module, beside):
         m.norm.eval()
@@ -212,6 +212,11 @@ def epochs(solver: str) -> None:
     assert {name: p.placements for name, p in module.named_parameters()} == places
     programs = {id(state.program) for state in (v.state for v in modes.versions)}
     assert len(programs) == 5, "one for each mode, and none for a mode that was met before"
+    assert {id(program) for _, program in module.programs} == programs
+    texts = [text.partition(", of")[0] for text, _ in module.programs]
+    assert texts[0] == "evaluation with gradients" and {"training with gradients", "evaluation without gradients"} < {
+        *texts
+    }
 
 
 @pytest.mark.parametrize("solver", ["fsdp", "megatron"])

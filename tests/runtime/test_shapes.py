@@ -145,7 +145,7 @@ def seen(forward: Callable[..., torch.Tensor]) -> None:
         found.backward(), expected.backward()
     for (name, p), q in zip(module.named_parameters(), beside.parameters(), strict=True):
         assert_close(whole(p.grad), q.grad, name)
-    assert len(vars(module)["_modes"].versions) == programs
+    assert len(vars(module)["_versions"].versions) == programs
 
 
 @pytest.mark.parametrize("forward", SEEN, ids=lambda forward: forward.__name__)
@@ -180,7 +180,7 @@ def any_form(shape: tuple[int, ...], solver: str, calls: int) -> None:
         assert_close(whole(p), q.detach(), name)
     for (name, p), q in zip(module.named_buffers(), beside.buffers(), strict=True):
         assert_close(whole(p), q, name)
-    assert len(vars(module)["_modes"].versions) == 2 * calls, "one for each form in each mode"
+    assert len(vars(module)["_versions"].versions) == 2 * calls, "one for each form in each mode"
 
 
 @pytest.mark.parametrize(("shape", "solver", "calls"), [((2, 2), "fsdp", 2), ((2,), "megatron", len(CALLS))], ids=str)
@@ -235,7 +235,7 @@ def recaptured() -> tuple[list[str], int]:
     before = len(lines)
     module(torch.ones(20, 2))
     assert len(lines) == before, "its program is kept"
-    return lines, len(vars(module)["_modes"].versions)
+    return lines, len(vars(module)["_versions"].versions)
 
 
 def test_each_capture_is_logged_and_many_are_warned_of() -> None:
@@ -270,7 +270,7 @@ def padded() -> None:
     gradients = {name: p.grad for name, p in module.named_parameters()}
     for name, parameter in beside.named_parameters():
         assert_close(whole(gradients[name]), parameter.grad, f"gradient of {name}")
-    assert len(vars(module)["_modes"].versions) == 3, "two lengths, and a mask"
+    assert len(vars(module)["_versions"].versions) == 3, "two lengths, and a mask"
     with pytest.raises(ValueError, match=r"input kwargs.ids is int64\[2, 4\], of 8 rows, and padding has no value"):
         without = autopar.Padding(values={"labels": -100})
         autopar.parallelize(Reader(), mesh, kwargs=batch(8, 4), solver="ddp", padding=without)(**batch(2, 4))

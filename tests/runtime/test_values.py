@@ -421,7 +421,7 @@ def no_numbers() -> None:
     assert torch.equal(whole(module(x, nan)).isnan(), model(x, nan).isnan())
     for fill in (1.0, nan, -0.0, 0.0):  # each is another constant; the program of NaN is there already
         assert_close(whole(module(x, fill)).nan_to_num(7.0), model(x, fill).nan_to_num(7.0), f"filled with {fill}")
-    assert len(vars(module)["_modes"].versions) == 4
+    assert len(vars(module)["_versions"].versions) == 4
 
 
 def test_what_is_no_number() -> None:
