@@ -30,8 +30,8 @@ from autopar.report.comparison import Comparison
 from autopar.report.question import Question, Variant, asked
 from autopar.report.telling import Ticker, following
 from autopar.runtime.agree import all_equal, follow_world_timeout, on_first_rank, raise_together, telling
-from autopar.runtime.modes import Modes
-from autopar.runtime.module import ParallelModule
+from autopar.runtime.modes import Modes, Planning
+from autopar.runtime.module import CallOptions, ParallelModule
 from autopar.runtime.padding import Padder, Padding
 from autopar.runtime.profiled import profiled
 from autopar.runtime.verify import Verifier
@@ -286,14 +286,14 @@ def parallelize(
     at_rest = {i.target: i.layout for i in program.inputs if i.role == "parameter"}
     decided = Decided.of(planner.space, planner.assignment(plan))
     request = plan.training.asked_by(planner.asked)
-    again = Modes(model, planner.captured, mesh, at_rest, loss_fn=loss_fn, request=request, decided=decided, once=once)
+    planning = Planning(request=request, decided=decided, once=once)
+    again = Modes(model, planner.captured, mesh, at_rest, loss_fn, planning)
     verifier = Verifier(model, loss_fn, verify) if verify else None
     if padder is not None:
         padder.captured(planner.captured)
-    return ParallelModule(
-        model, planner.captured, program, plan, mesh, again,
-        whole_outputs=whole_outputs, verifier=verifier, padder=padder, holds=plan.training.gathers == "once",
-    )  # fmt: skip
+    holds = plan.training.gathers == "once"
+    calls = CallOptions(again=again, whole_outputs=whole_outputs, verifier=verifier, padder=padder, holds=holds)
+    return ParallelModule(model, planner.captured, program, plan, mesh, calls)
 
 
 def _planned_aloud(planner: Planner) -> Plan:

@@ -14,6 +14,7 @@ from torch.fx.proxy import GraphAppendingTracer
 
 from autopar.compat.fx_nodes import called_whole
 from autopar.ir.program import Program
+from autopar.ops import normalization as normalization  # whose kernels a saved module calls
 from autopar.ops.kernels import ADAPTED, kernel_of
 
 from .compiled import WATCH, ObservedSource

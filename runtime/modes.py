@@ -94,6 +94,16 @@ def lines(graph: JointGraph, gradients: Collection[str]) -> list[str]:
     return [*text, *(f"{o.role} {o.target} = {number(o.name)}" for o in outputs if o.name is not None)]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planning:
+    """How programs for further modes are planned: all train as the `request` says; `decided` is where the plans for
+    inputs of other forms begin; `once` knows what has been warned of."""
+
+    request: Request
+    decided: Decided
+    once: Once
+
+
 class Modes:
     """Captures, plans and writes a program for a mode and a form of inputs, on all ranks together.
 
@@ -111,19 +121,14 @@ class Modes:
         captured: Captured,
         mesh: DeviceMesh,
         at_rest: Mapping[str, Layout],
-        *,
         loss_fn: Callable[[Any], torch.Tensor] | None,
-        request: Request,
-        decided: Decided | None = None,
-        once: Once | None = None,
+        planning: Planning,
     ) -> None:
-        """`decided` is where the plans for inputs of other forms begin; all train as the `request` says. `once` knows
-        what has been warned of."""
-        self.once = Once() if once is None else once
-        self.form, self.decided = Inputs.captured(captured, unwrapped(model)).form, decided
+        self.once, self.decided, self.request = planning.once, planning.decided, planning.request
+        self.form = Inputs.captured(captured, unwrapped(model)).form
         self.model, _ = skeleton(unwrapped(model))
         self.captured, self.mesh, self.at_rest = captured, mesh, at_rest
-        self.loss_fn, self.request = loss_fn, request
+        self.loss_fn = loss_fn
         self.hooks = gradient_hooks(unwrapped(model))
         """Of the gradients of the model as it was given: they are part of its programs. Those that are registered on
         the parallel module's parameters run where gradients are given to these."""

@@ -6,6 +6,7 @@ import copy
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -38,6 +39,19 @@ from .sharded import OPTIMIZERS, on_shards
 from .state_dicts import belong
 from .verify import Verifier
 from .versions import Versions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallOptions:
+    """What calls of a module do beside running its program. `again` captures and plans what no program serves, `padder`
+    fills short batches, `verifier` compares the first steps with the model, outputs are gathered if `whole_outputs`
+    says so, and what forward gathers is kept from one micro-batch to the next if the module `holds` it."""
+
+    again: Again | None = None
+    whole_outputs: bool = False
+    verifier: Verifier | None = None
+    padder: Padder | None = None
+    holds: bool = False
 
 
 class ParallelModule(Filled, Standing):
@@ -73,12 +87,7 @@ class ParallelModule(Filled, Standing):
         program: Program,
         plan: object,
         mesh: DeviceMesh,
-        again: Again | None = None,
-        *,
-        whole_outputs: bool = False,
-        verifier: Verifier | None = None,
-        padder: Padder | None = None,
-        holds: bool = False,
+        options: CallOptions = CallOptions(),
     ) -> None:
         super().__init__()
         checkpoints_of(ParallelModule)
@@ -97,7 +106,7 @@ class ParallelModule(Filled, Standing):
             "makes of Python numbers): give every rank the same, or make them buffers",
         )
         state = State(captured, program, plan, mesh)
-        state.whole_outputs, state.holds = whole_outputs, holds
+        state.whole_outputs, state.holds = options.whole_outputs, options.holds
         vars(self)["_state"] = state
         plain = unwrapped(model)
         root = mirrored(state.mirrors, plain)
@@ -108,9 +117,9 @@ class ParallelModule(Filled, Standing):
         self.training = captured.training
         vars(self)["_root"] = root
         belong(root, state)
-        vars(self)["_versions"] = Versions(self, plain, state, again, padder)
+        vars(self)["_versions"] = Versions(self, plain, state, options.again, options.padder)
         vars(self)["_local"] = LocalBatches(state, plain)
-        vars(self)["_verifier"], vars(self)["_watch"] = verifier, unwatched
+        vars(self)["_verifier"], vars(self)["_watch"] = options.verifier, unwatched
         state.distribute(chain(plain.named_parameters(), plain.named_buffers()))
         OWNERS.claim(model, self)
         vars(self)["_original"] = Original(plain, root, captured.reads)

@@ -17,6 +17,7 @@ from autopar.ir.graph import Node, TensorMeta
 from autopar.ir.layout import local_meta
 from autopar.ir.program import Program, source_line
 from autopar.ops.experts import DOT, MM, MM_WEIGHT, SUM
+from autopar.ops.kinds import MOVING
 from autopar.ops.sdpa import ATTENTION, ATTENTION_BACKWARD
 from autopar.ops.sdpa.workspace import workspace_bytes as attention_bytes
 
@@ -254,19 +255,6 @@ class _TrainingStep:
         alive = {**self.alive, "temporaries": self.alive["temporaries"] + inside}
         alive["gradients"] += self.waiting.get(phase.partition(",")[0], 0)
         self.moments.append(Moment(phase, instruction, tuple(alive.values()), self.weight_bytes))
-
-
-MOVING = (
-    "collective.",
-    "aten.cat",
-    "aten.view",
-    "aten.clone",
-    "aten.slice",
-    "aten.t.",
-    "aten.transpose",
-    "aten._to_copy",
-)
-"""Ops between the product that is a parameter's gradient and the gradient that the step returns."""
 
 
 def _weights(program: Program) -> set[str]:

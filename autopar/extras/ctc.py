@@ -13,6 +13,7 @@ from autopar.ops.rule import Call
 from autopar.ops.rules import Entry
 from autopar.ops.strides import needs
 from autopar.ops.table import own
+from autopar.ops.template import Dim
 
 Lengths = torch.Tensor | Sequence[int]
 
@@ -101,7 +102,7 @@ know({
     **own("ctc_loss", Entry(
         either(
             _apart,
-            from_template("t! n c!, n s!, n, n -> n", even=("n",)),
+            from_template("t! n c!, n s!, n, n -> n", {"n": Dim(even=True)}),
             from_template("t! n! c!, s!, n!, n! -> n!"),
         ),
         strides=needs("targets"),
@@ -109,7 +110,7 @@ know({
     **own("ctc_loss_backward", Entry(
         either(
             _apart,
-            from_template("n, t! n c!, n s!, n, n -> t! n c!", linear=FIRST, even=("n",)),
+            from_template("n, t! n c!, n s!, n, n -> t! n c!", {"n": Dim(even=True)}, linear=FIRST),
             from_template("n!, t! n! c!, s!, n!, n! -> t! n! c!", linear=FIRST),
         ),
         strides=needs("targets"),

@@ -17,7 +17,9 @@ import torch.utils._pytree as pytree
 
 from autopar.compat.tensors import stand_in
 from autopar.extensions import Plug
+from autopar.ir.graph import CAST
 from autopar.ops.aten import COPIES, NO_OPS
+from autopar.ops.kinds import SUM
 from autopar.passes.capture.recorder import Recorder
 from autopar.passes.capture.ways import WAYS
 
@@ -26,7 +28,7 @@ from .ctc import ctc_loss
 _KEEP = (torch.Tensor.to, torch.Tensor.long, torch.Tensor.int, torch.Tensor.contiguous, torch.Tensor.detach)
 """What is done to selected values and leaves each where it is."""
 
-_KEEPS = {*COPIES, *NO_OPS, "aten._to_copy.default"}
+_KEEPS = {*COPIES, *NO_OPS, CAST}
 """Operators of which the same is true of numbers."""
 
 
@@ -97,7 +99,7 @@ def _counts(recorder: Recorder, lengths: torch.Tensor, mask: torch.Tensor) -> bo
 
     picks, count = (source(recorder.name(x) or "") for x in (mask, lengths))
     node = made.get(count)
-    if node is None or node.op != "aten.sum.dim_IntList" or mask.dim() != 2 or node.args[1:] not in _OF_ROWS:
+    if node is None or node.op != SUM or mask.dim() != 2 or node.args[1:] not in _OF_ROWS:
         return False
     written = frozenset[int]().union(*recorder.writes.values())
     unwritten = written.isdisjoint(recorder.values[name].memory for name in (picks, count))

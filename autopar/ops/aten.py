@@ -5,6 +5,8 @@ from typing import Any
 
 COPIES = ("aten.clone.default",)
 
+SELECT, SLICE, PAD = "aten.select.int", "aten.slice.Tensor", "aten.constant_pad_nd.default"
+
 KEEPS_WITH_ONE = ("aten.pow.Tensor_Scalar", "aten.mul.Tensor", "aten.mul.Scalar", "aten.div.Tensor")
 
 NO_OPS = frozenset(

@@ -7,7 +7,7 @@ parts are weighted by their sums of exponentials.
 """
 
 import math
-from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from .expansions import LocalCall, Results, all_reduce, global_indices
 from .families import Rule
 from .rule import Call, OpRule
 from .sdpa import composed
-from .template import Linear, Name, Named, assemble, parse, roles, tensor_arguments
+from .template import Dim, Linear, Name, Named, assemble, parse, roles, tensor_arguments
 
 
 def attended(
@@ -28,12 +28,13 @@ def attended(
     *,
     products: int,
     linear: Linear = (),
-    reductions: Mapping[str, tuple[str, ...]] | None = None,
+    over: tuple[str, ...] | None = None,
 ) -> Rule:
     """Attention by a template, forward or backward. Split keys expand always, since those that are padding are to be
     hidden, and split queries under a causal mask, which would mask a shard as if it came first.
 
-    `products`: the matrix products of [queries, keys, width]; two forward, five backward.
+    `products`: the matrix products of [queries, keys, width]; two forward, five backward. `over`: what a split of keys
+    leaves of each result, by default a partial sum.
     """
     template = parse(text)
 
@@ -43,15 +44,16 @@ def attended(
         inputs, outputs = template.bind(call)
         heads, keys = metas["key"].shape[1:3]
         rows = math.prod(metas["query"].shape[:3])
-        return assemble(
+        masked = {i: -math.inf for i, role in enumerate(roles(call)) if role == "attn_mask"}
+        assembled = assemble(
             call,
             [_named(names, meta, heads) for names, meta in zip(inputs, call.inputs, strict=True)],
             [_named(names, meta, heads) for names, meta in zip(outputs, call.outputs, strict=True)],
-            linear=template.positions(call, linear),
-            reductions=reductions,
-            expands=("k", "q") if causal else ("k",),
-            uneven=("q", "k"),
-            padding={(i, "k"): -math.inf for i, role in enumerate(roles(call)) if role == "attn_mask"},
+            {"q": Dim(expands=causal, even=False), "k": Dim(expands=True, even=False, reductions=over, padding=masked)},
+            template.positions(call, linear),
+        )
+        return replace(
+            assembled,
             flops=2.0 * products * metas["query"].numel * keys,
             inside_bytes=4.0 * composed.PASSES[products] * rows * keys if "dropout_mask" in metas else 0.0,
         )

@@ -2,13 +2,14 @@
 
 from .expansions import LocalCall, Results
 from .families import EACH, Rule, either, from_template
+from .lookup import PADDED
 
 
 def with_bias(template: str) -> Rule:
     """A matrix product plus a bias, of which every rank can add its share, unless it holds integers."""
     return either(
         lambda call: call.inputs[0].dtype.is_floating_point or call.inputs[0].dtype.is_complex,
-        from_template(template, linear=((0, 1), (0, 2)), expands=("k",), uneven=("k",), contraction=True),
+        from_template(template, {"k": PADDED}, linear=((0, 1), (0, 2)), contraction=True),
         from_template(template.replace("k", "k!"), linear=((0, 1), (0, 2)), contraction=True),
     )
 
@@ -17,7 +18,7 @@ def with_bias(template: str) -> Rule:
 linear = either(
     lambda call: call.argument("bias") is None,
     from_template("*i k, n k -> *i n", linear=EACH, contraction=True),
-    from_template("*i k, n k, n -> *i n", linear=((0, 2), (1, 2)), expands=("k",), uneven=("k",), contraction=True),
+    from_template("*i k, n k, n -> *i n", {"k": PADDED}, linear=((0, 2), (1, 2)), contraction=True),
 )
 
 

@@ -5,7 +5,7 @@ input, it is the other way round. Rows beyond the ends are zeros, like the paddi
 shard.
 """
 
-from collections.abc import Mapping
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -13,10 +13,11 @@ from autopar.ir.layout import Shape
 
 from .expansions import LocalCall, Results
 from .families import EACH, FIRST
-from .halo import Halos, HaloWindow, each, halos_added, halos_of, surrounded, with_halos
+from .halo import Halos, HaloWindow, each, halo_dims, halos_added, halos_of, in_step, surrounded, with_halos
 from .local import Arguments, replaced
+from .lookup import PADDED
 from .rule import Call, OpRule
-from .template import Linear, Name, Named, assemble, roles
+from .template import PLAIN, Dim, Linear, Name, Named, assemble, roles
 
 
 def windows(call: Call) -> tuple[HaloWindow, ...]:
@@ -41,37 +42,26 @@ def convolution(call: Call) -> OpRule:
     out: Name = ("g", target.shape[1] // groups) if groups > 1 else "o"
     first, second = (into, out) if transposed else (out, into)
     kernel: Named = [first, second if groups == 1 else None, *([None] * (len(weight.shape) - 2))]
-    coarse_dims: list[Name] = []
-    fine_dims: list[Name] = []
-    halos: list[str] = []
-    least: dict[str, int] = {}
-    for i, window in enumerate(windows(call)):
-        in_step = fine.shape[2 + i] == window.stride * coarse.shape[2 + i]
-        coarse_dims.append(f"s{i}" if in_step else None)
-        fine_dims.append((f"s{i}", window.stride) if in_step else None)
-        if in_step and (window.before or window.after):
-            halos.append(f"s{i}")
-            least[f"s{i}"] = window.coarse_rows
+    over = windows(call)
+    sizes = zip(over, fine.shape[2:], coarse.shape[2:], strict=True)
+    coarse_dims, fine_dims = in_step(w.stride if size == w.stride * count else 0 for w, size, count in sizes)
+    halos = halo_dims(over, (0,) if forward else (0, 1))
     source_dims, target_dims = (coarse_dims, fine_dims) if transposed else (fine_dims, coarse_dims)
-    dims = {"input": ["n", into, *source_dims], "output": ["n", out, *target_dims], "weight": kernel, "bias": [out]}
+    named = {"input": ["n", into, *source_dims], "output": ["n", out, *target_dims], "weight": kernel, "bias": [out]}
 
     flops = 2.0 * coarse.numel * weight.numel / weight.shape[0]
     if forward:
         biased = "bias" in metas
         linear: Linear = ((0, 2), (1, 2)) if biased else EACH
-        inputs, outputs = [dims[role] for role in metas], [dims["output"]]
-        expands = [*halos, *(["c"] if biased else [])]
-        reductions: Mapping[str, tuple[str, ...]] = {}
+        inputs, outputs = [named[role] for role in metas], [named["output"]]
+        channels = PADDED if biased else PLAIN
     else:
-        inputs = [dims["output"], dims["input"], kernel]
-        outputs = [dims[name] if meta else [] for name, meta in zip(_GRADIENTS, call.outputs, strict=True)]
-        linear, expands, flops = FIRST, halos, flops * sum(meta is not None for meta in call.outputs[:2])
-        reductions = {"c": ("sum", "", "")}
-    return assemble(
-        call, inputs, outputs, linear=linear, expands=expands, contiguous=halos, least=least, uneven=expands,
-        padding={(i, name): 0 for i in ((0,) if forward else (0, 1)) for name in halos}, reductions=reductions,
-        flops=flops, contraction=True,
-    )  # fmt: skip
+        inputs = [named["output"], named["input"], kernel]
+        outputs = [named[name] if meta else [] for name, meta in zip(_GRADIENTS, call.outputs, strict=True)]
+        linear, flops = FIRST, flops * sum(meta is not None for meta in call.outputs[:2])
+        channels = Dim(reductions=("sum", "", ""))
+    rule = assemble(call, inputs, outputs, {**halos, "c": channels}, linear)
+    return replace(rule, flops=flops, contraction=True)
 
 
 _GRADIENTS = ("input", "weight", "bias")

@@ -26,6 +26,7 @@ from .families import (
 from .losses import nll, nll_backward, nll_backward_on_shards, nll_on_shards
 from .rules import RULES, Entry, aten
 from .strides import needs
+from .template import OWN_PART
 from .views import expanded, joined
 
 MEAN = reduce("sum", average=True)
@@ -34,8 +35,8 @@ MEAN = reduce("sum", average=True)
 # scaling by frequency has to see all indices
 _embedding_backward = either(
     lambda call: call.argument("scale_grad_by_freq"),
-    from_template("*i! d, *i! -> v d", linear=FIRST, expands=("v",), contiguous=("v",), uneven=("v",)),
-    from_template("*i d, *i -> v d", linear=FIRST, expands=("v",), contiguous=("v",), uneven=("v",)),
+    from_template("*i! d, *i! -> v d", {"v": OWN_PART}, linear=FIRST),
+    from_template("*i d, *i -> v d", {"v": OWN_PART}, linear=FIRST),
 )
 
 RULES.know({
@@ -45,7 +46,7 @@ RULES.know({
 
     # embedding and losses
     **aten("embedding", Entry(
-        from_template("v d, *i -> *i d", linear=FIRST, expands=("v",), contiguous=("v",), uneven=("v",)),
+        from_template("v d, *i -> *i d", {"v": OWN_PART}, linear=FIRST),
         expand=expansions.embedding)),
     **aten("embedding_dense_backward", Entry(
         _embedding_backward, local.rows_of_output("num_weights"), expansions.embedding_backward)),

@@ -26,7 +26,7 @@ from autopar.ir.own import define
 from .expansions import LocalCall, Results
 from .families import EACH, FIRST, from_template
 from .rule import ROUTED, Call, Load, OpRule, Routing, call_of, fullest
-from .template import assemble
+from .template import Dim, assemble
 from .traced import collective
 
 MM, MM_WEIGHT = "autopar.expert_mm.default", "autopar.expert_mm_weight.default"
@@ -198,12 +198,9 @@ def _flops(call: Call) -> float:
     return flops * fullest(call.argument("load") or (), ranks) / ranks
 
 
-_mm = from_template(
-    "s k, e k n, s -> s n", linear=EACH, expands=("e",), contiguous=("e",), flops=_flops, contraction=True
-)
-_mm_weight = from_template(
-    "s k, s n, s -> e k n", linear=EACH, expands=("e",), contiguous=("e",), flops=_flops, contraction=True
-)
+_own = {"e": Dim(expands=True, contiguous=True)}
+_mm = from_template("s k, e k n, s -> s n", _own, linear=EACH, flops=_flops, contraction=True)
+_mm_weight = from_template("s k, s n, s -> e k n", _own, linear=EACH, flops=_flops, contraction=True)
 
 
 def _at_experts(rule: OpRule | None, count: int) -> OpRule | None:
@@ -238,7 +235,7 @@ def moved_rule(call: Call) -> OpRule:
     """to_experts, from_experts, ids_at_experts: nothing happens to the rows, or they travel."""
     names = ["s", *(f"d{i}" for i in range(1, len(call.inputs[0].shape)))]
     inputs = [names, ["s"]][: len(call.inputs)]
-    rule = assemble(call, inputs, [names], linear=FIRST, moves_nothing=True, elementwise=True)
+    rule = replace(assemble(call, inputs, [names], linear=FIRST), moves_nothing=True, elementwise=True)
     rows = [i for i, factor in enumerate(rule.factors) if factor.name == "s"]
     if not rows:
         return rule

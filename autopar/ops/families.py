@@ -3,7 +3,9 @@
 Each takes the arguments of the table's line and returns a function from a call to its rule.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ import torch
 from autopar.ir.graph import Ref
 
 from .rule import Call, OpRule
-from .template import Linear, Named, assemble, contraction_flops, parse
+from .template import Dim, Linear, Named, assemble, contraction_flops, parse
 
 Rule = Callable[[Call], OpRule | None]
 
@@ -25,21 +27,20 @@ DIMS = tuple(f"d{i}" for i in range(64))
 
 def from_template(
     text: str,
+    dims: Mapping[str, Dim] = MappingProxyType({}),
     *,
     linear: Linear = (),
     flops: Callable[[Call], float] | None = None,
     contraction: bool = False,
-    **marks: Any,
 ) -> Rule:
-    """The rule that a template says. `marks` are those of `assemble`: dims that it `expands`, that are `contiguous`,
-    `even`, `uneven`."""
+    """The rule that a template says; `dims` holds what else is said of some of its names."""
     template = parse(text)
 
     def rule(call: Call) -> OpRule:
         inputs, outputs = template.bind(call)
         count = flops(call) if flops else contraction_flops(inputs, outputs, call) if contraction else 0.0
-        sets = template.positions(call, linear)
-        return assemble(call, inputs, outputs, linear=sets, flops=count, contraction=contraction, **marks)
+        assembled = assemble(call, inputs, outputs, dims, template.positions(call, linear))
+        return replace(assembled, flops=count, contraction=contraction)
 
     return rule
 
@@ -63,7 +64,7 @@ def pointwise(linear: Linear | Callable[[Call], Linear] = ()) -> Rule:
         names, inputs = aligned(call)
         outputs = [names if meta else () for meta in call.outputs]
         sets = linear(call) if callable(linear) else linear
-        return assemble(call, inputs, outputs, linear=_of_tensors(call, sets), elementwise=True)
+        return replace(assemble(call, inputs, outputs, linear=_of_tensors(call, sets)), elementwise=True)
 
     return rule
 
@@ -93,10 +94,8 @@ def reduce(how: str, *, average: bool = False, linear: Linear = FIRST) -> Rule:
         # collectives have no maximum of truth values
         reduction = "" if how in ("max", "min") and call.inputs[0].dtype is torch.bool else how
         names, outputs, over = reduced_dims(call, split=bool(reduction))
-        return assemble(
-            call, [names], outputs, linear=linear, expands=over if average else (), uneven=over,
-            reductions={name: (reduction,) * len(outputs) for name in over},
-        )  # fmt: skip
+        reduced = Dim(expands=average, even=False, reductions=(reduction,) * len(outputs))
+        return assemble(call, [names], outputs, dict.fromkeys(over, reduced), linear)
 
     return rule
 
@@ -140,12 +139,14 @@ def along_dims(
         rank = len(call.inputs[0].shape)
         mixed = {d % rank for d in mixed_dims(call, rank)} if rank else set()
         names = [(name or None) if i in mixed else DIMS[i] for i in range(rank)]
+        filled = {} if padding is None else dict.fromkeys(range(len(call.inputs)), padding)
         return assemble(
-            call, [names[rank - len(m.shape) :] for m in call.inputs], [names if meta else () for meta in call.outputs],
-            linear=linear(call) if callable(linear) else linear, expands=(name,),
-            uneven=() if padding is None else (name,),
-            padding={} if padding is None else {(i, name): padding for i in range(len(call.inputs))},
-        )  # fmt: skip
+            call,
+            [names[rank - len(m.shape) :] for m in call.inputs],
+            [names if meta else () for meta in call.outputs],
+            {name: Dim(expands=True, even=padding is None, padding=filled)},
+            linear(call) if callable(linear) else linear,
+        )
 
     return rule
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from .expansions import LocalCall
 from .parts import slice_of
 from .rule import Call
+from .template import Dim, Name
 from .traced import collective
 
 
@@ -49,6 +50,25 @@ class HaloWindow:
 
 Halos = Mapping[int, tuple[HaloWindow, tuple[int, ...]]]
 """Spatial dim -> its windows, and the mesh axes that split it."""
+
+
+def in_step(fine_rows: Iterable[int]) -> tuple[list[Name], list[Name]]:
+    """Names of the spatial dims of a coarse and of a fine tensor, "s0" and so on, with so many fine rows for each
+    coarse one; 0 where rows keep no step: the dim is unsplit."""
+    rows = list(fine_rows)
+    return [f"s{i}" if n else None for i, n in enumerate(rows)], [
+        (f"s{i}", n) if n else None for i, n in enumerate(rows)
+    ]
+
+
+def halo_dims(windows: Iterable[HaloWindow], operands: Iterable[int], beyond: float = 0.0) -> dict[str, Dim]:
+    """The spatial dims of which shards have a halo; beyond their ends these operands hold `beyond`."""
+    filled = dict.fromkeys(operands, beyond)
+    return {
+        f"s{i}": Dim(expands=True, contiguous=True, even=False, least=window.coarse_rows, padding=filled)
+        for i, window in enumerate(windows)
+        if window.before or window.after
+    }
 
 
 def each(call: Call, name: str, spatial: int) -> tuple[int, ...]:
@@ -89,7 +109,7 @@ def with_halo(
     the outermost row repeated."""
     rows, parts = value.shape[dim], [value]
 
-    def halo(start: int, end: int, step: int) -> Tensor:
+    def rows_of(start: int, end: int, step: int) -> Tensor:
         received = neighbour(local, slice_of(value, dim, start, end).contiguous(), axes, step)
         if beyond == 0:
             return received
@@ -100,9 +120,9 @@ def with_halo(
         return torch.where(end_of_dim, outermost, received)
 
     if window.before:
-        parts.insert(0, halo(rows - window.before, rows, 1))
+        parts.insert(0, rows_of(rows - window.before, rows, 1))
     if window.after:
-        parts.append(halo(0, window.after, -1))
+        parts.append(rows_of(0, window.after, -1))
     return torch.cat(parts, dim)
 
 

@@ -13,7 +13,7 @@ from .expansions import LocalCall, Results, all_reduce, wide
 from .families import DIMS, FIRST
 from .normalization import in_output_dtypes, moments
 from .rule import Call, OpRule
-from .template import Named, assemble, roles
+from .template import Dim, Named, assemble, roles
 
 
 def _names(call: Call) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -33,14 +33,11 @@ def normalized(call: Call) -> OpRule:
         return (*rows, *inner) if rank == len(rows) + len(inner) else inner
 
     outputs = [of(len(meta.shape)) if meta else () for meta in call.outputs]
+    filled = {i: 0.0 for i, role in enumerate(given) if role in ("grad_out", "input", "weight")}
     # statistics, and the sums in the gradient of the source, are those of all ranks
-    no_reduction = dict.fromkeys(inner, ("",) * len(outputs))
-    filled = [i for i, role in enumerate(given) if role in ("grad_out", "input", "weight")]
-    return assemble(
-        call, [of(len(meta.shape)) for meta in call.inputs], outputs, linear=FIRST if backward else (),
-        expands=inner, uneven=inner, reductions=no_reduction,
-        padding={(i, name): 0 for i in filled for name in inner},
-    )  # fmt: skip
+    summed = Dim(expands=True, even=False, reductions=("",) * len(outputs), padding=filled)
+    inputs = [of(len(meta.shape)) for meta in call.inputs]
+    return assemble(call, inputs, outputs, dict.fromkeys(inner, summed), FIRST if backward else ())
 
 
 def _dims(local: LocalCall) -> tuple[tuple[int, ...], tuple[int, ...], int, tuple[int, ...]]:

@@ -1,6 +1,7 @@
 """One dim in which elements are addressed: its factor, and its elements at global places when it is split."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -11,9 +12,16 @@ from autopar.ir.layout import digits_of
 from .expansions import LocalCall, local_indices
 from .families import DIMS
 from .rule import Call
+from .template import Dim
 
 PLACE = "place"
 """The factor of the dim in which places are addressed."""
+
+PADDED = Dim(expands=True, even=False)
+"""An expansion splits such a dim, unevenly too."""
+
+PLACED: Mapping[str, Dim] = MappingProxyType({PLACE: PADDED})
+"""What is said of the dims of an op that addresses places in one of them."""
 
 
 def place_of(meta: TensorMeta) -> str | None:

@@ -1,5 +1,7 @@
 """Losses: their rules, and negative log-likelihood with the classes or the tokens split."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -7,7 +9,7 @@ from .bounds import checked
 from .expansions import NARROW, LocalCall, Results, all_reduce, local_indices, wide
 from .families import DIMS, FIRST
 from .rule import Call, OpRule
-from .template import Named, assemble
+from .template import OWN_PART, Dim, Named, assemble
 
 NONE, MEAN, SUM = 0, 1, 2
 """The values of a loss's argument `reduction`."""
@@ -26,12 +28,11 @@ def nll(call: Call) -> OpRule:
     inputs: list[Named] = [names, tokens, ["c"]]
     over_tokens = {NONE: ("", ""), MEAN: ("", ""), SUM: ("sum", "sum")}[reduction]
     over_classes = (("", "") if reduction == MEAN else ("sum", "sum")) if weighted else ("sum", "")
-    return assemble(
-        call, inputs[: len(call.inputs)], [tokens if reduction == NONE else (), ()],
-        expands=("c", *(tokens if reduction == MEAN else ())), contiguous=("c",),
-        reductions={"c": over_classes, **dict.fromkeys(tokens, over_tokens)}, uneven=("c", *tokens),
-        padding={(1, name): call.argument("ignore_index") for name in tokens},
-    )  # fmt: skip
+    token = Dim(
+        expands=reduction == MEAN, even=False, reductions=over_tokens, padding={1: call.argument("ignore_index")}
+    )
+    dims = {**dict.fromkeys(tokens, token), "c": replace(OWN_PART, reductions=over_classes)}
+    return assemble(call, inputs[: len(call.inputs)], [tokens if reduction == NONE else (), ()], dims)
 
 
 def nll_backward(call: Call) -> OpRule:
@@ -40,10 +41,7 @@ def nll_backward(call: Call) -> OpRule:
     tokens = [name for name in names if name != "c"]
     gradient = tokens if call.argument("reduction") == NONE else []
     weight: list[Named] = [] if call.argument("weight") is None else [["c"]]
-    return assemble(
-        call, [gradient, names, tokens, *weight, []], [names], linear=FIRST, expands=("c",), contiguous=("c",),
-        uneven=("c",),
-    )  # fmt: skip
+    return assemble(call, [gradient, names, tokens, *weight, []], [names], {"c": OWN_PART}, FIRST)
 
 
 def _scores(rank: int) -> list[str]:

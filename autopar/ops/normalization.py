@@ -20,7 +20,7 @@ from .families import FIRST
 from .kernels import ADAPTED
 from .local import Arguments, replaced
 from .rule import Call, OpRule
-from .template import Name, Named, assemble, roles
+from .template import Dim, Name, Named, assemble, roles
 
 CHANNEL = "c"
 
@@ -52,11 +52,9 @@ def batch_norm(call: Call) -> OpRule:
         return names if len(meta.shape) == len(names) else (CHANNEL,)
 
     outputs = [of(meta) for meta in call.outputs]
-    return assemble(
-        call, [of(meta) for meta in call.inputs], outputs, expands=others if _trains(call) else (), uneven=others,
-        padding={(0, name): 0 for name in others} if _trains(call) else None,
-        reductions={name: ("",) * len(outputs) for name in others},
-    )  # fmt: skip
+    trains = _trains(call)
+    summed = Dim(expands=trains, even=False, padding={0: 0} if trains else {}, reductions=("",) * len(outputs))
+    return assemble(call, [of(meta) for meta in call.inputs], outputs, dict.fromkeys(others, summed))
 
 
 def batch_norm_backward(call: Call) -> OpRule:
@@ -71,11 +69,8 @@ def batch_norm_backward(call: Call) -> OpRule:
     if not (_trains(call) and gives_input):
         return assemble(call, inputs, [names if gives_input else (), [CHANNEL], [CHANNEL]], linear=FIRST)
     outputs: list[Named] = [names, *([CHANNEL] if meta else () for meta in call.outputs[1:])]
-    return assemble(
-        call, inputs, outputs, linear=FIRST, expands=others, uneven=others,
-        padding={(i, name): 0 for i in (0, 1) for name in others},
-        reductions=dict.fromkeys(others, ("", "", "")),
-    )  # fmt: skip
+    summed = Dim(expands=True, even=False, padding={0: 0, 1: 0}, reductions=("", "", ""))
+    return assemble(call, inputs, outputs, dict.fromkeys(others, summed), FIRST)
 
 
 def _over(local: LocalCall) -> tuple[int, ...]:
@@ -188,11 +183,9 @@ def group_norm(call: Call) -> OpRule:
     spatial = [name for name in names[2:] if isinstance(name, str)]
     weights: list[Named] = [[names[1]]] * (len(call.inputs) - 1)
     outputs: list[Named] = [names, ["n", "g"], ["n", "g"]]
-    return assemble(
-        call, [names, *weights], [named if meta else () for named, meta in zip(outputs, call.outputs, strict=True)],
-        expands=spatial, uneven=spatial, padding={(0, name): 0 for name in spatial},
-        reductions=dict.fromkeys(spatial, ("", "", "")),
-    )  # fmt: skip
+    there = [named if meta else () for named, meta in zip(outputs, call.outputs, strict=True)]
+    summed = Dim(expands=True, even=False, padding={0: 0}, reductions=("", "", ""))
+    return assemble(call, [names, *weights], there, dict.fromkeys(spatial, summed))
 
 
 def group_norm_backward(call: Call) -> OpRule:
@@ -201,12 +194,9 @@ def group_norm_backward(call: Call) -> OpRule:
     spatial = [name for name in names[2:] if isinstance(name, str)]
     dims: dict[str, Named] = {"mean": ["n", "g"], "rstd": ["n", "g"], "weight": [names[1]]}
     outputs: list[Named] = [names, [names[1]], [names[1]]]
-    return assemble(
-        call, [dims.get(role, names) for role in roles(call)],
-        [named if meta else () for named, meta in zip(outputs, call.outputs, strict=True)],
-        linear=FIRST, expands=spatial if call.argument("output_mask")[0] else (), uneven=spatial,
-        padding={(i, name): 0 for i in (0, 1) for name in spatial},
-    )  # fmt: skip
+    there = [named if meta else () for named, meta in zip(outputs, call.outputs, strict=True)]
+    summed = Dim(expands=bool(call.argument("output_mask")[0]), even=False, padding={0: 0, 1: 0})
+    return assemble(call, [dims.get(role, names) for role in roles(call)], there, dict.fromkeys(spatial, summed), FIRST)
 
 
 def group_sizes(call: Call, local_inputs: tuple[Shape, ...], local_outputs: tuple[Shape | None, ...]) -> Arguments:

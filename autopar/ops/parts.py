@@ -6,6 +6,7 @@ rank puts values back into its own places alone: it knows which of them a part c
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,9 +17,9 @@ from autopar.ir.layout import Shape
 from .expansions import LocalCall, Results, global_indices
 from .families import BOTH, DIMS, FIRST, Rule
 from .local import Arguments, replaced, unchanged
-from .lookup import PLACE, along_dim, dim_of, dims_of, looked_up, place_of, with_dim
+from .lookup import PLACE, PLACED, along_dim, dim_of, dims_of, looked_up, place_of, with_dim
 from .rule import Call, OpRule
-from .template import Name, assemble
+from .template import Dim, Name, assemble
 from .traced import trace
 from .windows import in_window
 
@@ -26,15 +27,14 @@ from .windows import in_window
 def pieces(sizes_of: Callable[[Call], Iterable[int]]) -> Rule:
     """split: the pieces along `dim`."""
 
-    def rule(call: Call) -> OpRule:
+    def pieces_of(call: Call) -> OpRule:
         (source,) = call.inputs
         names, dim = dims_of(call, source)
-        sizes = {DIMS[dim]: math.gcd(source.shape[dim], *sizes_of(call))}
-        return assemble(
-            call, [names], [names if m else () for m in call.outputs], linear=FIRST, sizes=sizes, moves_nothing=True
-        )
+        cut = Dim(size=math.gcd(source.shape[dim], *sizes_of(call)))
+        rule = assemble(call, [names], [names if m else () for m in call.outputs], {DIMS[dim]: cut}, FIRST)
+        return replace(rule, moves_nothing=True)
 
-    return rule
+    return pieces_of
 
 
 def split_sizes(call: Call) -> tuple[int, ...]:
@@ -61,22 +61,22 @@ def taken(call: Call) -> OpRule:
     rest = names[:dim] + names[dim + 1 :]
     names[dim] = None
     outputs = [rest if meta else () for meta in call.outputs]
-    return assemble(call, [names], outputs, linear=FIRST, moves_nothing=True)
+    return replace(assemble(call, [names], outputs, linear=FIRST), moves_nothing=True)
 
 
 def repeated(call: Call) -> OpRule:
     """repeat: index i of the result is index i mod size of the operand."""
     names = DIMS[: len(call.output.shape)]
     source = names[len(names) - len(call.inputs[0].shape) :]
-    sizes = {name: size for name, size in zip(source, call.inputs[0].shape, strict=True) if size != 1}
-    return assemble(call, [source], [names], linear=FIRST, sizes=sizes)
+    dims = {name: Dim(size=size) for name, size in zip(source, call.inputs[0].shape, strict=True) if size != 1}
+    return assemble(call, [source], [names], dims, FIRST)
 
 
 def permuted(call: Call) -> OpRule:
     """permute."""
     names = DIMS[: len(call.inputs[0].shape)]
     order = call.argument("dims")
-    return assemble(call, [names], [[names[d] for d in order]], linear=FIRST, moves_nothing=True)
+    return replace(assemble(call, [names], [[names[d] for d in order]], linear=FIRST), moves_nothing=True)
 
 
 def unfolded(call: Call) -> OpRule:
@@ -115,10 +115,8 @@ def diagonal_backward(call: Call) -> OpRule:
 def selected(call: Call) -> OpRule:
     """select."""
     names, dim = dims_of(call, call.inputs[0])
-    return assemble(
-        call, [with_dim(names, dim, place_of(call.inputs[0]))], [with_dim(names, dim)], linear=FIRST,
-        expands=(PLACE,), uneven=(PLACE,), moves_nothing=True,
-    )  # fmt: skip
+    source = with_dim(names, dim, place_of(call.inputs[0]))
+    return replace(assemble(call, [source], [with_dim(names, dim)], PLACED, FIRST), moves_nothing=True)
 
 
 def select(local: LocalCall) -> Results:
@@ -132,9 +130,7 @@ def select(local: LocalCall) -> Results:
 def put_back(call: Call) -> OpRule:
     """select_backward."""
     names, dim = dims_of(call, call.output)
-    return assemble(
-        call, [with_dim(names, dim)], [with_dim(names, dim, PLACE)], linear=FIRST, expands=(PLACE,), uneven=(PLACE,)
-    )
+    return assemble(call, [with_dim(names, dim)], [with_dim(names, dim, PLACE)], PLACED, FIRST)
 
 
 def select_backward(local: LocalCall) -> Results:
@@ -150,7 +146,7 @@ def select_scattered(call: Call) -> OpRule:
     """select_scatter: `src` replaces one place of `dim`."""
     names, dim = dims_of(call, call.inputs[0])
     target = with_dim(names, dim, PLACE)
-    return assemble(call, [target, with_dim(names, dim)], [target], linear=BOTH, expands=(PLACE,), uneven=(PLACE,))
+    return assemble(call, [target, with_dim(names, dim)], [target], PLACED, BOTH)
 
 
 def select_scatter(local: LocalCall) -> Results:

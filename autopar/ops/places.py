@@ -14,7 +14,7 @@ from torch import Tensor
 from .bounds import checked
 from .expansions import LocalCall, Results
 from .families import DIMS, FIRST, Rule
-from .lookup import PLACE, dim_of, dims_of, held, looked_up, place_of, with_dim
+from .lookup import PADDED, PLACE, PLACED, dim_of, dims_of, held, looked_up, place_of, with_dim
 from .parts import filled, slice_of
 from .rule import Call, OpRule
 from .template import Linear, Named, assemble, unsplit
@@ -76,10 +76,8 @@ def split_places(
 def index_selected(call: Call) -> OpRule:
     """index_select."""
     names, dim = dims_of(call, call.inputs[0])
-    return assemble(
-        call, [with_dim(names, dim, place_of(call.inputs[0])), ["i"] if call.inputs[1].shape else []],
-        [with_dim(names, dim, "i")], linear=FIRST, expands=(PLACE,), uneven=(PLACE,),
-    )  # fmt: skip
+    source, index = with_dim(names, dim, place_of(call.inputs[0])), ["i"] if call.inputs[1].shape else []
+    return assemble(call, [source, index], [with_dim(names, dim, "i")], PLACED, FIRST)
 
 
 def index_select(local: LocalCall) -> Results:
@@ -92,10 +90,10 @@ def index_select(local: LocalCall) -> Results:
 def gathered(call: Call) -> OpRule:
     """gather. The other dims move together where they have one size in all operands."""
     names, dim = common_dims(call)
-    return assemble(
-        call, [with_dim(names, dim, place_of(call.inputs[0])), with_dim(names, dim, "i")], [with_dim(names, dim, "i")],
-        linear=FIRST, expands=(PLACE,), uneven=(PLACE,),
-    ) if names else unsplit(call)  # fmt: skip
+    if not names:
+        return unsplit(call)
+    source, found = with_dim(names, dim, place_of(call.inputs[0])), with_dim(names, dim, "i")
+    return assemble(call, [source, found], [found], PLACED, FIRST)
 
 
 def gather(local: LocalCall) -> Results:
@@ -115,11 +113,9 @@ def indexed(call: Call) -> OpRule | None:
     rank = len(call.inputs[0].shape)
     index = [f"i{k}" for k in range(index_rank)]
     names = place_names(rank, places, call.inputs[0].dtype is not torch.bool)
-    expands = tuple(f"{PLACE}{d}" for d in places)
-    return assemble(
-        call, [names, *(index[index_rank - len(meta.shape) :] for meta in call.inputs[1:])],
-        [result_dims(rank, places, adjacent, index)], linear=FIRST, expands=expands, uneven=expands,
-    )  # fmt: skip
+    inputs: list[Named] = [names, *(index[index_rank - len(meta.shape) :] for meta in call.inputs[1:])]
+    dims = {f"{PLACE}{d}": PADDED for d in places}
+    return assemble(call, inputs, [result_dims(rank, places, adjacent, index)], dims, FIRST)
 
 
 def index(local: LocalCall) -> Results:
@@ -135,6 +131,10 @@ def index(local: LocalCall) -> Results:
     return elements
 
 
+_WRITTEN = {PLACE: PADDED, "i": PADDED}
+"""Of places that are written, and of the values that are written there."""
+
+
 def scattered(adds: bool | Callable[[Call], bool], linear: Linear = ()) -> Rule:
     """scatter and the like; one that `adds` may split the values that it adds."""
 
@@ -144,10 +144,7 @@ def scattered(adds: bool | Callable[[Call], bool], linear: Linear = ()) -> Rule:
             return unsplit(call)
         may_split = adds(call) if callable(adds) else adds
         target, other = with_dim(names, dim, PLACE), with_dim(names, dim, "i" if may_split else None)
-        return assemble(
-            call, [target, *([other] * (len(call.inputs) - 1))], [target], linear=linear,
-            expands=(PLACE, "i"), uneven=(PLACE, "i"),
-        )  # fmt: skip
+        return assemble(call, [target, *([other] * (len(call.inputs) - 1))], [target], _WRITTEN, linear)
 
     return rule
 
@@ -163,9 +160,7 @@ def index_written(adds: bool, linear: Linear = ()) -> Rule:
         values = with_dim(names, dim, index)
         inputs: list[Named] = [with_dim(names, dim, PLACE), [index] if call.inputs[1].shape else []]
         inputs += [values if meta.shape else () for meta in call.inputs[2:]]
-        return assemble(
-            call, inputs, [with_dim(names, dim, PLACE)], linear=linear, expands=(PLACE, "i"), uneven=(PLACE, "i")
-        )  # fmt: skip
+        return assemble(call, inputs, [with_dim(names, dim, PLACE)], _WRITTEN, linear)
 
     return rule
 
@@ -196,12 +191,10 @@ def index_put(call: Call) -> OpRule | None:
     index = [f"i{k}" if call.argument("accumulate") else None for k in range(index_rank)]
     value = result_dims(rank, places, adjacent, index)
     names = place_names(rank, places)
-    expands = tuple(f"{PLACE}{d}" for d in places)
+    dims = dict.fromkeys([*(f"{PLACE}{d}" for d in places), *(i for i in index if i)], PADDED)
     inputs: list[Named] = [names, *(index[index_rank - len(m.shape) :] for m in call.inputs[1:-1])]
-    return assemble(
-        call, [*inputs, value[len(value) - len(values.shape) :]], [names], linear=((0, len(call.inputs) - 1),),
-        expands=(*expands, *(i for i in index if i)), uneven=(*expands, *(i for i in index if i)),
-    )  # fmt: skip
+    inputs.append(value[len(value) - len(values.shape) :])
+    return assemble(call, inputs, [names], dims, ((0, len(call.inputs) - 1),))
 
 
 def put_at_indices(local: LocalCall) -> Results:

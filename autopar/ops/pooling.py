@@ -4,8 +4,8 @@ windows overlap."""
 import itertools
 import math
 import operator
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -14,10 +14,10 @@ from autopar.ir.layout import Shape
 
 from .expansions import LocalCall, Results, global_indices
 from .families import FIRST, Rule
-from .halo import Halos, HaloWindow, each, halos_added, halos_of, surrounded, with_halos
+from .halo import Halos, HaloWindow, each, halo_dims, halos_added, halos_of, in_step, surrounded, with_halos
 from .local import Arguments, Local, replaced
 from .rule import Call, OpRule, neutral
-from .template import Linear, Name, Named, assemble, roles
+from .template import OWN_PART, Dim, Linear, Name, Named, assemble, roles
 
 
 def leading(meta: TensorMeta, spatial: int) -> tuple[str, ...]:
@@ -48,6 +48,12 @@ def columns(call: Call) -> OpRule:
     return assemble(call, [names(source)], [names(target)], linear=FIRST)
 
 
+def _with_leading(fine: TensorMeta, spatial: int, fine_rows: Iterable[int]) -> tuple[Named, Named]:
+    """Names of the dims of the coarse and of the fine tensor, by `in_step`."""
+    coarse_dims, fine_dims = in_step(fine_rows)
+    return (*leading(fine, spatial), *coarse_dims), (*leading(fine, spatial), *fine_dims)
+
+
 def pooled(spatial: int) -> Rule:
     """Pools of the last `spatial` dims and their backward ops: coarse rows are split with the fine rows that
     belong to them. Indices (of the maxima) count within the global plane: those of a shard expand."""
@@ -55,30 +61,22 @@ def pooled(spatial: int) -> Rule:
     def rule(call: Call) -> OpRule:
         fine, coarse = _fine_and_coarse(call)
         backward, indexed = call.has("grad_output"), call.has("indices") or len(call.outputs) == 2
-        fine_dims: list[Name] = list(leading(fine, spatial))
-        coarse_dims: list[Name] = list(leading(fine, spatial))
-        least: dict[str, int] = {}
-        split, halos = [], []
-        for i, window in enumerate(_windows(call, spatial)):
-            if fine.shape[i - spatial] != window.stride * coarse.shape[i - spatial]:
-                keeps_step = False
-            else:  # rounded up, a shard with rows to spare would have a window more
-                keeps_step = not (call.argument("ceil_mode") and window.before and window.excess < 0)
-            fine_dims.append((f"s{i}", window.stride) if keeps_step else None)
-            coarse_dims.append(f"s{i}" if keeps_step else None)
-            split.append(f"s{i}")
-            if window.before or window.after:
-                halos.append(f"s{i}")
-                least[f"s{i}"] = window.coarse_rows
+        # rounded up, a shard with rows to spare would have a window more
+        over, up = _windows(call, spatial), call.argument("ceil_mode")
+        sizes = zip(over, fine.shape[-spatial:], coarse.shape[-spatial:], strict=True)
+        in_rows = (
+            w.stride if size == w.stride * count and not (up and w.before and w.excess < 0) else 0
+            for w, size, count in sizes
+        )
+        coarse_dims, fine_dims = _with_leading(fine, spatial, in_rows)
+        dims: dict[str, Dim] = {}
+        if indexed:
+            padding = {0: 0.0} if backward else {}
+            dims = {f"s{i}": replace(OWN_PART, padding=padding) for i in range(spatial)}
+        dims |= halo_dims(over, (0,), 0 if backward or not indexed else neutral("max", fine.dtype))
         inputs = [fine_dims if role == "self" else coarse_dims for role in roles(call)]
         outputs = [(fine_dims if backward else coarse_dims) if meta else () for meta in call.outputs]
-        expands = split if indexed else halos
-        beyond = 0 if backward or not indexed else neutral("max", fine.dtype)
-        return assemble(
-            call, inputs, outputs, linear=() if indexed and not backward else FIRST, expands=expands,
-            contiguous=expands, least=least, uneven=split,
-            padding={(0, name): beyond for name in (split if indexed and backward else halos)},
-        )  # fmt: skip
+        return assemble(call, inputs, outputs, dims, () if indexed and not backward else FIRST)
 
     return rule
 
@@ -88,12 +86,8 @@ def averaged_to_size(spatial: int) -> Rule:
 
     def rule(call: Call) -> OpRule:
         fine, coarse = _fine_and_coarse(call)
-        fine_dims: list[Name] = list(leading(fine, spatial))
-        coarse_dims: list[Name] = list(leading(fine, spatial))
-        for i in range(spatial):
-            size, count = fine.shape[i - spatial], coarse.shape[i - spatial]
-            fine_dims.append((f"s{i}", size // count) if size % count == 0 else None)
-            coarse_dims.append(f"s{i}" if size % count == 0 else None)
+        sizes = zip(fine.shape[-spatial:], coarse.shape[-spatial:], strict=True)
+        coarse_dims, fine_dims = _with_leading(fine, spatial, (0 if size % n else size // n for size, n in sizes))
         inputs = [fine_dims if role == "self" else coarse_dims for role in roles(call)]
         return assemble(call, inputs, [fine_dims if call.has("grad_output") else coarse_dims], linear=FIRST)
 

@@ -12,11 +12,11 @@ from autopar.ir.layout import padded_shape
 
 from .expansions import LocalCall, Results, all_reduce, filled_beyond, global_indices, wide
 from .families import DIMS, FIRST, Rule, aligned, axes, keeps_dims, reduced_dims
-from .lookup import along_dim
+from .lookup import PADDED, along_dim
 from .losses import MEAN, NONE
 from .parts import slice_of
 from .rule import Call, OpRule, neutral
-from .template import assemble
+from .template import OWN_PART, Dim, assemble
 
 
 def combined(
@@ -28,11 +28,9 @@ def combined(
     def rule(call: Call) -> OpRule:
         split = possible(call)
         names, outputs, over = reduced_dims(call, split=split)
-        return assemble(
-            call, [names], outputs, expands=over, uneven=over if padding else (),
-            reductions={name: ("",) * len(outputs) for name in over},
-            padding={(0, name): padding(call) for name in over} if padding and split else None,
-        )  # fmt: skip
+        filled = {0: padding(call)} if padding and split else {}
+        reduced = Dim(expands=True, even=padding is None, reductions=("",) * len(outputs), padding=filled)
+        return assemble(call, [names], outputs, dict.fromkeys(over, reduced))
 
     return rule
 
@@ -156,7 +154,7 @@ def running(call: Call) -> OpRule:
     rank = len(call.inputs[0].shape)
     dim = call.argument("dim") % rank if rank else 0
     names = [STEP if d == dim else name for d, name in enumerate(DIMS[:rank])]
-    return assemble(call, [names], [names], linear=FIRST, expands=(STEP,), contiguous=(STEP,), uneven=(STEP,))
+    return assemble(call, [names], [names], {STEP: OWN_PART}, FIRST)
 
 
 def cumsum(local: LocalCall) -> Results:
@@ -175,7 +173,7 @@ def cumsum(local: LocalCall) -> Results:
 def triangle(call: Call) -> OpRule:
     """tril, triu: each rank knows which of its elements to keep."""
     names = [*DIMS[: len(call.inputs[0].shape) - 2], "row", "column"]
-    return assemble(call, [names], [names], linear=FIRST, expands=("row", "column"), uneven=("row", "column"))
+    return assemble(call, [names], [names], {"row": PADDED, "column": PADDED}, FIRST)
 
 
 def cut_triangle(local: LocalCall) -> Results:
@@ -193,14 +191,12 @@ def loss(call: Call, *, none: float = 0.0) -> OpRule:
     """mse_loss and the like: pointwise, then reduced. A mean over a shard expands. The loss of `none` and 0 is 0."""
     names, inputs = aligned(call)
     reduction = call.argument("reduction")
-    return assemble(
-        call, inputs, [names if reduction == NONE else ()], expands=names if reduction == MEAN else (), uneven=names,
-        padding={(0, name): none for name in names},
-    )  # fmt: skip
+    dim = Dim(expands=reduction == MEAN, even=False, padding={0: none})
+    return assemble(call, inputs, [names if reduction == NONE else ()], dict.fromkeys(names, dim))
 
 
 def loss_backward(call: Call) -> OpRule:
     """Backward of `loss`: divides by the number of elements of a shard if the loss was a mean."""
     names, inputs = aligned(call)
-    expands = names if call.argument("reduction") == MEAN else ()
-    return assemble(call, inputs, [names], linear=FIRST, expands=expands, uneven=names)
+    dim = Dim(expands=call.argument("reduction") == MEAN, even=False)
+    return assemble(call, inputs, [names], dict.fromkeys(names, dim), FIRST)

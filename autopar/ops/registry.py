@@ -14,7 +14,7 @@ from .local import Local, unchanged
 from .rule import Call, OpRule
 from .rules import RULES, Entry
 from .strides import needs
-from .template import Operand, Template, parse, tensor_arguments
+from .template import Dim, Operand, Template, parse, tensor_arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +98,8 @@ def register_rule(
         raise ValueError(f"{name}: give `expands` (names of dims) and `expand` (their local program) together")
     if isinstance(rule, str):
         _check_template(name, rule, (*expands, *even), local is not unchanged)
-        function = from_template(
-            rule, linear=sets, expands=tuple(expands), even=tuple(even), flops=flops, contraction=contraction
-        )
+        dims = {name: Dim(expands=name in expands, even=True) for name in (*expands, *even)}
+        function = from_template(rule, dims, linear=sets, flops=flops, contraction=contraction)
     elif sets or expands or even or flops or contraction:
         raise ValueError(
             f"{name}: linear, expands, even, flops and contraction go with a template; an OpRule has its own"

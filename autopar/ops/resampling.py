@@ -1,7 +1,8 @@
 """Up- and downsampling by integer factors, and shuffled pixels: rows are split."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -10,13 +11,13 @@ from autopar.ir.layout import Shape
 
 from .expansions import LocalCall, Results
 from .families import FIRST, Rule
-from .halo import HaloWindow, at_end, halo_added, with_halo
+from .halo import HaloWindow, at_end, halo_added, in_step, with_halo
 from .local import Arguments, Local, replaced
 from .parts import slice_of
 from .pooling import leading
 from .rule import Call, OpRule
 from .rules import Entry, aten
-from .template import Name, Named, assemble
+from .template import Dim, Named, assemble
 
 
 def _sizes(call: Call, spatial: int) -> tuple[Shape, Shape]:
@@ -71,10 +72,10 @@ def interpolated(spatial: int, taps: int) -> Rule:
         factors = _factors(call, spatial)
         if taps > 1:  # a row may come of more than its own
             factors = tuple(max(factor, 0) for factor in factors)
-        halos = [f"s{i}" for i, factor in enumerate(factors) if factor > 1]
         # padding must not be interpolated, nor multiplied by zero
-        even = [f"s{i}" for i, factor in enumerate(factors) if factor > 0]
-        return _in_step(call, spatial, factors, halos, even, taps)
+        dims = {f"s{i}": Dim(even=True) for i, factor in enumerate(factors) if factor > 0}
+        halo = Dim(expands=True, contiguous=True, even=True, least=taps)
+        return _in_step(call, spatial, factors, {**dims, **{f"s{i}": halo for i, f in enumerate(factors) if f > 1}})
 
     return rule
 
@@ -86,25 +87,16 @@ def _factors(call: Call, spatial: int) -> tuple[int, ...]:
 
 
 def _in_step(
-    call: Call,
-    spatial: int,
-    factors: Sequence[int],
-    halos: Sequence[str] = (),
-    even: Sequence[str] = (),
-    least: int = 1,
+    call: Call, spatial: int, factors: Sequence[int], dims: Mapping[str, Dim] = MappingProxyType({})
 ) -> OpRule:
     """Spatial dims split with their factors."""
     (meta,) = call.inputs
-    small: list[Name] = [*leading(meta, spatial)]
-    large: list[Name] = [*leading(meta, spatial)]
-    for i, factor in enumerate(factors):
-        small.append(None if factor == 0 else (f"s{i}", max(1, -factor)))
-        large.append(None if factor == 0 else (f"s{i}", max(1, factor)))
+    coarse, fine = in_step(map(abs, factors))
+    both = list(zip(coarse, fine, factors, strict=True))
+    small: Named = [*leading(meta, spatial), *(fine if factor < 0 else coarse for coarse, fine, factor in both)]
+    large: Named = [*leading(meta, spatial), *(coarse if factor < 0 else fine for coarse, fine, factor in both)]
     inputs, outputs = (large, small) if call.has("grad_output") else (small, large)
-    return assemble(
-        call, [inputs], [outputs], linear=FIRST, expands=halos, contiguous=halos, even=even,
-        least=dict.fromkeys(halos, least),
-    )  # fmt: skip
+    return assemble(call, [inputs], [outputs], dims, FIRST)
 
 
 def local_sizes(spatial: int) -> Local:

@@ -34,6 +34,7 @@ from .reductions import loss, loss_backward
 from .rule import Call
 from .rules import RULES, Entry, aten
 from .strides import needs
+from .template import Dim
 
 meta_kernels()
 
@@ -46,7 +47,7 @@ _place_of_minimum = reductions.combined(reductions.one_dim, padding=reductions.g
 # the range of the bins must not depend on the data, and padding would be counted
 _histogram = either(
     lambda call: call.argument("min") < call.argument("max"),
-    from_template("*i -> bins!", even=tuple(f"i{n}" for n in range(8))),
+    from_template("*i -> bins!", {f"i{n}": Dim(even=True) for n in range(8)}),
     from_template("*i! -> bins!"),
 )
 
@@ -118,7 +119,7 @@ RULES.know({
     # attention: query, key, value, mask, which weights dropout keeps -> output, logsumexp
     sdpa.ATTENTION: Entry(
         attended("b h q d!, b h k d!, b h k e!, ...b h q k, b h q k -> b h q e!, b h q", products=2,
-                 reductions={"k": ("sum", "")}),
+                 over=("sum", "")),
         expand=attention.forward, strides=needs("query key value attn_mask", attention.contiguous_rows)),
     sdpa.ATTENTION_BACKWARD: Entry(
         attended("b h q e!, b h q d!, b h k d!, b h k e!, b h q e!, b h q, ...b h q k, b h q k"
@@ -145,9 +146,9 @@ RULES.know({
     **aten("native_group_norm", Entry(
         normalization.group_norm, normalization.group_sizes, normalization.group_norm_statistics,
         strides=needs("input weight bias"))),
-    **aten("_weight_norm_interface", Entry(along.weight_normalized, strides=needs("v g"))),
+    **aten("_weight_norm_interface", Entry(along_dims(along.all_but_dim), strides=needs("v g"))),
     **aten("_weight_norm_interface_backward", Entry(
-        along.weight_normalized, strides=needs("grad_w saved_v saved_g saved_norms"))),
+        along_dims(along.all_but_dim, linear=FIRST), strides=needs("grad_w saved_v saved_g saved_norms"))),
     **aten("native_group_norm_backward", Entry(
         normalization.group_norm_backward, normalization.group_sizes, normalization.group_norm_gradients,
         strides=needs("grad_out input mean rstd weight"))),
@@ -176,9 +177,9 @@ RULES.know({
     **aten("cumsum", Entry(reductions.running, expand=reductions.cumsum)),
     **aten("cumprod logcumsumexp sort argsort topk", Entry(along_dims(the_dim))),
     **aten("glu glu_backward", Entry(along.halves)),
-    **aten("_fft_c2c _fft_r2c _fft_c2r", Entry(along.transformed)),
-    **aten("flip", Entry(along_dims(along.the_dims, linear=FIRST))),
-    **aten("roll", Entry(along_dims(along.the_dims, linear=FIRST))),
+    **aten("_fft_c2c _fft_r2c _fft_c2r", Entry(along_dims(along.in_argument("dim"), linear=FIRST))),
+    **aten("flip", Entry(along_dims(along.in_argument("dims"), linear=FIRST))),
+    **aten("roll", Entry(along_dims(along.in_argument("dims"), linear=FIRST))),
     **aten("tril triu", Entry(reductions.triangle, expand=reductions.cut_triangle)),
     **aten("constant_pad_nd", Entry(along_dims(along.padded, linear=elementwise.filled_with_zero))),
 

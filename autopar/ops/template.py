@@ -12,10 +12,10 @@ give drop out. A dim of size 1 carries nothing.
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from types import MappingProxyType
 
 import torch
 
@@ -32,30 +32,39 @@ Named = Sequence[Name]
 Linear = tuple[tuple[int, ...], ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dim:
+    """What is said of a named dim beside where it stands; all but `padding` and `size` are as in `Factor`.
+
+    `size` is the factor's where dims of this name differ by more than their scale; without it, such dims are not split.
+    `reductions` says for each result that lacks the dim what a split leaves, by default Partial(sum). A dim that
+    `expands` is split evenly, unless `even` is False. `padding` says for operands, by number, with what to fill it.
+    """
+
+    size: int | None = None
+    reductions: tuple[str, ...] | None = None
+    expands: bool = False
+    contiguous: bool = False
+    least: int = 1
+    even: bool | None = None
+    padding: Mapping[int, float] = field(default_factory=dict)
+
+
+PLAIN = Dim()
+
+OWN_PART = Dim(expands=True, contiguous=True, even=False)
+"""Each rank looks up what lies in its own part of such a dim."""
+
+
 def assemble(
     call: Call,
     inputs: Sequence[Named],
     outputs: Sequence[Named],
-    *,
+    dims: Mapping[str, Dim] = MappingProxyType({}),
     linear: Linear = (),
-    sizes: Mapping[str, int] | None = None,
-    reductions: Mapping[str, tuple[str, ...]] | None = None,
-    expands: Collection[str] = (),
-    contiguous: Collection[str] = (),
-    least: Mapping[str, int] | None = None,
-    even: Collection[str] = (),
-    uneven: Collection[str] = (),
-    padding: Mapping[tuple[int, str], float] | None = None,
-    **facts: Any,
 ) -> OpRule:
-    """The rule with these names on the dims of the call's operands and results.
-
-    A factor's size is the size of its dims by their scale, or `sizes[name]` where those differ. Dims that
-    differ without an entry there are not split. An output without an input's factor is Partial(sum) in
-    it, unless `reductions[name]` says otherwise, output by output. `facts` are fields of `OpRule` without
-    names: `flops`, `inside_bytes`, `contraction`, `moves_nothing`, `elementwise`.
-    """
-    sizes = sizes or {}
+    """The rule with these names on the dims of the call's operands and results. `dims` holds what else is said of some
+    of the names. A factor's size is the size of its dims by their scale."""
     counts: dict[str, int] = {}
     longer: set[str] = set()
     given = list(zip(outputs, call.outputs, strict=True)) + list(zip(inputs, call.inputs, strict=True))
@@ -65,14 +74,15 @@ def assemble(
         assert len(names) == len(meta.shape), f"{call.node}: {names} for {meta}"
         for (name, scale), size in zip(map(_scaled, names), meta.shape, strict=True):
             if name is not None and size != 1:
+                stated = dims.get(name, PLAIN).size
                 count = size // scale if size % scale == 0 else 1
-                if counts.setdefault(name, sizes.get(name, count)) != count:
+                if counts.setdefault(name, count if stated is None else stated) != count:
                     longer.add(name)
-                    if name not in sizes:
+                    if stated is None:
                         counts[name] = 1
     indices = {name: i for i, name in enumerate(n for n, size in counts.items() if size > 1)}
 
-    def dims(names: Named, meta: TensorMeta | None) -> Dims:
+    def carried(names: Named, meta: TensorMeta | None) -> Dims:
         if meta is None:
             return ()
         return tuple(
@@ -84,30 +94,31 @@ def assemble(
         of = tuple(tuple(_scaled(n)[1] for n in names) if m else () for names, m in zip(several, metas, strict=True))
         return of if any(scale != 1 for each in of for scale in each) else ()
 
-    input_dims = tuple(map(dims, inputs, call.inputs))
-    output_dims = tuple(map(dims, outputs, call.outputs))
+    input_dims = tuple(map(carried, inputs, call.inputs))
+    output_dims = tuple(map(carried, outputs, call.outputs))
     factors = []
     for name, i in indices.items():
-        read = any(i in carried for carried in input_dims)
-        unpadded = name in even or name in longer or (name in expands and name not in uneven)
-        stated = (reductions or {}).get(name, ("sum" if read else "",) * len(output_dims))
-        reduced = tuple("" if i in carried else r for carried, r in zip(output_dims, stated, strict=True))
+        dim = dims.get(name, PLAIN)
+        left = dim.reductions or (("sum" if any(i in of for of in input_dims) else "",) * len(output_dims))
         factors.append(
             Factor(
-                name, counts[name], reduced, expands=name in expands, contiguous=name in contiguous,
-                least=(least or {}).get(name, 1),
-                even=unpadded,
+                name=name,
+                size=counts[name],
+                reductions=tuple("" if i in of else r for of, r in zip(output_dims, left, strict=True)),
+                expands=dim.expands,
+                contiguous=dim.contiguous,
+                least=dim.least,
+                even=name in longer or (dim.expands if dim.even is None else dim.even),
             )
-        )  # fmt: skip
+        )
     return OpRule(
         factors=tuple(factors),
         inputs=input_dims,
         outputs=output_dims,
         linear=_summable(call, linear),
-        padding=tuple((i, indices[name], value) for (i, name), value in (padding or {}).items() if name in indices),
+        padding=tuple((i, f, x) for name, f in indices.items() for i, x in dims.get(name, PLAIN).padding.items()),
         input_scales=scales(inputs, call.inputs),
         output_scales=scales(outputs, call.outputs),
-        **facts,
     )
 
 

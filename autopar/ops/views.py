@@ -4,10 +4,11 @@ Where a part is split with the tensor that it is from, its offset and its length
 """
 
 import math
+from dataclasses import replace
 
 from .families import DIMS, FIRST
 from .rule import Call, OpRule
-from .template import Named, assemble
+from .template import Dim, Named, assemble
 
 
 def window(start: int | None, end: int | None, size: int) -> tuple[int, int]:
@@ -24,11 +25,11 @@ def joined(call: Call) -> OpRule:
     names = DIMS[:rank]
     # a one-dimensional empty tensor may be joined to anything
     inputs: list[Named] = [names if len(meta.shape) == rank else (None,) for meta in call.inputs]
-    return assemble(call, inputs, [names], linear=(tuple(range(len(inputs))),), sizes={DIMS[dim]: math.gcd(*lengths)})
+    return assemble(call, inputs, [names], {DIMS[dim]: Dim(size=math.gcd(*lengths))}, (tuple(range(len(inputs))),))
 
 
 def expanded(call: Call) -> OpRule:
     """expand: a dim of size 1 becomes any size; each rank produces its part."""
     names = DIMS[: len(call.output.shape)]
     source = names[len(names) - len(call.inputs[0].shape) :]
-    return assemble(call, [source], [names], linear=FIRST, moves_nothing=True)
+    return replace(assemble(call, [source], [names], linear=FIRST), moves_nothing=True)

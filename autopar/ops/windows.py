@@ -5,15 +5,16 @@ Where a window does not fall on the shards of a split dim, ranks look up a few p
 """
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from .expansions import LocalCall, Results, global_indices
 from .families import BOTH, FIRST, Rule
-from .lookup import PLACE, along_dim, dim_of, dims_of, looked_up, place_of, with_dim
+from .lookup import PLACED, along_dim, dim_of, dims_of, looked_up, place_of, with_dim
 from .rule import Call, OpRule
-from .template import Named, assemble
+from .template import Dim, Named, assemble
 from .views import window
 
 
@@ -22,7 +23,7 @@ def windowed(kind: str) -> Rule:
     result. A window that starts and ends at multiples of a factor's size is split with that tensor; of another, a slice
     looks up a few places and the other two know which of their places it covers."""
 
-    def rule(call: Call) -> OpRule:
+    def window_of(call: Call) -> OpRule:
         meta = call.output if kind == "backward" else call.inputs[0]
         names, dim = dims_of(call, meta)
         size = meta.shape[dim]
@@ -35,14 +36,12 @@ def windowed(kind: str) -> Rule:
             full = with_dim(names, dim, place_of(meta) if few or kind != "slice" else None)
             part = with_dim(names, dim, None)
         inputs = [part] if kind == "backward" else [full, part][: len(call.inputs)]
-        sizes = {names[dim]: unit} if unit > 1 else {}
+        dims = {**PLACED, names[dim]: Dim(size=unit if unit > 1 else None)}
         output = part if kind == "slice" else full
-        return assemble(
-            call, inputs, [output], linear=BOTH if kind == "scatter" else FIRST, sizes=sizes,
-            expands=(PLACE,), uneven=(PLACE,), moves_nothing=kind == "slice",
-        )  # fmt: skip
+        rule = assemble(call, inputs, [output], dims, BOTH if kind == "scatter" else FIRST)
+        return replace(rule, moves_nothing=kind == "slice")
 
-    return rule
+    return window_of
 
 
 def slice_of_few(local: LocalCall) -> Results:

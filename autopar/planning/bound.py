@@ -32,10 +32,9 @@ from autopar.ir.graph import CAST, WAIT, TensorMeta, schema
 from autopar.ir.layout import padded_shape
 from autopar.ir.rewrite import input_and_output_metas
 from autopar.ops.emit import Emission, expands, local_program
+from autopar.ops.kinds import ADDING, SUMMABLE
 from autopar.ops.rule import Call, Dims, OpRule, call_of
 from autopar.ops.rules import rule_of
-from autopar.passes.lower.accumulate import LINEAR
-from autopar.passes.lower.regions import ADDING
 from autopar.passes.space.choices import AxisChoice, SiteChoice
 from autopar.passes.space.operator_layouts import operator_layouts, splits_of
 from autopar.passes.space.sites import Region, Site
@@ -117,7 +116,7 @@ def _tail(region: Region) -> frozenset[str]:
             readers.setdefault(read.alias.root, []).append(site)
     tail: set[str] = set()
     for site in reversed(list(region.sites.values())):
-        if site.node is None or not site.backward or site.node.op not in LINEAR:
+        if site.node is None or not site.backward or site.node.op not in SUMMABLE:
             continue
         behind = [reader for root in site.makes if root for reader in readers.get(root, ())]
         if all(reader.node is None or reader.name in tail for reader in behind):

@@ -10,11 +10,10 @@ import math
 import time
 from dataclasses import dataclass, field, replace
 
+from .work import Limits, Work
+
 ELIMINATED_WORK = 2.0
 """Work of an entry of an eliminated table: several tables are added up for it."""
-
-NODE_WORK = 40_000.0
-"""Work of finding a node's place in an order of elimination: some 20 microseconds."""
 
 VISIT_WORK = 16_000.0
 """Work of a visit to a table besides that on its entries: some 8 microseconds, however small it is."""
@@ -41,19 +40,13 @@ class Deadline:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Effort:
+class Effort(Limits):
     """Every threshold of a search. A part that has spent its share of the work answers with the best that it has; one
     that has nothing yet gets a choice by the cheapest way of solving. Each part has its share alone, whatever the
     others leave, so that an answer does not depend on which part comes first, or in which process.
     """
 
     # ---- one solve: what is spent ends one way of solving and begins the next, cheaper one
-    table_entries: int = 8_000_000
-    """Of the largest table of an elimination, for one price of memory."""
-    elimination_entries: float = 1e8
-    """Of all its tables."""
-    tensor_entries: int = 32_000_000
-    """Of the table of one tensor, over what its producer and its readers may take."""
     border_states: int = 256
     """In which copies of a repeat may meet: matrices over more take longer than all copies written out."""
     product_sums: float = 5e8
@@ -212,22 +205,14 @@ EFFORT = Effort()
 
 
 @dataclass(slots=True, kw_only=True)
-class Meter:
-    """The work of one solve: what was done, of what may be."""
+class Meter(Work):
+    """The work of one solve under the thresholds of a search."""
 
-    most: float = math.inf
     effort: Effort = EFFORT
-    done: float = 0.0
-    is_cut: bool = field(default=False)
-    """Whether something was not done for want of work: with more, the answer could be another."""
 
-    def takes(self, work: float) -> bool:
-        """Whether there is so much left, which then is taken."""
-        if self.done + work > self.most:
-            self.is_cut = True
-            return False
-        self.done += work
-        return True
+    @property
+    def limits(self) -> Limits:
+        return self.effort
 
 
 @dataclass(slots=True, kw_only=True)

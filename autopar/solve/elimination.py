@@ -13,9 +13,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from .effort import EFFORT, NODE_WORK, Effort, Meter
 from .problem import TooWide
 from .rows import Floats, Ints
+from .work import LIMITS, NODE_WORK, Limits, Work
 
 FILL_WEIGHTS = (0.5, 0.0, 0.25, 1.0)
 """How much a table's own size counts beside the fill that it causes, in the orders that are tried."""
@@ -44,11 +44,11 @@ def elimination_order(
     sizes: Sequence[int],
     scopes: Sequence[tuple[int, ...]],
     keep: set[int],
-    effort: Effort = EFFORT,
+    limits: Limits = LIMITS,
     orders: int = ALL_ORDERS,
 ) -> tuple[list[int] | None, int]:
     """The best of at most so many greedy min-fill orders, by the total size of their tables, and how many were tried.
-    None where each needs a table, or all its tables together, with more entries than the effort allows.
+    None where each needs a table, or all its tables together, with more entries than the limits allow.
     Deterministic."""
     generator = random.Random(0)
     even = [1.0] * len(sizes)
@@ -56,9 +56,9 @@ def elimination_order(
     for attempt in range(orders):
         disturbed = attempt >= len(FILL_WEIGHTS)
         factors = [1 + 0.6 * generator.random() for _ in sizes] if disturbed else even
-        most = min(fewest, effort.elimination_entries)
+        most = min(fewest, limits.elimination_entries)
         share = FILL_WEIGHTS[attempt % len(FILL_WEIGHTS)]
-        entries, order = greedy_order(sizes, scopes, keep, share, factors, table=effort.table_entries, total=most)
+        entries, order = greedy_order(sizes, scopes, keep, share, factors, table=limits.table_entries, total=most)
         tried += 1
         if order is not None and entries < fewest:
             fewest, best = entries, order
@@ -173,39 +173,39 @@ def schedule(
     sizes: tuple[int, ...],
     scopes: tuple[tuple[int, ...], ...],
     keep: tuple[int, ...],
-    meter: Meter | None = None,
+    meter: Work | None = None,
     entries: float | None = None,
     orders: int = ALL_ORDERS,
 ) -> Schedule:
     """Greedy elimination order by the weight of the table that eliminating a node creates, all but `keep`.
 
-    Raises `TooWide` where a table, or all of them together, would have more entries than the effort of the `meter`
+    Raises `TooWide` where a table, or all of them together, would have more entries than the limits of the `meter`
     allows, or all together more than `entries`, in each of so many `orders`, and where the meter has no work left.
     """
-    meter = meter or Meter()
-    effort = meter.effort if entries is None else replace(meter.effort, elimination_entries=entries)
+    meter = meter or Work()
+    limits = meter.limits if entries is None else replace(meter.limits, elimination_entries=entries)
     kept = tuple(sorted(set(keep)))
     work = NODE_WORK * len(sizes)
     if not meter.takes(work):
         raise TooWide("no work is left to look for an order of elimination")
-    plan, tried = _schedule(sizes, scopes, kept, effort, orders)
+    plan, tried = _schedule(sizes, scopes, kept, limits, orders)
     if not meter.takes(work * (tried - 1)) or plan is None:
         raise TooWide(
-            f"elimination would need a table of more than {effort.table_entries} entries, or more than "
-            f"{effort.elimination_entries:.0f} in all tables: use the ilp solver, or give the variables fewer options"
+            f"elimination would need a table of more than {limits.table_entries} entries, or more than "
+            f"{limits.elimination_entries:.0f} in all tables: use the ilp solver, or give the variables fewer options"
         )
     return plan
 
 
 @lru_cache(maxsize=256)
 def _schedule(
-    sizes: tuple[int, ...], scopes: tuple[tuple[int, ...], ...], kept: tuple[int, ...], effort: Effort, orders: int
+    sizes: tuple[int, ...], scopes: tuple[tuple[int, ...], ...], kept: tuple[int, ...], limits: Limits, orders: int
 ) -> tuple[Schedule | None, int]:
     """The schedule, if there is one, and how many orders were tried."""
     joint = math.prod(sizes[n] for n in kept)
-    if joint > effort.table_entries:
+    if joint > limits.table_entries:
         return None, 1
-    order, tried = elimination_order(sizes, scopes, set(kept), effort, orders)
+    order, tried = elimination_order(sizes, scopes, set(kept), limits, orders)
     if order is None:
         return None, tried
     steps, live, largest = _steps(sizes, scopes, order)
@@ -283,7 +283,7 @@ class Eliminated:
 
 def eliminate(plan: Schedule, tables: Sequence[Floats], prices: int) -> Eliminated:
     """Run a schedule over tables [price, *scope]. Ties go to the lowest state."""
-    if prices > 1 and plan.largest * prices > EFFORT.table_entries:
+    if prices > 1 and plan.largest * prices > LIMITS.table_entries:
         half = prices // 2
         first = eliminate(plan, [table[:half] for table in tables], half)
         second = eliminate(plan, [table[half:] for table in tables], prices - half)

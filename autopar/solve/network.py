@@ -8,9 +8,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from .effort import EFFORT
 from .problem import Problem, Tensor, TooWide
 from .rows import Bools, Floats, Ints, Row, tensor_rows, undominated, united
+from .work import LIMITS
 
 LARGE_UNION = 20_000
 """Pairs of states of two readers above which the narrowest pair of readers is united instead."""
@@ -100,7 +100,7 @@ class Network:
         return seconds, size
 
 
-def network(problem: Problem, borders: Iterable[int], entries: int = EFFORT.tensor_entries) -> Network:
+def network(problem: Problem, borders: Iterable[int], entries: int = LIMITS.tensor_entries) -> Network:
     """The factor graph of a problem; the variables in `borders` keep all their options.
 
     A tensor's cost depends on (produced layout, union of wanted sets) only. Options of a variable that

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .effort import ELIMINATED_WORK, NODE_WORK, VISIT_WORK, Meter
+from .effort import ELIMINATED_WORK, VISIT_WORK, Meter
 from .elimination import Schedule, eliminate, schedule
 from .flat import Costs, Factor, flattened, priced
 from .network import Leads, network
 from .pricing import Library
 from .problem import Choice, Problem, TooWide
 from .rows import Floats, Ints
+from .work import NODE_WORK
 
 REACHES = (1e-7, 1e-6, 1e-5, 1e-4, 3e-4, 1e-3, 2e-3, 4e-3, 7e-3, 1e-2, 2e-2, 4e-2, 7e-2, 1e-1)
 """How far above the bound, as a share of it, states are kept: one after the other, as long as tables are small."""

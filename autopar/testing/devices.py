@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from autopar.compat.devices import devices_of
 from autopar.compat.quick_fakes import quick_fakes
 from autopar.compat.tensors import memory_of, unmodified
-from autopar.ir.graph import WAIT, Node, Ref, TensorMeta
+from autopar.ir.graph import RESHAPE, WAIT, Node, Ref, TensorMeta
 from autopar.ir.layout import local_meta
 from autopar.ir.program import Program, RankIndex, names_no_device
 from autopar.ops import sdpa
@@ -49,7 +49,7 @@ def _reshaped(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 KERNELS: Mapping[str, Callable[..., Any]] = {
     **{f"autopar.{function.__name__}.default": function for function in sdpa.OPERATORS},
-    "aten.reshape.default": _reshaped,
+    RESHAPE: _reshaped,
 }
 """Operators whose own code runs on fakes: ours, which choose torch's kernels by device, and one without a kernel."""
 

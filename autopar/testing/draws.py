@@ -18,16 +18,10 @@ import torch.utils._pytree as pytree
 from autopar.compat.dispatch import Watching
 from autopar.ir.emitter import Emitter
 from autopar.ir.graph import JointGraph, Node, Ref, meta_of
+from autopar.ops.kinds import FUNCTIONAL
 from autopar.ops.lockstep import run
 from autopar.ops.randomness import draws, seeded
 from autopar.ops.rule import Call
-
-FUNCTIONAL: Mapping[str, str] = {
-    "aten.bernoulli_.float": "aten.bernoulli.p",
-    "aten.normal_.default": "aten.normal_functional.default",
-    "aten.rrelu_with_noise.default": "aten.rrelu_with_noise_functional.default",
-}
-"""Operators that write numbers where they stand -> those that return them, where the name does not say it."""
 
 DROPOUT = "autopar.dropout.default"
 
@@ -84,7 +78,7 @@ class Draws(Watching):  # type: ignore[no-untyped-call]
         if number >= len(self.keys):  # `most` tells that the program draws less often
             return results
         reader = self.readers.get(number)
-        if reader is not None and reader.op == DROPOUT and node.op == "aten.bernoulli.p":
+        if reader is not None and reader.op == DROPOUT and node.op == FUNCTIONAL["aten.bernoulli_.float"]:
             _, kept = torch.ops.autopar.dropout(self.keys[number], torch.ones_like(results), reader.args[2])
             return results.copy_(kept)
         return _drawn(func, node, tensors, self.keys[number], args, results)

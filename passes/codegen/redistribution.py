@@ -9,6 +9,7 @@ from autopar.cost.redistribute import RouteStep
 from autopar.ir.graph import CONTIGUOUS, PERMUTE, RESHAPE, WAIT, Ref, TensorMeta
 from autopar.ir.layout import Shape, Split, local_shape, local_stride
 from autopar.ir.program import RankIndex
+from autopar.ops.aten import PAD, SELECT, SLICE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +44,7 @@ class Redistribution:
         stride = local_stride(step.after, self.mesh, step.axis)
         above = shape[after.dim] // (n * stride)
         cut = self._reshape(local, (*shape[: after.dim], above, n, stride, *shape[after.dim + 1 :]))
-        part = self.emit("aten.select.int", Ref(cut), after.dim + 1, RankIndex(((step.axis, 1),)))
+        part = self.emit(SELECT, Ref(cut), after.dim + 1, RankIndex(((step.axis, 1),)))
         if math.prod(self._shape(part)[: after.dim + 1]) > 1:
             part = self._compact(part)
         return self._reshape(part, (*shape[: after.dim], above * stride, *shape[after.dim + 1 :]))
@@ -128,10 +129,10 @@ class Redistribution:
         old = self._shape(value)
         if old[dim] < size:
             behind = (0, 0) * (len(old) - 1 - dim) + (0, size - old[dim])
-            return self.emit("aten.constant_pad_nd.default", Ref(value), behind, 0)
+            return self.emit(PAD, Ref(value), behind, 0)
         if old[dim] == size:
             return value
-        part = self.emit("aten.slice.Tensor", Ref(value), dim, 0, size)
+        part = self.emit(SLICE, Ref(value), dim, 0, size)
         return part if math.prod(old[:dim]) == 1 else self._compact(part)
 
 

@@ -14,15 +14,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from autopar.ir.emitter import Emitter
-from autopar.ir.graph import CAST, WAIT, Node, Ref, TensorMeta, readers
+from autopar.ir.graph import CAST, Node, Ref, TensorMeta, readers
 from autopar.ir.layout import Layout, Replicate
-from autopar.ir.program import LAYOUT, Program, ProgramInput, ProgramOutput
+from autopar.ir.program import Program, ProgramInput, ProgramOutput
 from autopar.ir.rewrite import distinct, needed, reading
-
-ADD = "aten.add.Tensor"
-
-LINEAR = LAYOUT | {WAIT, ADD, CAST, "aten.cat.default", "aten.split_with_sizes.default", "aten.slice.Tensor"}
-"""Local operators of a tail."""
+from autopar.ops.kinds import ADD, SUMMABLE
 
 MOVING = frozenset({"all_gather", "all_to_all", "shift", "rotate", "broadcast"})
 """Collectives that change no number."""
@@ -128,7 +124,7 @@ def _is_linear(instruction: Node, metas: Mapping[str, TensorMeta]) -> bool:
     if instruction.op == ADD:
         dtypes = {metas[name].dtype for name in (*instruction.inputs, *instruction.outputs)}
         return len(instruction.inputs) == 2 and len(dtypes) == 1 and not instruction.kwargs
-    return instruction.op in LINEAR
+    return instruction.op in SUMMABLE
 
 
 def _with_sums(

@@ -10,10 +10,10 @@ from autopar.ir.emitter import Emitter
 from autopar.ir.graph import Node, Ref
 from autopar.ir.program import Program
 from autopar.ir.rewrite import reading
+from autopar.ops.kinds import CLONE
 
 from .lowering import Rewrite, Target
 
-CLONE = "aten.clone.default"
 LEAST = 2.0
 """A copy is worth it where what would be kept is at least so many times as large."""
 

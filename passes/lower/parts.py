@@ -14,7 +14,9 @@ from autopar.ir.graph import CONTIGUOUS, PERMUTE, RESHAPE, WAIT, Node, Ref, Tens
 from autopar.ir.layout import REPLICATE, Partial, Shape, Split
 from autopar.ir.program import LAYOUT
 from autopar.ir.rewrite import inlined
+from autopar.ops.aten import SELECT, SLICE
 from autopar.ops.emit import OPERAND, Emission, local_program
+from autopar.ops.kinds import ADD, CAT
 from autopar.ops.rules import rule_of
 
 from .regions import Metas, Refused, Region, adding, factors_of, has_rank, local_call
@@ -51,11 +53,11 @@ class Pieces(Emitter):
         each = cut.period // parts
         if cut.period == shape[cut.dim]:
             args = (Ref(source), cut.dim, part * each, (part + 1) * each)
-            return self._emit(reader, "aten.slice.Tensor", args, name)
+            return self._emit(reader, SLICE, args, name)
         blocks = (*shape[: cut.dim], shape[cut.dim] // cut.period, parts, each, *shape[cut.dim + 1 :])
         wide = self._emit(reader, RESHAPE, (Ref(source), blocks), self._name(f"{value}_blocks", part))
         block = (Ref(wide), cut.dim + 1, part)
-        one = self._emit(reader, "aten.select.int", block, self._name(f"{value}_block", part))
+        one = self._emit(reader, SELECT, block, self._name(f"{value}_block", part))
         return self._emit(reader, RESHAPE, (Ref(one), self._shape(value)), name)
 
     def _together(self, instruction: Node, value: str, joint: str) -> None:
@@ -67,19 +69,19 @@ class Pieces(Emitter):
             total = parts[0]
             for number, more in enumerate(parts[1:], 1):
                 name = joint if number == len(parts) - 1 else self._name(f"{value}_sum", number)
-                total = Ref(self._emit(instruction, "aten.add.Tensor", (total, more), name))
+                total = Ref(self._emit(instruction, ADD, (total, more), name))
             return
         assert isinstance(cut, Split)
         size = meta.shape[cut.dim]
         if cut.period == size:
-            self._emit(instruction, "aten.cat.default", (tuple(parts), cut.dim), joint)
+            self._emit(instruction, CAT, (tuple(parts), cut.dim), joint)
             return
         each = (*meta.shape[: cut.dim], size // cut.period, 1, cut.period // len(parts), *meta.shape[cut.dim + 1 :])
         blocks = tuple(
             Ref(self._emit(instruction, RESHAPE, (part, each), self._name(f"{value}_block", n)))
             for n, part in enumerate(parts)
         )
-        apart = self._emit(instruction, "aten.cat.default", (blocks, cut.dim + 1), self._name(f"{value}_blocks", 0))
+        apart = self._emit(instruction, CAT, (blocks, cut.dim + 1), self._name(f"{value}_blocks", 0))
         self._emit(instruction, RESHAPE, (Ref(apart), meta.shape), joint)
 
 

@@ -15,6 +15,7 @@ from autopar.ir.graph import CONTIGUOUS, PERMUTE, RESHAPE, WAIT, Node, TensorMet
 from autopar.ir.layout import PARTIAL, REPLICATE, Partial, Placement, Split, permute_layout, reshape_split
 from autopar.ir.program import RankIndex
 from autopar.ops.emit import expands
+from autopar.ops.kinds import ADDING
 from autopar.ops.rule import Call, OpRule, call_of
 from autopar.ops.rules import rule_of
 
@@ -179,10 +180,6 @@ def local_call(instruction: Node, metas: Metas) -> Call:
 
 def has_rank(value: Any) -> bool:
     return isinstance(value, RankIndex) or (isinstance(value, tuple) and any(map(has_rank, value)))
-
-
-ADDING = {"aten.mm.default": "aten.addmm.default", "aten.bmm.default": "aten.baddbmm.default"}
-"""A product, and the op that adds it to its first operand: a sum of products needs no pass over memory of its own."""
 
 
 def adding(op: str) -> str | None:

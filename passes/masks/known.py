@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from autopar.ir.graph import RESHAPE, JointGraph, Node, TensorMeta, map_references, overload, takes
+from autopar.ops.kinds import AND, EXPAND, LOWER_TRIANGLE, ONES
 from autopar.ops.randomness import draws
 from autopar.ops.rule import Call, OpRule, call_of
 from autopar.ops.rules import localize
@@ -24,9 +25,6 @@ CPU = torch.device("cpu")
 MOST = 1 << 24
 """Elements of a tensor that is evaluated."""
 
-AND = ("aten.bitwise_and.Tensor", "aten.logical_and.default")
-ONES = ("aten.new_ones.default", "aten.ones.default", "aten.ones_like.default")
-EXPAND = "aten.expand.default"
 TURNED = {"le": "ge", "lt": "gt", "ge": "le", "gt": "lt", "eq": "eq"}
 """Comparisons, and what they are with their operands exchanged."""
 
@@ -153,7 +151,7 @@ class KnownValues:
             one, other = parts[0], parts[-1]
             whole = all(self.meta(operand).shape[-2:] == shape[-2:] for operand in node.inputs)
             return one.intersection(other) if whole and one is not None and other is not None else None
-        if node.op == "aten.tril.default":
+        if node.op == LOWER_TRIANGLE:
             seen = self.visible(node.inputs[0])
             diagonal = call_of(node, self.graph.metas).argument("diagonal")
             ends = torch.arange(1, shape[-2] + 1, device=CPU) + diagonal

@@ -17,11 +17,12 @@ import torch
 
 from autopar.ir.graph import RESHAPE, JointGraph, Node, Ref
 from autopar.ir.rewriter import Rewriter
+from autopar.ops.kinds import AND, EXPAND
 from autopar.ops.local import replaced
 from autopar.ops.rule import call_of
 from autopar.ops.sdpa import ATTENTION, ATTENTION_BACKWARD
 
-from .known import AND, EXPAND, KnownValues, RuleOf
+from .known import KnownValues, RuleOf
 
 MASK = (("aten.where.self(condition, 0.0, -inf)", None),)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from .sites import Region, Site
+from autopar.ops.kinds import ADD
 
-ADD = "aten.add.Tensor"
+from .sites import Region, Site
 
 
 def gradients_of(regions: Iterable[Region]) -> frozenset[str]:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from autopar.cluster.measurements import Compute
 from autopar.ops.experts import MM, MM_WEIGHT, expert_mm, expert_mm_weight
+from autopar.ops.kinds import MOVERS
 from autopar.ops.sdpa import ATTENTION, ATTENTION_BACKWARD, attention, attention_backward
 
 from .clock import Report, median_seconds
@@ -29,17 +30,6 @@ ROWS: Mapping[str, tuple[int, ...]] = {
     "cuda": (128, 512, 2048, 8192, 32768, 131072),
 }
 """Of the tensors of `COLUMNS` that are moved, by type of device."""
-MOVERS: Mapping[str, tuple[int, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]] = {
-    "aten.add.Tensor": (2, torch.add),
-    "aten.mul.Tensor": (2, torch.mul),
-    "aten.clone.default": (1, lambda x, y: x.clone()),
-    "aten.silu.default": (1, lambda x, y: torch.nn.functional.silu(x)),
-    "aten.gelu.default": (1, lambda x, y: torch.nn.functional.gelu(x)),
-    "aten._softmax.default": (1, lambda x, y: x.softmax(-1)),
-    "aten.sum.dim_IntList": (1, lambda x, y: x.sum(0)),
-    "aten.mean.dim": (1, lambda x, y: x.mean(-1)),
-}
-"""What a model does besides arithmetic, and how many operands each of it reads."""
 ATTENTIONS = ((4, 8, 128, 32), (1, 8, 512, 64))
 """Batch, heads, positions, features of a head; causal."""
 EXPERTS = ((256, 256, 512, 4), (1024, 256, 512, 8))

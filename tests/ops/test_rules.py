@@ -20,7 +20,7 @@ from autopar.ops.expansions import LocalCall, all_reduce
 from autopar.ops.oracle import RuleError, make_call
 from autopar.ops.rule import Call, OpRule
 from autopar.ops.rules import rule_of
-from autopar.ops.template import assemble
+from autopar.ops.template import Dim, assemble
 from autopar.passes.codegen.program import codegen
 from autopar.passes.lower.bucket import bucket
 from autopar.planning.planner import Planner
@@ -157,7 +157,7 @@ def test_a_function_and_arguments_for_shards() -> None:
     def rule(call: Call) -> OpRule | None:
         if call.argument("times") > 3:
             return None
-        return assemble(call, [("m", "k")], [("m", "k"), ("k",)], sizes={"m": call.inputs[0].shape[0]})
+        return assemble(call, [("m", "k")], [("m", "k"), ("k",)], {"m": Dim(size=call.inputs[0].shape[0])})
 
     def local(call: Call, inputs: Any, outputs: Any) -> Any:
         args = call.node.args
@@ -193,7 +193,7 @@ def test_an_expansion() -> None:
         return torch.log(total) + largest
 
     def rule(call: Call) -> OpRule:
-        return assemble(call, [("m", "k")], [("m",)], expands=("k",), reductions={"k": ("",)})
+        return assemble(call, [("m", "k")], [("m",)], {"k": Dim(expands=True, reductions=("",))})
 
     op = largest()
     autopar.register_rule(op._qualname, rule, expand=expand)

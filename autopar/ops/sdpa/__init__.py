@@ -43,13 +43,10 @@ def attention(
     value: torch.Tensor,
     attn_mask: torch.Tensor | None = None,
     dropout_mask: torch.Tensor | None = None,
-    *,
-    scale: float,
-    is_causal: bool = False,
-    dropout_p: float = 0.0,
+    **named: Any,
 ) -> Pair:
-    """Output [batch, heads, queries, value width] and logsumexp [batch, heads, queries]."""
-    call = _call(attn_mask, dropout_mask, scale, is_causal, dropout_p)
+    """Output [batch, heads, queries, value width] and logsumexp [batch, heads, queries]; `named` as in `_call`."""
+    call = _call(attn_mask, dropout_mask, **named)
     return kernel_of(query, key, value, call).forward(query, key, value, call)
 
 
@@ -62,21 +59,23 @@ def attention_backward(
     logsumexp: torch.Tensor,
     attn_mask: torch.Tensor | None = None,
     dropout_mask: torch.Tensor | None = None,
-    *,
-    scale: float,
-    is_causal: bool = False,
-    dropout_p: float = 0.0,
+    **named: Any,
 ) -> Triple:
     """The gradients of query, key and value. Output and logsumexp may be those of more keys than are given here."""
-    call = _call(attn_mask, dropout_mask, scale, is_causal, dropout_p)
+    call = _call(attn_mask, dropout_mask, **named)
     return kernel_of(query, key, value, call).backward(grad_out, query, key, value, out, logsumexp, call)
 
 
 def _call(
-    mask: torch.Tensor | None, kept: torch.Tensor | None, scale: float, causal: bool, dropout_p: float
+    mask: torch.Tensor | None,
+    kept: torch.Tensor | None,
+    *,
+    scale: float,
+    is_causal: bool = False,
+    dropout_p: float = 0.0,
 ) -> Attending:
     kept_scale = 0.0 if dropout_p == 1.0 else 1.0 / (1.0 - dropout_p)
-    return Attending(mask=mask, kept=kept, causal=causal, scale=scale, kept_scale=kept_scale)
+    return Attending(mask=mask, kept=kept, causal=is_causal, scale=scale, kept_scale=kept_scale)
 
 
 def kernel_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Attending) -> Kernel:

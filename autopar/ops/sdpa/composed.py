@@ -5,6 +5,7 @@ Backward computes the weights again from the logsumexp, as flash attention does,
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 
@@ -96,32 +97,30 @@ def _of_rank_four(mask: torch.Tensor | None) -> torch.Tensor | None:
 
 def forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Attending) -> Pair:
     out, logsumexp = results(query, value)
-    mask, dtype = _of_rank_four(call.mask), wide(query.dtype)
+    dtype = wide(query.dtype)
     for part in _parts(query, key):
         q, k, v = (part(x).to(dtype) for x in (query, key, value))
-        masks = None if mask is None else part(mask), None if call.kept is None else part(call.kept)
-        attended, sums = _forward(q * call.scale, k, v, *masks, call)
+        attended, sums = _forward(q * call.scale, k, v, _masked(call, part))
         part(out).copy_(attended)
         part(logsumexp).copy_(sums)
     return out, logsumexp
 
 
-def _forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    kept: torch.Tensor | None,
-    call: Attending,
-) -> Pair:
+def _masked(call: Attending, part: Part) -> Attending:
+    """The call with the masks of a part."""
+    mask, kept = (None if x is None else part(x) for x in (_of_rank_four(call.mask), call.kept))
+    return replace(call, mask=mask, kept=kept)
+
+
+def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Attending) -> Pair:
     """Of one part. The scores live no longer than the call."""
-    weights = _scores(q, k, mask, call.causal)
+    weights = _scores(q, k, call.mask, call.causal)
     highest = weights.amax(-1, keepdim=True)
     highest.masked_fill_(highest == -math.inf, 0.0)
     total = weights.sub_(highest).exp_().sum(-1, keepdim=True)
     total.masked_fill_(total == 0.0, 1.0)  # of a query that sees no key
-    if kept is not None:
-        weights.mul_(kept)
+    if call.kept is not None:
+        weights.mul_(call.kept)
     attended = torch.matmul(weights, v).mul_(call.kept_scale / total)
     return attended, highest.add_(total.log_()).squeeze(-1)
 
@@ -136,13 +135,12 @@ def backward(
     call: Attending,
 ) -> Triple:
     of_all = gradients(query, key, value)
-    mask, dtype = _of_rank_four(call.mask), wide(query.dtype)
+    dtype = wide(query.dtype)
     for part in _parts(query, key):
         q, k, v, of_out = (part(x).to(dtype) for x in (query, key, value, gradient))
-        masks = None if mask is None else part(mask), None if call.kept is None else part(call.kept)
         total = (of_out * part(out)).sum(-1, keepdim=True)
         statistics = part(logsumexp).unsqueeze(-1), total
-        computed = _backward(q * call.scale, k, v, of_out * call.kept_scale, *statistics, *masks, call)
+        computed = _backward(q * call.scale, k, v, of_out * call.kept_scale, *statistics, _masked(call, part))
         for of_one, of_part in zip(of_all, computed, strict=True):
             part(of_one).copy_(of_part)
     return of_all
@@ -155,18 +153,16 @@ def _backward(
     of_out: torch.Tensor,
     logsumexp: torch.Tensor,
     total: torch.Tensor,
-    mask: torch.Tensor | None,
-    kept: torch.Tensor | None,
     call: Attending,
 ) -> Triple:
     """Of one part. `total` is the sum over a row of the weights times their gradients."""
-    weights = _scores(q, k, mask, call.causal).sub_(logsumexp).exp_()
-    used = weights if kept is None else weights * kept
+    weights = _scores(q, k, call.mask, call.causal).sub_(logsumexp).exp_()
+    used = weights if call.kept is None else weights * call.kept
     of_value = torch.matmul(used.transpose(-1, -2), of_out).sum(2, keepdim=True)
     del used
     of_scores = torch.matmul(of_out, v.transpose(-1, -2))
-    if kept is not None:
-        of_scores.mul_(kept)
+    if call.kept is not None:
+        of_scores.mul_(call.kept)
     of_scores.sub_(total).mul_(weights)
     del weights
     of_query = torch.matmul(of_scores, k).mul_(call.scale)

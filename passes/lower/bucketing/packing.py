@@ -10,6 +10,7 @@ from typing import Any
 from autopar.ir.emitter import Emitter
 from autopar.ir.graph import RESHAPE, WAIT, Node, Ref
 from autopar.ir.program import SCATTERED
+from autopar.ops.kinds import CAT, SPLIT
 
 
 @dataclass(eq=False, slots=True)
@@ -68,7 +69,7 @@ class BucketWriter(Emitter):
         for member in joint.members:
             (name,) = member.inputs
             parts.append(Ref(self.joined(RESHAPE, Ref(name), (rows, self.metas[name].numel // rows))))
-        packed = self.joined("aten.cat.default", tuple(parts), 1)
+        packed = self.joined(CAT, tuple(parts), 1)
         joint.started = self.joined(first.op, Ref(packed), *first.args[1:], serves=_served(joint.members))
 
     def finish(self, joint: Joint) -> None:
@@ -81,7 +82,7 @@ class BucketWriter(Emitter):
         rows = self.metas[result].shape[0]
         sizes = tuple(self.metas[member.outputs[0]].numel // rows for member in joint.members)
         joint.pieces = tuple(self.fresh("bucket") for _ in sizes)
-        self.emit("aten.split_with_sizes.default", (Ref(result), sizes, 1), *joint.pieces)
+        self.emit(SPLIT, (Ref(result), sizes, 1), *joint.pieces)
 
     def result(self, joint: Joint, wait: Node) -> None:
         """The value of one member's wait."""
