@@ -19,7 +19,7 @@ from autopar.compat.waiting import name_waits
 from autopar.compat.wrapping import HOOKS_OF_STATES, rebind_state_hooks, unwrapped
 from autopar.ir.program import Program
 from autopar.passes.capture.captured import Captured
-from autopar.passes.capture.shown import presented
+from autopar.passes.capture.source import presented
 
 from .agree import agreed, all_equal, alone, digest, follow_world_timeout, raise_together
 from .call import WATCHES, ProgramStep, prepared_call, unwatched

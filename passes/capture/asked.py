@@ -13,8 +13,7 @@ from typing import Any
 from autopar.compat.patching import patched
 
 from .errors import CaptureError
-from .looks import is_library
-from .shown import line_shown
+from .source import is_library, line_shown
 
 
 def refusing(message: str) -> Callable[[], None]:

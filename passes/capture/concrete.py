@@ -32,7 +32,7 @@ from autopar.ir.graph import Node, Ref, called
 from .leaves import same_value
 from .once import once
 from .recorder import Geometry, Origin, Recorder, aten, kind_of
-from .shown import line_running, line_shown, of_eager
+from .source import line_running, line_shown, of_eager
 
 
 class Answer(NamedTuple):

@@ -8,7 +8,7 @@ from torch import nn
 from autopar.compat.watching import decides_by_data, is_of_sparse, leaves_numbers, unrecordable
 
 from .errors import CaptureError
-from .shown import is_users, line_in, line_raised
+from .source import is_users, line_in, line_raised
 
 
 def refusal(error: Exception, model: nn.Module, unread: Sequence[tuple[str, tuple[str, ...]]], sized: str) -> Exception:

@@ -34,17 +34,16 @@ from .captured import Captured
 from .checks import without_checks
 from .concrete import StepRecorder, TrainedConstant
 from .conversion import HERE
-from .errors import CaptureError, NothingTrainedError, OfData
+from .errors import CaptureError, NothingTrainedError, OfData, listed
 from .fakes import Fakes, canonical_names, gradient_hooks
 from .functional import Functional
 from .here import Here
 from .leaves import input_names, leaf_of
-from .looks import listed
 from .recorder import line_of
 from .refusals import refusal, unread_refusal
 from .repeat import RepeatedStep
 from .rest import with_rest
-from .shown import line_raised
+from .source import line_raised
 from .step import ModelStep, Recording
 from .ways import Generators, OtherWays
 from .witness import Witness, check_memory

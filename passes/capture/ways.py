@@ -35,7 +35,7 @@ from .asked import (
 from .attention import attended
 from .concrete import StepRecorder
 from .here import Here
-from .looks import is_library
+from .source import is_library
 
 logger = logging.getLogger(__name__)
 _DATA: Any = torch.Tensor.data

@@ -1,6 +1,6 @@
 """What a model's Python does besides calling operators, seen while the model is traced.
 
-    Look before --trace, attributes observed--> Look after --_settled--> nothing kept, or CaptureError by name
+    Ledger before --trace, attributes observed--> Ledger after --settle--> nothing kept, or CaptureError by name
 
 A graph holds operators alone. State that Python keeps from one call for the next, numbers that it draws and hooks that
 it sets would be frozen in it or lost. So the state that Python can reach (`state`) is looked at before and after the
@@ -25,9 +25,10 @@ from autopar.compat.watching import HOOKS, asking_for_inference, global_hooks, s
 from autopar.ir.rewrite import distinct
 
 from .asked import ASKING, SEEDING, refusing, without_files
-from .errors import CaptureError
-from .looks import Drawn, Look, Reads, Same, codes_of, is_library, listed, names_of
+from .errors import CaptureError, listed
+from .ledger import Drawn, Ledger, Reads, Same
 from .repeat import RepeatedStep
+from .source import codes_of, is_library, names_of
 from .state import look
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ class Witness:
         self.roots: dict[str, Any] = {} if loss_fn is None else {"loss_fn": loss_fn}
         self.roots |= global_hooks()
         self.paths = {id(module): path for path, module in self.modules.items()}
-        self.looks: list[Look] = []
+        self.looks: list[Ledger] = []
         """What Python could reach before the first step, after it, and after the second."""
         codes = (code for module in model.modules() for code in codes_of(module.forward, module))
         loss = codes_of(loss_fn) if loss_fn is not None else ()
@@ -65,7 +66,7 @@ class Witness:
         """Around all Python of the first step. Gives whether that may see which inputs are one object."""
         before, tensors = self._look(), self._tensors()
         self.looks = [before]
-        kept = [p for p, fact in before.facts.items() if fact == Same(torch.is_inference_mode_enabled)]
+        kept = [p for p, token in before.tokens.items() if token == Same(torch.is_inference_mode_enabled)]
         if kept:  # called by another name than that in torch, which is watched
             raise CaptureError(ASKING.format(line=f" as {kept[0]}"))
         with (
@@ -77,7 +78,7 @@ class Witness:
             yield self.identities
         _check_tensors(tensors, self._tensors())
         self.looks.append(after := self._look())
-        drawn = [path for path in before.differs(after) if isinstance(after.facts.get(path), Drawn)]
+        drawn = [path for path in before.differs(after) if isinstance(after.tokens.get(path), Drawn)]
         if drawn:
             raise CaptureError(
                 f"forward draws from {listed(drawn)}: each call would draw what the first one drew. Draw "
@@ -141,7 +142,7 @@ class Witness:
             self.looks[0].restore()
 
     @property
-    def seen(self) -> Look:
+    def seen(self) -> Ledger:
         """What Python could reach before the trace."""
         return self.looks[0]
 
@@ -179,7 +180,7 @@ class Witness:
         """Where Python holds what is on a memory."""
         return {memory_of(tensor): path for path, tensor in reversed(self.seen.tensors)}
 
-    def _look(self) -> Look:
+    def _look(self) -> Ledger:
         return look(self.modules, self.roots)
 
     def _tensors(self) -> dict[str, tuple[Any, ...]]:
@@ -270,7 +271,7 @@ _ASKS = frozenset(
 """Names of what changes by itself: where code mentions one, a second run decides."""
 
 
-def check_memory(constants: Mapping[str, torch.Tensor], seen: Look, model: nn.Module) -> None:
+def check_memory(constants: Mapping[str, torch.Tensor], seen: Ledger, model: nn.Module) -> None:
     """Raises CaptureError where a constant of the graph views a parameter or buffer, with which it would not change."""
     held = [(name, *storage_span(t)) for name, t in (*model.named_parameters(), *model.named_buffers())]
     for name, tensor in constants.items():

@@ -45,7 +45,7 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.passes.capture.errors import CaptureError
-from autopar.passes.capture.looks import Reads
+from autopar.passes.capture.ledger import Reads
 from autopar.passes.capture.state import look
 from autopar.passes.capture.trace import capture
 from autopar.runtime.guard import Guard
@@ -787,7 +787,7 @@ def test_what_forward_read_is_compared_whatever_holds_it(reader: tuple[Reader, R
     held = getattr(model, f"held_{[*HOLDERS].index(name)}")
     guard = Guard(model, None, reads)
     model.beside(batch())
-    assert read(held) == 1.0 and guard._is_untouched()
+    assert read(held) == 1.0 and guard.seen.holds()
     write(held, 2.0)
     assert read(held) == 2.0 and not guard.holds() and len(guard.changed) < 3
     write(held, 1.0)
@@ -1507,7 +1507,7 @@ def test_a_guard_takes_microseconds() -> None:
 
     model = Deep()
     guard = Guard(model, None, capture(model, (batch(),)).reads)
-    assert guard.holds() and len(guard.same) < 40 * len(guard.modules)
+    assert guard.holds() and len(guard.seen.entries) < 40 * len(guard.modules)
     model.layers[5].config.state[0] = 2.0
     assert not guard.holds() and guard.changed == ["layers.5.config.state[0]"]
     model.layers[5].config.state[0] = 1.0
@@ -1522,7 +1522,7 @@ def test_what_instruments_write_beside_an_assert_is_not_the_models() -> None:
 
     model = Asserting()
     found = look(dict(model.named_modules()), {})
-    assert not [path for path in found.facts if "pytest" in path] and len(found.facts) < 200
+    assert not [path for path in found.tokens if "pytest" in path] and len(found.tokens) < 200
 
 
 def test_a_wrapper_with_the_defaults_of_what_it_wraps() -> None:
@@ -1539,7 +1539,7 @@ def test_a_wrapper_with_the_defaults_of_what_it_wraps() -> None:
             return wrapper(h)
 
     model = Wrapped()
-    assert [p for p in look(dict(model.named_modules()), {}).facts if p.endswith("wrapper's default 0")]
+    assert [p for p in look(dict(model.named_modules()), {}).tokens if p.endswith("wrapper's default 0")]
     assert len(capture(model, (batch(),)).graph.outputs) == 3
 
 
