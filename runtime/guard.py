@@ -17,7 +17,6 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from autopar.compat.tensors import by_tensor
-from autopar.compat.watching import global_hooks
 from autopar.passes.capture.errors import listed
 from autopar.passes.capture.ledger import ABSENT, Drawn, Ledger, Reads
 from autopar.passes.capture.state import REGISTERED, look
@@ -29,10 +28,7 @@ class Guard:
     """Holds while what `reads` says was read of `model` and of `loss_fn` is as it was when the guard was built."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None, reads: Reads) -> None:
-        self.reads = reads
-        self.modules = dict(model.named_modules())
-        self.roots: dict[str, Any] = {} if loss_fn is None else {"loss_fn": loss_fn}
-        self.roots |= global_hooks()
+        self.modules, self.loss_fn, self.reads = dict(model.named_modules()), loss_fn, reads
         self.changed: list[str] = []
         """What differed when it was last seen not to hold."""
         self.seen = self._look()
@@ -55,7 +51,7 @@ class Guard:
         return not self.changed
 
     def _look(self) -> Ledger:
-        return look(self.modules, self.roots, self.reads)
+        return look(self.modules, self.loss_fn, self.reads)
 
 
 def report_changed(paths: Sequence[str], *, possible: bool) -> None:

@@ -18,8 +18,8 @@ import torch.utils._pytree as pytree
 from autopar.compat.tensors import stand_in
 from autopar.extensions import Plug
 from autopar.ops.aten import COPIES, NO_OPS
+from autopar.passes.capture.overrides import OVERRIDES
 from autopar.passes.capture.recorder import Recorder
-from autopar.passes.capture.ways import WAYS
 
 from .ctc import ctc_loss
 
@@ -129,7 +129,7 @@ def _packed(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return values.new_zeros((values.shape[0], count + 1)).scatter(1, places, values)
 
 
-WAYS.know(
+OVERRIDES.know(
     Plug(
         "CTC loss",
         lambda recorder: {

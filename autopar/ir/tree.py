@@ -10,6 +10,11 @@ from typing import Any
 import torch.utils._pytree as pytree
 
 
+def joined(path: str, name: str) -> str:
+    """The path of what stands under a name in what is at a path."""
+    return f"{path}.{name}" if path else name
+
+
 class _Record:
     """A container that pytree cannot name the parts of, as a node of the tree: an unregistered dataclass, or one that
     is registered without keys."""

@@ -80,6 +80,7 @@ class Ledger:
     tokens: dict[str, Any] = field(default_factory=dict)
     entries: list[Entry] = field(default_factory=list)
     tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    generators: list[torch.Generator] = field(default_factory=list)
     classes: set[type] = field(default_factory=set)
     names: set[str] = field(default_factory=set)
     """Names that the code mentions which was reached."""

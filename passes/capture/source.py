@@ -9,7 +9,6 @@ import itertools
 import logging
 import sys
 import sysconfig
-import traceback
 import types
 from collections.abc import Iterator
 from contextlib import ContextDecorator
@@ -103,18 +102,16 @@ def line_running() -> Line | None:
 
 def line_shown() -> str:
     """The line of the model's code that is running, in words."""
-    line = line_running()
-    return "" if line is None else line_of(*line)
+    return line_of(line_running())
 
 
 def line_raised(error: BaseException) -> str:
     """The line of the model at which an error was raised."""
-    line = line_in(error)
-    return "" if line is None else line_of(*line)
+    return line_of(line_in(error))
 
 
 def line_in(error: BaseException) -> Line | None:
-    lines = [(frame.f_code, number) for frame, number in traceback.walk_tb(error.__traceback__) if is_of_model(frame)]
+    lines = [(at.tb_frame.f_code, at.tb_lineno) for at in _traces(error.__traceback__) if is_of_model(at.tb_frame)]
     return lines[-1] if lines else None
 
 

@@ -33,8 +33,9 @@ import torch
 from torch import nn
 
 from autopar.compat.tensors import is_torchs, notes_of, unmodified
-from autopar.compat.watching import HOOKS, SETTINGS, SETTINGS_AT_WORK
+from autopar.compat.watching import HOOKS, SETTINGS, SETTINGS_AT_WORK, global_hooks
 from autopar.ir.rewrite import distinct
+from autopar.ir.tree import joined
 
 from .errors import CaptureError
 from .fakes import STANDS_FOR
@@ -85,9 +86,9 @@ _ALWAYS = frozenset(f"__{name}__" for name in _CALLED.split()) | {"forward", "ba
 """Methods that code calls without naming them."""
 
 
-def look(modules: Mapping[str, nn.Module], roots: Mapping[str, Any], reads: Reads | None = None) -> Ledger:
-    """What modules by path and other values by name hold; of what was read alone, where that is given, and then not
-    generators, which others draw from too. Raises CaptureError where forward read what nothing sees into."""
+def look(modules: Mapping[str, nn.Module], loss_fn: Any = None, reads: Reads | None = None) -> Ledger:
+    """What modules by path, their loss and the global hooks hold; of what was read alone, where that is given, and then
+    not generators, which others draw from too. Raises CaptureError where forward read what nothing sees into."""
     walk = _Walk(modules, reads)
     with unmodified():
         if reads is None:
@@ -98,7 +99,7 @@ def look(modules: Mapping[str, nn.Module], roots: Mapping[str, Any], reads: Read
             walk.reach("torch.get_rng_state()", torch.default_generator)
         for path, module in modules.items():
             walk.module(path, module)
-        for name, value in roots.items():
+        for name, value in {**({} if loss_fn is None else {"loss_fn": loss_fn}), **global_hooks()}.items():
             walk.reach(name, value)
         walk.run()
     walk.settings()
@@ -183,6 +184,8 @@ class _Walk:
             return ("as", self.seen[id(value)])
         self.seen[id(value)] = path
         self.kept.append(value)
+        if isinstance(value, torch.Generator):
+            self.ledger.generators.append(value)
         if kind not in self.rules:
             self.rules[kind] = _rule_of(kind), _slots(kind)
         rule, slots = self.rules[kind]
@@ -199,10 +202,10 @@ class _Walk:
         self.kept.append(module)
         self.fields(path, module, None if self.reads is None else self.reads.of(path))
         for name in () if self.reads is None else HOOKS:
-            _mapping(self, _joined(path, name), vars(module)[name])
+            _mapping(self, joined(path, name), vars(module)[name])
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
-                self.notes(_joined(path, name), tensor)
+                self.notes(joined(path, name), tensor)
         self.class_of(type(module))
 
     def fields(self, path: str, value: Any, wanted: Set[str] | None, slots: Sequence[tuple[str, Any]] = ()) -> None:
@@ -222,9 +225,9 @@ class _Walk:
                 if name in otherwise or is_torchs(str(name)):
                     continue
                 if name in fields:
-                    self.item(_joined(path, name), fields, name)
+                    self.item(joined(path, name), fields, name)
                 else:
-                    self._not_own(_joined(path, name), value, name)
+                    self._not_own(joined(path, name), value, name)
         for name, slot in slots:
             self.ledger.classes.add(type(value))
             if wanted is None or name in wanted:
@@ -306,7 +309,7 @@ class _Walk:
             ask = functools.partial(vars(cls).get, name, ABSENT)
             self.held(f"{cls.__name__}.{name}", ask, is_fixed=is_code)
 
-    def function(self, function: types.FunctionType) -> None:
+    def function(self, _: str, function: types.FunctionType) -> Same:
         """What a function holds, and what a person's code names."""
         of, code, namespace = f"{function.__qualname__}'s", function.__code__, function.__globals__
         library = is_library(code.co_filename)
@@ -317,7 +320,7 @@ class _Walk:
             self.reach(f"{of} {name}", held)
         if library:
             self.calls({function.__name__})  # whatever the model calls it
-            return
+            return Same(function)
         names = names_of(code)
         self.namespace(f"{of} ", namespace, names)
         for name in sorted(names):
@@ -325,6 +328,7 @@ class _Walk:
                 if isinstance(module := sys.modules.get(imported), types.ModuleType):
                     self.namespace(f"{imported}.", vars(module), names, f"{module.__name__}.")
         self.calls(names)
+        return Same(function)
 
     def namespace(self, prefix: str, namespace: dict[str, Any], names: set[str], inside: str = "") -> None:
         """Globals that code names: its own, or those inside of a module; of torch and of Python's own library constants
@@ -402,10 +406,6 @@ def _put_in_slot(slot: Any, value: Any, held: Any) -> None:
 _CELL: Any = types.CellType.cell_contents
 
 
-def _joined(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
-
-
 def _object(walk: _Walk, path: str, value: Any) -> Any:
     """An object that is its fields alone."""
     walk.class_of(type(value))
@@ -418,11 +418,6 @@ def _class(walk: _Walk, path: str, value: Any) -> Any:
     if issubclass(value, enum.Enum) and not is_library_module(value.__module__):
         for name, member in value.__members__.items():
             walk.reach(f"{value.__name__}.{name}", member)
-    return Same(value)
-
-
-def _function(walk: _Walk, path: str, value: Any) -> Any:
-    walk.function(value)
     return Same(value)
 
 
@@ -552,7 +547,7 @@ _RULES: dict[str, _Rule] = {
     "builtins.set": _elements,
     "builtins.frozenset": _elements,
     "collections.deque": _elements,
-    "builtins.function": _function,
+    "builtins.function": _Walk.function,
     "builtins.builtin_function_or_method": _builtin,
     "functools._lru_cache_wrapper": _cache,
     # what is its slots, or its `__dict__`

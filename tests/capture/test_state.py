@@ -971,6 +971,26 @@ def test_a_seed_in_forward_is_refused() -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
+@pytest.mark.parametrize("holder", ["an attribute", "an object", "a closure", "a global"])
+def test_a_generator_that_forward_seeds_is_refused_whoever_holds_it(holder: str) -> None:
+    held = torch.Generator().manual_seed(0)
+
+    class Seeds(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.generator = torch.Generator().manual_seed(0)
+            self.config = types.SimpleNamespace(generator=torch.Generator().manual_seed(0))
+
+        def beside(self, h: torch.Tensor) -> torch.Tensor:
+            held_by = {"an attribute": self.generator, "an object": self.config.generator, "a closure": held}
+            generator = held_by.get(holder, TORCH)
+            return h * torch.rand(h.shape, generator=generator.manual_seed(0))
+
+    TORCH.manual_seed(0)
+    assert "forward seeds a torch.Generator" in refusal(Seeds())
+    assert torch.equal(held.get_state(), torch.Generator().manual_seed(0).get_state())
+
+
 def test_what_changes_by_itself_is_refused() -> None:
     for draw in (time.time, lambda: random.Random().random(), lambda: np.random.default_rng().random()):
         assert "something that changes by itself" in refusal(Draws(lambda draw=draw: draw() if time else 0.0))
@@ -1521,7 +1541,7 @@ def test_what_instruments_write_beside_an_assert_is_not_the_models() -> None:
             return h
 
     model = Asserting()
-    found = look(dict(model.named_modules()), {})
+    found = look(dict(model.named_modules()))
     assert not [path for path in found.tokens if "pytest" in path] and len(found.tokens) < 200
 
 
@@ -1539,7 +1559,7 @@ def test_a_wrapper_with_the_defaults_of_what_it_wraps() -> None:
             return wrapper(h)
 
     model = Wrapped()
-    assert [p for p in look(dict(model.named_modules()), {}).tokens if p.endswith("wrapper's default 0")]
+    assert [p for p in look(dict(model.named_modules())).tokens if p.endswith("wrapper's default 0")]
     assert len(capture(model, (batch(),)).graph.outputs) == 3
 
 
