@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.compat import watching
 from autopar.compat.rebinding import Rebound
-from autopar.compat.tensors import is_fake, is_plain, storage_span, take_notes
+from autopar.compat.tensors import is_fake, is_plain, like, storage_span, take_notes
 from autopar.compat.watching import hook_gradient, is_stepped_in_backward
 from autopar.compat.wrapping import reduces_itself
 from autopar.ir.precision import Precision
@@ -78,24 +78,17 @@ class Fakes:
         """A fake of the same shape and stride, and dtype if none is given, on the CPU, a leaf of autograd."""
         if not is_plain(source):
             raise CaptureError(f"{name} is a {type(source).__name__}: give the global tensor, real, on meta or fake")
+        if isinstance(source, nn.Parameter) and is_stepped_in_backward(source):
+            raise CaptureError(
+                f"{name} has a hook that runs once its gradient is accumulated, and the parallel module has parameters "
+                f"of its own: register it on those, after parallelize"
+            )
         with self.mode:
-            fake = torch.empty_strided(source.shape, source.stride(), dtype=dtype or source.dtype, device=HERE)
-        if isinstance(source, nn.Parameter):
-            if is_stepped_in_backward(source):
-                raise CaptureError(
-                    f"{name} has a hook that runs once its gradient is accumulated, and the parallel module has "
-                    f"parameters of its own: register it on those, after parallelize"
-                )
-            fake = nn.Parameter(fake, requires_grad=source.requires_grad and self.grad)
-            take_notes(fake, source)
-            return fake
-        return fake.requires_grad_(source.requires_grad and self.grad)
+            return like(source, source.requires_grad and self.grad, dtype=dtype, device=HERE)
 
     def alias(self, source: torch.Tensor) -> torch.Tensor:
         """The same real tensor, a leaf of autograd."""
-        same = self.here.tensor(source).detach().requires_grad_(source.requires_grad and self.grad)
-        take_notes(same, source)
-        return same
+        return self.here.tensor(source).detach().requires_grad_(source.requires_grad and self.grad)
 
     def module(self, model: nn.Module) -> tuple[nn.Module, Rebound]:
         """`copied`, and shares no tensor with the model, and copies no data."""
@@ -125,11 +118,7 @@ def skeleton(model: nn.Module) -> tuple[nn.Module, Rebound]:
     """`copied`, with parameters and buffers on `meta`."""
 
     def held(_: str, tensor: torch.Tensor) -> torch.Tensor:
-        bare = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-        is_parameter = isinstance(tensor, nn.Parameter)
-        bare = nn.Parameter(bare, requires_grad=tensor.requires_grad) if is_parameter else bare
-        take_notes(bare, tensor)
-        return bare
+        return like(tensor, isinstance(tensor, nn.Parameter) and tensor.requires_grad, device="meta")
 
     return copied(model, _replaced(model, held, lambda _, tensor: tensor))
 
@@ -139,11 +128,15 @@ def _replaced(
     held: Callable[[str, torch.Tensor], torch.Tensor],
     other: Callable[[str, torch.Tensor], torch.Tensor],
 ) -> dict[int, torch.Tensor]:
-    """What stands for each tensor: for parameters and buffers, and for those in other attributes."""
-    memo = {id(tensor): held(name, tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    for name, tensor in _other_tensors(model):
-        if id(tensor) not in memo:
-            memo[id(tensor)] = other(name, tensor)
+    """What stands for each tensor, with the same notes: for parameters and buffers, and for those in other
+    attributes."""
+    memo: dict[int, torch.Tensor] = {}
+    named = (*model.named_parameters(), *model.named_buffers())
+    for make, tensors in ((held, named), (other, _other_tensors(model))):
+        for name, tensor in tensors:
+            if id(tensor) not in memo:
+                memo[id(tensor)] = make(name, tensor)
+                take_notes(memo[id(tensor)], tensor)
     return memo
 
 

@@ -128,11 +128,12 @@ def _capture(
     watched = _WatchedStep(step, here, witness)
     try:
         first, recorder, functional = watched.twice()
-        constants = {name: here.source(tensor) for name, tensor in recorder.constants.items()}
         targets = witness.paths_of(recorder.constants, taken={i.target for i in first.inputs})
         graph = first.graph(functional, targets)
         read = {i.target for i in graph.inputs}
-        constants = {target: constants[name] for name, target in targets.items() if target in read}
+        constants = {
+            target: here.source(recorder.constants[name]) for name, target in targets.items() if target in read
+        }
         check_memory(constants, witness.seen, model)
     except CaptureError as error:
         if isinstance(error, OfData) and (located := unread_refusal(model, watched.unread)):

@@ -1016,6 +1016,28 @@ def test_what_forward_does_to_parameters_beside_operators_is_refused(what: str) 
     assert message in refusal(Does())
 
 
+@pytest.mark.parametrize("held", ["a buffer", "a parameter", "another tensor"])
+def test_what_people_noted_on_a_tensor_is_read_and_compared(held: str) -> None:
+    class Noted(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.ones(WIDTH))
+            self.other = torch.ones(WIDTH)
+            self.noted = {"a buffer": "table", "a parameter": "gain", "another tensor": "other"}[held]
+            self.gain = nn.Parameter(torch.ones(WIDTH))
+            getattr(self, self.noted).scale = 2.0
+
+        def beside(self, h: torch.Tensor) -> torch.Tensor:
+            noted = getattr(self, self.noted)
+            return h * noted * noted.scale
+
+    model = Noted()
+    guard = Guard(model, None, capture(model, (batch(),)).reads)
+    assert guard.holds()
+    getattr(model, model.noted).scale = 3.0
+    assert not guard.holds() and guard.changed == [f"{model.noted}.scale"]
+
+
 # ------------------------------------------------------------------------------------- hooks
 
 
