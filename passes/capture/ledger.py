@@ -62,7 +62,7 @@ class Reads:
         return None if is_module or "__dict__" in names else names
 
 
-class Entry(NamedTuple):
+class LedgerEntry(NamedTuple):
     """What stood at a path: how to ask for it again, what the answer was, whether another answer is alike, and how to
     put it back."""
 
@@ -78,7 +78,7 @@ class Ledger:
     """All that was reached: a token of each path, and entries that tell quickly whether it is there still."""
 
     tokens: dict[str, Any] = field(default_factory=dict)
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[LedgerEntry] = field(default_factory=list)
     tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     generators: list[torch.Generator] = field(default_factory=list)
     classes: set[type] = field(default_factory=set)

@@ -39,7 +39,7 @@ from autopar.ir.tree import joined
 
 from .errors import CaptureError
 from .fakes import STANDS_FOR
-from .ledger import ABSENT, Drawn, Entry, Ledger, Reads, Same, contents, identities, outer_paths, put_back
+from .ledger import ABSENT, Drawn, Ledger, LedgerEntry, Reads, Same, contents, identities, outer_paths, put_back
 from .source import defaults_of, is_library, is_library_module, names_of
 
 logger = logging.getLogger(__name__)
@@ -156,7 +156,7 @@ class _Walk:
     ) -> Any:
         """Enter what is asked for at a path: it is to be alike later on."""
         answer = ask()
-        self.ledger.entries.append(Entry(path, ask, answer, alike, put))
+        self.ledger.entries.append(LedgerEntry(path, ask, answer, alike, put))
         return answer
 
     def contents(self, path: str, value: Any) -> None:
