@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.cluster.library import named_cluster
 from autopar.cluster.machine import Cluster
 from autopar.cost.optimizers import Optimizer
-from autopar.passes.capture.shown import presented
+from autopar.passes.capture.source import presented
 from autopar.planning.at_rest import Decided
 from autopar.planning.given import check_mesh
 from autopar.planning.meshes import mesh_of, meshes

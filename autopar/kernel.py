@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.cluster.machine import Cluster
 from autopar.compat.fakes import fake_mode
+from autopar.compat.tensors import like
 from autopar.ir.graph import JointGraph, overload
 from autopar.ir.layout import shard
 from autopar.ir.program import Program
@@ -47,8 +48,7 @@ def trace(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[JointGraph, Tens
 
     def fake(x: torch.Tensor) -> torch.Tensor:
         with mode:
-            bare = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
-        return nn.Parameter(bare, x.requires_grad) if isinstance(x, nn.Parameter) else bare
+            return like(x, isinstance(x, nn.Parameter) and x.requires_grad)
 
     pairs, spec = flatten("", (args, kwargs))
     fakes = {path: fake(x) for path, x in pairs if isinstance(x, torch.Tensor)}

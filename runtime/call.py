@@ -18,8 +18,8 @@ from autopar.compat.tensors import is_real, storage_span
 from autopar.compat.watching import hooks_gradient
 from autopar.extensions import Plug, Table
 from autopar.ir.program import ProgramInput
-from autopar.passes.capture.looks import listed
-from autopar.passes.capture.shown import presented
+from autopar.passes.capture.errors import listed
+from autopar.passes.capture.source import presented
 
 from .agree import all_alike, digest, together
 from .gathers import Gathers

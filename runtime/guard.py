@@ -9,7 +9,7 @@ import logging
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import chain
-from operator import call, is_
+from operator import is_
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -18,7 +18,8 @@ from torch.utils.hooks import RemovableHandle
 
 from autopar.compat.calls import by_tensor
 from autopar.compat.watching import global_hooks
-from autopar.passes.capture.looks import ABSENT, Drawn, Look, Reads, listed
+from autopar.passes.capture.errors import listed
+from autopar.passes.capture.ledger import ABSENT, Drawn, Ledger, Reads
 from autopar.passes.capture.state import REGISTERED, look
 
 logger = logging.getLogger("autopar")
@@ -28,45 +29,30 @@ class Guard:
     """Holds while what `reads` says was read of `model` and of `loss_fn` is as it was when the guard was built."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None, reads: Reads) -> None:
-        self.reads = reads
-        self.modules = dict(model.named_modules())
-        self.roots: dict[str, Any] = {} if loss_fn is None else {"loss_fn": loss_fn}
-        self.roots |= global_hooks()
+        self.modules, self.loss_fn, self.reads = dict(model.named_modules()), loss_fn, reads
         self.changed: list[str] = []
         """What differed when it was last seen not to hold."""
-        seen = self._look()
-        self.facts = seen.facts
-        self._arm(seen)
+        self.seen = self._look()
 
     def holds(self) -> bool:
         """Whether all is as it was. Raises ValueError for what no program could serve."""
-        if self._is_untouched():
+        if self.seen.holds():
             return True
         now = self._look()
-        for path, fact in now.facts.items():
-            if fact is REGISTERED and self.facts.get(path, ABSENT) is ABSENT:
+        for path, token in now.tokens.items():
+            if token is REGISTERED and self.seen.tokens.get(path, ABSENT) is ABSENT:
                 raise ValueError(
                     f"{path} was registered after parallelize, and forward looks for it: register it first, and "
                     f"parallelize the model then"
                 )
         # generators go on outside of the model: capture saw that forward does not use them
-        self.changed = Look(facts=self.facts).differs(now, lambda a, b: isinstance(a, Drawn) and isinstance(b, Drawn))
+        self.changed = self.seen.differs(now, lambda a, b: isinstance(a, Drawn) and isinstance(b, Drawn))
         if not self.changed:
-            self._arm(now)
+            self.seen = now
         return not self.changed
 
-    def _is_untouched(self) -> bool:
-        """Whether all that was looked at is the same objects, or equal where it is not kept as an object."""
-        return all(map(is_, map(call, self.same), self.same_answers)) and [*map(call, self.equal)] == self.equal_answers
-
-    def _look(self) -> Look:
-        return look(self.modules, self.roots, self.reads)
-
-    def _arm(self, seen: Look) -> None:
-        self.same, self.equal = [o.ask for o in seen.same], [o.ask for o in seen.equal]
-        self.same_answers, self.equal_answers = [o.answer for o in seen.same], [o.answer for o in seen.equal]
-        self.kept = [o.put for o in seen.equal]
-        """What knows the objects of which answers have identities: these do not come up again."""
+    def _look(self) -> Ledger:
+        return look(self.modules, self.loss_fn, self.reads)
 
 
 def report_changed(paths: Sequence[str], *, possible: bool) -> None:

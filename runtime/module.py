@@ -16,12 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
 from autopar.compat.calls import uncompiled
+from autopar.compat.rebinding import HOOKS_OF_STATES, rebind_state_hooks
 from autopar.compat.tensors import is_real
 from autopar.compat.waiting import name_waits
-from autopar.compat.wrapping import HOOKS_OF_STATES, rebind_state_hooks, unwrapped
+from autopar.compat.wrapping import unwrapped
 from autopar.ir.program import Program
 from autopar.passes.capture.captured import Captured
-from autopar.passes.capture.shown import presented
+from autopar.passes.capture.source import presented
 
 from .agree import agreed, all_equal, alone, digest, follow_world_timeout, raise_together
 from .call import WATCHES, ProgramStep, prepared_call, unwatched

@@ -18,7 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from autopar.compat.distributed import local_tensor
-from autopar.compat.later import computation_of, later, postpone
+from autopar.compat.lazy import computation_of, later, postpone
 from autopar.compat.neutral import without_autocast
 
 from .compiled import clocked_by

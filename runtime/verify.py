@@ -19,6 +19,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from autopar.compat.rebinding import Rebound
 from autopar.compat.redistributing import full_tensor
 from autopar.compat.watching import hook_gradient
 from autopar.compat.wrapping import unwrapped
@@ -27,7 +28,7 @@ from autopar.ir.program import ProgramOutput
 from autopar.ir.tree import flatten
 from autopar.ops.lockstep import run
 from autopar.passes.capture.captured import Captured
-from autopar.passes.capture.fakes import Rebound, copied, gradient_hooks, skeleton
+from autopar.passes.capture.fakes import copied, gradient_hooks, skeleton
 from autopar.passes.codegen.precision import at_rest
 
 from .agree import together

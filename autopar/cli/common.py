@@ -33,11 +33,11 @@ from .later import Deferred
 from .usage import BAD_INPUT
 
 if TYPE_CHECKING:
-    from autopar.passes.capture import shown
+    from autopar.passes.capture import source
     from autopar.report.comparison import Comparison
     from autopar.report.fit import Fit
 else:
-    shown = Deferred("autopar.passes.capture.shown")
+    source = Deferred("autopar.passes.capture.source")
 
 
 P = ParamSpec("P")
@@ -67,7 +67,7 @@ def reports_bad_input(command: Callable[P, T]) -> Callable[P, T]:
             check_options(kwargs)
             return command(*args, **kwargs)
         except Exception as error:
-            if "torch" in sys.modules and (where := shown.raised_by_model(error)):
+            if "torch" in sys.modules and (where := source.raised_by_model(error)):
                 fail(f"{type(error).__name__}{where}: {error}")
             if isinstance(error, ValueError):
                 fail(error)

@@ -82,9 +82,9 @@ def autocast_of(device_type: str) -> Iterator[None]:
             warnings.simplefilter("ignore")  # of kernels that are replaced, on purpose
             for op, kernel in _kernels():
                 library.impl(op, kernel, _KEY.name, allow_override=True)
-        stack.enter_context(patched(torch.autocast, "__init__", begin_here))
-        for question in (torch.is_autocast_enabled, torch.get_autocast_dtype):
-            stack.enter_context(patched(torch, question.__name__, asked(question)))
+        stack.enter_context(patched(torch.autocast, __init__=begin_here))
+        questions = torch.is_autocast_enabled, torch.get_autocast_dtype
+        stack.enter_context(patched(torch, **{question.__name__: asked(question) for question in questions}))
         stack.enter_context(torch.autocast("cpu", dtype=dtype, enabled=dtype is not None))
         yield
 
@@ -101,14 +101,6 @@ def _as(dtype: torch.dtype, values: Any) -> Any:
     return pytree.tree_map_only(torch.Tensor, cast, values)
 
 
-def _lower(op: Any, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _as(dtype, (args, kwargs))
-
-
-def _in_float(op: Any, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _as(torch.float32, (args, kwargs))
-
-
 def _to_float(op: Any, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     names = [argument.name for argument in op._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -118,12 +110,22 @@ def _to_float(op: Any, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[s
     return (), given
 
 
-def _in_widest(op: Any, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    wide = any(isinstance(x, torch.Tensor) and x.dtype == torch.float32 for x in pytree.tree_leaves((args, kwargs)))
-    return _as(torch.float32 if wide else dtype, (args, kwargs))
+def _widest(dtype: torch.dtype, arguments: Any) -> torch.dtype:
+    wide = any(isinstance(x, torch.Tensor) and x.dtype == torch.float32 for x in pytree.tree_leaves(arguments))
+    return torch.float32 if wide else dtype
 
 
-_CASTS: Mapping[Cast, str] = {_lower: _LOWER, _in_float: _FLOAT, _to_float: _FLOAT_RESULT, _in_widest: _WIDEST}
+def _to(pick: Callable[[torch.dtype, Any], torch.dtype]) -> Cast:
+    """The arguments in a dtype that the lower precision and they themselves decide."""
+    return lambda op, dtype, args, kwargs: _as(pick(dtype, (args, kwargs)), (args, kwargs))
+
+
+_CASTS: Mapping[Cast, str] = {
+    _to(lambda dtype, _: dtype): _LOWER,
+    _to(lambda *_: torch.float32): _FLOAT,
+    _to(_widest): _WIDEST,
+    _to_float: _FLOAT_RESULT,
+}
 
 
 def _kernels() -> Iterator[tuple[str, Any]]:

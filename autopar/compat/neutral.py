@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -150,26 +150,24 @@ def _branch(pred, true_fn, false_fn, operands=()):  # type: ignore[no-untyped-de
 _COND: Any = torch.cond
 _COND.__globals__["_autopar_cond"] = cond
 
-_BIASES = CausalBias, "__new__", lambda kind, *_, **named: stand_in(kind)
-
-_NEUTRAL: Sequence[tuple[Any, str, Any]] = (
-    (nn.Module, "_apply", _settled),
-    (_BatchNorm, "forward", _averaged),
-    (torch.inference_mode, "__enter__", _without_inference),
-    (torch.utils.dlpack, "to_dlpack", _to_dlpack),
-    (torch, "to_dlpack", _to_dlpack),
+_NEUTRAL: Mapping[Any, Mapping[str, Any]] = {
+    nn.Module: {"_apply": _settled},
+    _BatchNorm: {"forward": _averaged},
+    torch.inference_mode: {"__enter__": _without_inference},
+    torch.utils.dlpack: {"to_dlpack": _to_dlpack},
+    torch: {"to_dlpack": _to_dlpack},
     # whoever holds it by whatever name
-    (_COND, "__code__", _branch.__code__),
-    (utils, "setup_compilation_env", _refused),
+    _COND: {"__code__": _branch.__code__},
+    utils: {"setup_compilation_env": _refused},
     # nn.TransformerEncoder compares its mask with the causal one, to give attention a hint: a branch on data, with and
     # without which the result is the same
-    (transformer, "_detect_is_causal_mask", lambda mask, is_causal=None, size=None: is_causal is True),
-    (torch.backends.mha, "_is_fastpath_enabled", False),
-    _BIASES,
+    transformer: {"_detect_is_causal_mask": lambda mask, is_causal=None, size=None: is_causal is True},
+    torch.backends.mha: {"_is_fastpath_enabled": False},
+    CausalBias: {"__new__": lambda kind, *_, **named: stand_in(kind)},
     # fakes log what they raise, which the model may catch, or the error says
-    (logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True),
-)
-"""Parts of torch, as (holder, name), and what stands there while a step is recorded."""
+    logging.getLogger("torch._subclasses.fake_tensor"): {"disabled": True},
+}
+"""Holders of parts of torch, and what stands there while a step is recorded, by name."""
 
 
 @contextlib.contextmanager
@@ -178,8 +176,8 @@ def neutral() -> Iterator[None]:
     every device and in every dtype: a CPU, like CUDA, would run some of them as one operator, of which no dim can be
     split."""
     with contextlib.ExitStack() as stack:
-        for part in _NEUTRAL:
-            stack.enter_context(patched(*part))
+        for holder, parts in _NEUTRAL.items():
+            stack.enter_context(patched(holder, **parts))
         stack.callback(torch._C._set_mkldnn_enabled, torch._C._get_mkldnn_enabled())
         torch._C._set_mkldnn_enabled(False)
         stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -191,7 +189,7 @@ def neutral() -> Iterator[None]:
 def causal_biases() -> contextlib.AbstractContextManager[None]:
     """Within it a causal bias of torch may be made under any modes. It is an empty tensor of its class, which torch
     cannot make where tensors are to be fakes, or watched."""
-    return patched(*_BIASES)
+    return patched(CausalBias, **_NEUTRAL[CausalBias])
 
 
 def without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:

@@ -6,16 +6,15 @@ from typing import Any
 
 
 @contextlib.contextmanager
-def patched(holder: Any, name: str, value: Any) -> Iterator[None]:
-    """Replaces an attribute of a module or a class within the context. A class that inherited it does so again
-    afterwards."""
-    inherits = isinstance(holder, type) and name not in vars(holder)
-    original = None if inherits else vars(holder)[name] if isinstance(holder, type) else getattr(holder, name)
-    setattr(holder, name, value)
+def patched(holder: Any, **attributes: Any) -> Iterator[None]:
+    """Replaces attributes of a module, a class or an object within the context. A class that inherited one does so
+    again afterwards."""
+    own = vars(holder) if isinstance(holder, type) else {name: getattr(holder, name) for name in attributes}
+    before = {name: own[name] for name in attributes if name in own}
+    for name, value in attributes.items():
+        setattr(holder, name, value)
     try:
         yield
     finally:
-        if inherits:
-            delattr(holder, name)
-        else:
-            setattr(holder, name, original)
+        for name in attributes:
+            setattr(holder, name, before[name]) if name in before else delattr(holder, name)

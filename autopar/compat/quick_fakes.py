@@ -72,7 +72,7 @@ def _lies(*values: Any) -> tuple[Any, ...] | None:
     key: list[Any] = []
     for x in values:
         if isinstance(x, FakeTensor):
-            if x.constant is not None or x.is_complex() or x.is_neg() or x._is_zerotensor():
+            if not _is_bare(x):
                 return None
             key.append((x.shape, x.stride(), x.storage_offset(), x.dtype, x.requires_grad, x.fake_device))
         elif isinstance(x, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
@@ -89,6 +89,11 @@ def _lies(*values: Any) -> tuple[Any, ...] | None:
     except TypeError:
         return None
     return made
+
+
+def _is_bare(x: FakeTensor) -> bool:
+    """Whether it is no more than shape, stride and dtype."""
+    return not (x.constant is not None or x.is_complex() or x.is_neg() or x._is_zerotensor())
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +116,7 @@ class _FakeResults:
             if x is None:
                 lies.append(None)
                 continue
-            bare = type(x) is FakeTensor and x.constant is None and not x._is_zerotensor()
-            if not bare or x.is_complex() or x.is_neg():
+            if type(x) is not FakeTensor or not _is_bare(x):
                 return None
             viewed = memory_of(x) in given
             if any(x is other for other in args) or (viewed and memory_of(x) != memory_of(args[0])):

@@ -4,7 +4,7 @@ the model's author marked with `torch.utils.checkpoint`."""
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +15,6 @@ from torch.utils.checkpoint import CheckpointFunction, _checkpoint_hook, _checkp
 
 from .dispatch import Again
 from .patching import patched
-
-NO_NUMBER = 1 << 63
-"""From here on are the sequence numbers of nodes that have none, such as those that accumulate into a leaf."""
 
 
 class Whereabouts:
@@ -38,11 +35,6 @@ class Whereabouts:
         self._within: Counter[Any] = Counter()  # how many checkpoints were entered within those around, in each run
         self._runs = 0
 
-    @property
-    def accumulates(self) -> bool:
-        """Whether autograd runs and none of its nodes does: it then adds up the gradients of a tensor's consumers."""
-        return bool(self.engines) and self.node is None
-
     @staticmethod
     def number() -> int:
         """The sequence number of the node that autograd made last."""
@@ -59,23 +51,26 @@ class Whereabouts:
         around = self.regions, self.again
         number = self._numbers.setdefault((self.regions, self._within[around]), len(self._numbers))
         self._within[around] += 1
-        return patched(self, "regions", (*self.regions, number))
+        return patched(self, regions=(*self.regions, number))
 
-    @contextlib.contextmanager
-    def rerun(self, regions: tuple[int, ...], *, draws_alike: bool, is_differentiated: bool) -> Iterator[None]:
-        """Within it the function of a checkpoint, in these regions, runs again."""
-        self._runs += 1
-        again = Again(run=self._runs, draws_alike=draws_alike, is_differentiated=is_differentiated)
-        with patched(self, "again", again), patched(self, "regions", regions):
-            yield
+    def rerunning(self, function: Any, *, draws_alike: bool, is_differentiated: bool) -> Callable[..., Any]:
+        """The function of the checkpoint around, as it runs again."""
+        regions = self.regions
+
+        def again(*args: Any) -> Any:
+            self._runs += 1
+            run = Again(run=self._runs, draws_alike=draws_alike, is_differentiated=is_differentiated)
+            with patched(self, again=run, regions=regions):
+                return function(*args)
+
+        return again
 
     def run_engine(self, roots: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         """Autograd's engine, whose nodes say when they run."""
         self._follow(roots)
         active = [*map(id, function_modes())]
         with contextlib.ExitStack() as stack:
-            stack.enter_context(patched(self, "node", None))
-            stack.enter_context(patched(self, "engines", self.engines + 1))
+            stack.enter_context(patched(self, node=None, engines=self.engines + 1))
             stack.enter_context(torch.autograd.set_detect_anomaly(torch.is_anomaly_enabled(), check_nan=False))
             for mode in self.modes:  # none of those is that saw the call of backward itself
                 if id(mode) not in active:
@@ -128,8 +123,8 @@ def followed(paths: Mapping[int, str]) -> Iterator[Whereabouts]:
             where.modules.pop()
 
     with (
-        patched(nn.Module, "__call__", called),
-        patched(torch.autograd, "_engine_run_backward", where.run_engine),
+        patched(nn.Module, __call__=called),
+        patched(torch.autograd, _engine_run_backward=where.run_engine),
         _followed_checkpoints(where),
     ):
         yield where
@@ -141,12 +136,8 @@ def _followed_checkpoints(where: Whereabouts) -> Iterator[None]:
     forward: Any = CheckpointFunction.forward
 
     def reentrant(ctx: Any, function: Any, preserve_rng_state: bool, *args: Any) -> Any:
-        def again(*args: Any) -> Any:
-            with where.rerun(regions, draws_alike=preserve_rng_state, is_differentiated=True):
-                return function(*args)
-
         with where.region():
-            regions = where.regions
+            again = where.rerunning(function, draws_alike=preserve_rng_state, is_differentiated=True)
             result = forward(ctx, function, preserve_rng_state, *args)
         ctx.run_function = again
         return result
@@ -157,14 +148,8 @@ def _followed_checkpoints(where: Whereabouts) -> Iterator[None]:
             cells = dict(zip(function.__code__.co_freevars, function.__closure__, strict=True))
             alike = bool(cells["preserve_rng_state"].cell_contents)
             self.region = where.region()
-
-            def again(*args: Any) -> Any:
-                with where.rerun(regions, draws_alike=alike, is_differentiated=False):
-                    return function(*args)
-
             self.region.__enter__()
-            regions = where.regions
-            frame.recompute_fn = again
+            frame.recompute_fn = where.rerunning(function, draws_alike=alike, is_differentiated=False)
             super().__init__(frame)
 
         def __exit__(self, *raised: Any) -> Any:
@@ -180,9 +165,8 @@ def _followed_checkpoints(where: Whereabouts) -> Iterator[None]:
 
     try:
         with (
-            patched(CheckpointFunction, "forward", staticmethod(reentrant)),
-            patched(torch.utils.checkpoint, "_checkpoint_hook", Hook),
-            patched(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", begin),
+            patched(CheckpointFunction, forward=staticmethod(reentrant)),
+            patched(torch.utils.checkpoint, _checkpoint_hook=Hook, _checkpoint_without_reentrant_generator=begin),
         ):
             yield
     finally:

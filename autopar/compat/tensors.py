@@ -62,6 +62,14 @@ def stand_in(kind: type[Any]) -> Any:
         return torch.empty(0).as_subclass(kind)
 
 
+def like(
+    source: torch.Tensor, requires_grad: bool, *, dtype: torch.dtype | None = None, device: Any = None
+) -> torch.Tensor:
+    """An empty tensor of the same shape and strides, a leaf of autograd, and a parameter if that is one."""
+    made = torch.empty_strided(source.shape, source.stride(), dtype=dtype or source.dtype, device=device)
+    return nn.Parameter(made, requires_grad) if isinstance(source, nn.Parameter) else made.requires_grad_(requires_grad)
+
+
 def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 

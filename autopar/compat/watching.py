@@ -21,14 +21,6 @@ from .patching import patched
 from .tensors import unmodified
 
 
-class WritesReal(Exception):
-    """An operator of a traced model writes this tensor, which is neither of the traced copy nor produced by it."""
-
-
-class WritesInput(Exception):
-    """An operator of a traced model writes its input at this path."""
-
-
 def property_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What an operator gives that asks for a property of a tensor. Its device is asked for most, and at once known."""
     if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
@@ -81,27 +73,27 @@ def raised_by_product(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
     return raised_by(func, args, kwargs, longest=4)
 
 
-def decides_by_data(error: Exception) -> bool:
-    """Whether tracing stopped where Python code asks for a value of a tensor: a branch, an index, a size."""
-    # the last is what indexing by a tensor without data says
-    data = GuardOnDataDependentSymNode, DataDependentOutputException
-    return isinstance(error, data) or "its data is not allocated yet" in str(error)
+def cause_of(error: Exception) -> str:
+    """Why a trace stopped: "decides" where Python code asks for a value of a tensor (a branch, an index, a size),
+    "sizes" where a number that was read of a tensor has no concrete value, "unknown" where torch has no fake of an
+    operator, "sparse" where a tensor has no storage; "" for all else."""
+    said = str(error).lower()
+    causes = (cause for cause, kinds, words in _CAUSES if isinstance(error, kinds) or any(map(said.count, words)))
+    return next(causes, "")
 
 
-def leaves_numbers(error: Exception) -> bool:
-    """Whether tracing stopped since a number that was read of a tensor has no concrete value."""
-    return "nbacked symbol" in str(error) or "SymInt" in str(error) or "data dependent" in str(error).lower()
-
-
-def is_of_sparse(error: Exception) -> bool:
-    """Whether a step could not be recorded for a sparse tensor, which has no storage."""
-    return "storage of Sparse" in str(error)
-
-
-def unrecordable(error: Exception) -> str | None:
-    """The operator of which torch has no fake, if a step could not be recorded for that."""
-    unknown = UnsupportedOperatorException, DynamicOutputShapeException
-    return str(error.func) if isinstance(error, unknown) else None
+_CAUSES: Sequence[tuple[str, tuple[type, ...], tuple[str, ...]]] = (
+    # the words are what indexing by a tensor without data says
+    (
+        "decides",
+        (GuardOnDataDependentSymNode, DataDependentOutputException),
+        ("its data is not allocated yet",),
+    ),
+    ("sizes", (), ("nbacked symbol", "symint", "data dependent")),
+    ("unknown", (UnsupportedOperatorException, DynamicOutputShapeException), ()),
+    ("sparse", (), ("storage of sparse",)),
+)
+"""Causes of errors: their classes, and words that they say."""
 
 
 def gradient_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], Any]]:
@@ -160,7 +152,7 @@ def seeding(seeded: Callable[[], None]) -> Iterator[None]:
             return getattr(generator, name)
 
     watched = Watched()
-    with patched(torch.random, "default_generator", watched), patched(torch, "default_generator", watched):
+    with patched(torch.random, default_generator=watched), patched(torch, default_generator=watched):
         yield
 
 
@@ -173,7 +165,7 @@ def asking_for_inference(asked: Callable[[], None]) -> contextlib.AbstractContex
             asked()
         return original()
 
-    return patched(torch, "is_inference_mode_enabled", ask)
+    return patched(torch, is_inference_mode_enabled=ask)
 
 
 def _device() -> str:

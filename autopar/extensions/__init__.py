@@ -21,7 +21,7 @@ GROUP = "autopar.extensions"
 
 EXTRAS: Mapping[str, Sequence[str]] = {
     "rule": ("autopar.extras.ctc", "autopar.extras.upsampling"),
-    "way": ("autopar.extras.selected_labels",),
+    "override": ("autopar.extras.selected_labels",),
     "optimizer": ("autopar.extras.muon",),
     "watch": ("autopar.extras.finite",),
 }

@@ -20,8 +20,8 @@ from autopar.extensions import Plug
 from autopar.ir.graph import CAST
 from autopar.ops.aten import COPIES, NO_OPS
 from autopar.ops.kinds import SUM
+from autopar.passes.capture.overrides import OVERRIDES
 from autopar.passes.capture.recorder import Recorder
-from autopar.passes.capture.ways import WAYS
 
 from .ctc import ctc_loss
 
@@ -131,7 +131,7 @@ def _packed(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return values.new_zeros((values.shape[0], count + 1)).scatter(1, places, values)
 
 
-WAYS.know(
+OVERRIDES.know(
     Plug(
         "CTC loss",
         lambda recorder: {

@@ -64,7 +64,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """What a loader's last batch is filled up with is cut off, as on one process."""
-        with patched(accelerate.accelerator, "gather_object", whole):  # objects are those of all ranks
+        with patched(accelerate.accelerator, gather_object=whole):  # objects are those of all ranks
             return super().gather_for_metrics(input_data, use_gather_object)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:

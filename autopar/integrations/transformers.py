@@ -49,7 +49,7 @@ class Trainer(transformers.Trainer):
         self._signature_columns: Any = [*columns, "label", "label_ids", *self.label_names]
 
     def create_accelerator_and_postprocess(self) -> None:
-        with patched(transformers.trainer, "Accelerator", Accelerator):
+        with patched(transformers.trainer, Accelerator=Accelerator):
             super().create_accelerator_and_postprocess()
         self.args.average_tokens_across_devices = False  # all ranks count the same ones
 

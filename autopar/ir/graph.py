@@ -11,6 +11,7 @@ from functools import cache, cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.utils._pytree as pytree
 
 InputRole = Literal["parameter", "buffer", "input", "tangent", "seed"]
 OutputRole = Literal["output", "mutation", "gradient", "update"]
@@ -256,6 +257,13 @@ def called(node: Node, value: Callable[[str], Any]) -> Any:
         return [filled(item) for item in argument] if isinstance(argument, tuple) else argument
 
     return overload(node.op)(*map(filled, node.args), **{key: filled(argument) for key, argument in node.kwargs})
+
+
+def ran(node: Node, values: dict[str, Any]) -> list[Any]:
+    """What a node makes, leaf by leaf, which is added to the values that it reads."""
+    leaves = pytree.tree_leaves(called(node, values.__getitem__))
+    values.update((name, leaf) for name, leaf in zip(node.outputs, leaves, strict=False) if name)
+    return leaves
 
 
 RESHAPE, PERMUTE = VIEWS = "aten.reshape.default", "aten.permute.default"

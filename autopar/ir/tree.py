@@ -13,6 +13,11 @@ OPENED: list[Callable[[Any], Any]] = []
 one."""
 
 
+def joined(path: str, name: str) -> str:
+    """The path of what stands under a name in what is at a path."""
+    return f"{path}.{name}" if path else name
+
+
 def flatten(root: str, tree: Any) -> tuple[list[tuple[str, Any]], pytree.TreeSpec]:
     """Leaves with their paths. The root of inputs is "", and its two items are "args" and "kwargs"."""
     for opened in OPENED:

@@ -14,7 +14,7 @@ from autopar.ir.tree import flatten
 
 from .concrete import Pinned
 from .leaves import Leaf, same_value
-from .looks import Reads
+from .ledger import Reads
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,8 @@
 import contextlib
 import dis
 import sys
-from types import CodeType, FrameType
+from collections.abc import Mapping
+from types import FrameType
 
 import torch
 
@@ -25,7 +26,7 @@ def without_checks(lines: dict[str, None]) -> contextlib.AbstractContextManager[
 
     original = torch.Tensor.__bool__
     truth.__name__ = original.__name__
-    return patched(torch.Tensor, "__bool__", truth)
+    return patched(torch.Tensor, __bool__=truth)
 
 
 def passing(frame: FrameType) -> bool | None:
@@ -35,46 +36,42 @@ def passing(frame: FrameType) -> bool | None:
     A graph of static shapes has no branches. Of `if torch.any(var < 0): raise ValueError(...)` it can have the way on,
     which every call takes that does not fail.
     """
-    code = frame.f_code
-    instructions = {i.offset: i for i in dis.get_instructions(code)}
-    offsets = sorted(instructions)
+    code = dis.Bytecode(frame.f_code)
+    instructions = [*code]
+    begin = next(i for i, each in enumerate(instructions) if each.offset >= frame.f_lasti)
     # the branch itself, or the conversion to a truth value before it
-    for offset in [o for o in offsets if o >= frame.f_lasti][:2]:
-        branch = instructions[offset]
+    for place, branch in enumerate(instructions[begin : begin + 2], begin):
         if branch.opname.startswith("POP_JUMP") and branch.opname.endswith(("_TRUE", "_FALSE")):
+            places = {each.offset: i for i, each in enumerate(instructions)}
+            jump, stay = (_only_raises(code, places, start) for start in (places[branch.argval], place + 1))
             jumps_if = branch.opname.endswith("_TRUE")
-            jump, stay = (_only_raises(code, start) for start in (branch.argval, _next(offsets, offset)))
             return None if jump == stay else (not jumps_if if jump else jumps_if)
         if branch.opname != "TO_BOOL":
             break
     return None
 
 
-def _next(offsets: list[int], offset: int) -> int:
-    return next(o for o in offsets if o > offset)
-
-
-def _only_raises(code: CodeType, start: int) -> bool:
-    """Whether all ways from an instruction on end in an exception that this code does not catch."""
-    instructions = {i.offset: i for i in dis.get_instructions(code)}
-    offsets = sorted(instructions)
-    caught = [(entry.start, entry.end) for entry in dis.Bytecode(code).exception_entries]  # type: ignore[attr-defined]
+def _only_raises(code: dis.Bytecode, places: Mapping[int, int], start: int) -> bool:
+    """Whether all ways from an instruction on end in an exception that this code does not catch. `places` are those of
+    instructions, by offset."""
+    instructions = [*code]
+    caught = [(entry.start, entry.end) for entry in code.exception_entries]  # type: ignore[attr-defined]
     seen, waiting = set(), [start]
     while waiting:
-        offset = waiting.pop()
-        if offset in seen:
+        place = waiting.pop()
+        if place in seen:
             continue
-        seen.add(offset)
-        instruction = instructions[offset]
-        if any(first <= offset < last for first, last in caught) or offset < start:
+        seen.add(place)
+        instruction = instructions[place]
+        if any(first <= instruction.offset < last for first, last in caught) or place < start:
             return False
         if instruction.opname.startswith(("RETURN", "YIELD", "SEND")):
             return False
         if instruction.opname in ("RAISE_VARARGS", "RERAISE"):
             continue
         if instruction.opcode in dis.hasjrel or instruction.opcode in dis.hasjabs:
-            waiting.append(instruction.argval)
+            waiting.append(places[instruction.argval])
             if instruction.opname.startswith("JUMP_"):  # JUMP_FORWARD, JUMP_BACKWARD: no way on but there
                 continue
-        waiting.append(_next(offsets, offset))
+        waiting.append(place + 1)
     return True

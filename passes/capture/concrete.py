@@ -7,7 +7,7 @@ right for calls in which everything that was read comes out the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -15,24 +15,23 @@ from typing import Any, NamedTuple
 import torch
 import torch.utils._pytree as pytree
 
-from autopar.compat.dispatch import Again, annotated, written_by
+from autopar.compat.dispatch import annotated, written_by
 from autopar.compat.recording import Whereabouts
 from autopar.compat.tensors import RECORDED, is_fake, is_plain, is_real, memory_of, unmodified, unseen
 from autopar.compat.watching import (
     COLLECTIVES,
-    WritesInput,
-    WritesReal,
     property_of,
     raised_by,
     raised_by_product,
     sizes_by_values,
 )
-from autopar.ir.graph import Node, Ref, called
+from autopar.ir.graph import Node, Ref, called, ran
 
 from .leaves import same_value
-from .once import once
-from .recorder import Geometry, Origin, Recorder, aten, kind_of
-from .shown import line_running, line_shown, of_eager
+from .recomputation import without_recomputed
+from .recorder import Origin, Recorder, aten, kind_of
+from .refusals import TRAINING_CONSTANTS, WRITING_CONSTANTS, WRITING_INPUTS, refuse
+from .source import line_running, line_shown, of_eager
 
 
 class Answer(NamedTuple):
@@ -75,7 +74,7 @@ class Pinned:
         with unmodified():
             values = {**self.constants, **{name: inputs[path].detach().cpu() for path, name in self.inputs.items()}}
             for step in self.steps:
-                leaves = _run(step, values)
+                leaves = ran(step, values)
                 answer = self.answers.get(step.name)
                 if answer and not (len(leaves) == len(answer.leaves) and all(map(same_value, leaves, answer.leaves))):
                     return answer.line
@@ -87,31 +86,19 @@ def strides_of(tensor: torch.Tensor, *, offset: bool) -> tuple[int, ...]:
     return (*tensor.stride(), int(tensor.storage_offset())) if offset else tensor.stride()
 
 
-def _run(node: Node, values: dict[str, torch.Tensor]) -> list[Any]:
-    """What a node makes, which is added to the values that it reads."""
-    leaves = pytree.tree_leaves(called(node, values.__getitem__))
-    values.update((name, leaf) for name, leaf in zip(node.outputs, leaves, strict=False) if name)
-    return leaves
-
-
-class TrainedConstant(Exception):
-    """A step differentiates a tensor that is neither a parameter of the model nor an input."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        super().__init__(tensor)
-        self.tensor = tensor
-
-
 class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
     """Records a step while it runs, and answers Python where it asks for concrete values.
 
-    `sources` are the tensors that inputs stand for, by path: they are entered under their paths. Raises WritesReal and
-    WritesInput before an operator writes a tensor that is not the step's.
+    `sources` are the tensors that inputs stand for, by path: they are entered under their paths. `name_of` says where
+    Python holds a tensor. Refuses to differentiate what is no parameter, and, before it happens, to write what is not
+    the step's.
     """
 
-    def __init__(self, where: Whereabouts, sources: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self, where: Whereabouts, sources: Mapping[str, torch.Tensor], name_of: Callable[[torch.Tensor], str]
+    ) -> None:
         super().__init__()
-        self.where, self.sources = where, sources
+        self.where, self.sources, self.name_of = where, sources, name_of
         self.valued: set[int] = set()
         """The memory of real tensors whose numbers became Python's."""
         self.unread: list[tuple[str, tuple[str, ...]]] = []
@@ -137,10 +124,7 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
 
     # -- recording
 
-    def once(
-        self, nodes: Sequence[Node], again: Sequence[Again | None], values: Mapping[str, Geometry]
-    ) -> tuple[Sequence[Node], Mapping[str, str]]:
-        return once(nodes, again, values)
+    without_recomputed = staticmethod(without_recomputed)
 
     @property
     def is_again(self) -> bool:
@@ -170,7 +154,8 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
         func, args = annotated(func, args)
         kind = kind_of(func)
         if kind.writes:
-            self._refuse_writes(written_by(func, args, kwargs))
+            for x in written_by(func, args, kwargs):
+                self._refuse_write(x, self._inputs.get(memory_of(x)))
         if kind.is_product and (raised := raised_by_product(func, args, kwargs)) is not None:
             raise of_eager(raised)
         try:
@@ -190,16 +175,15 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
             self._concrete = {name for name in self._concrete if self.values[name].memory not in written}
         return result
 
-    def _refuse_writes(self, tensors: Iterable[torch.Tensor]) -> None:
-        for x in tensors:
-            if is_real(x):
-                raise WritesReal(x)
-            if (path := self._inputs.get(memory_of(x))) is not None:
-                raise WritesInput(path)
+    def _refuse_write(self, tensor: torch.Tensor, path: str | None) -> None:
+        if is_real(tensor):
+            refuse(WRITING_CONSTANTS, name=self.name_of(tensor))
+        if path is not None:
+            refuse(WRITING_INPUTS, name=path)
 
     def _unknown(self, tensor: torch.Tensor, lifted: bool) -> str:
         if is_real(tensor) and tensor.requires_grad and torch.is_grad_enabled():
-            raise TrainedConstant(tensor)
+            refuse(TRAINING_CONSTANTS, name=self.name_of(tensor))
         return super()._unknown(tensor, lifted)
 
     def _placed(self, args: Sequence[Any]) -> Sequence[Any]:
@@ -234,10 +218,7 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
                 f"forward sets a tensor of {tensor.dtype} {list(tensor.shape)} to {shown} (.data or set_()): give it a "
                 f"tensor of its shape and dtype"
             )
-        if not is_fake(tensor):
-            raise WritesReal(tensor)
-        if self.name(tensor) in self.paths:
-            raise WritesInput(self.paths[self.known(tensor)])
+        self._refuse_write(tensor, self.paths.get(self.name(tensor) or ""))
         if not is_fake(value):
             raise ValueError(
                 "forward sets a tensor to one that Python holds (.data or set_()), and they would change together "
@@ -276,8 +257,8 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
                 self._origins.setdefault(where.number(), first)
             return first._replace(backward=self.backward, again=None)
         number = where.number()
-        line = line_running()
-        here = Origin(where.modules[-1], self._sequences, where.regions, line, self.backward, where.again)
+        at = where.modules[-1], self._sequences, where.regions
+        here = Origin(*at, self.backward, line_running(), where.again)
         first = self._origins.setdefault(number, here)
         self._sequences += first is here
         return here._replace(sequence=first.sequence)
@@ -299,13 +280,8 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
             if kind_of(func).reads or not kind_of(func).is_operator:
                 self.unread.append((line_shown(), ()))
             return NotImplemented
-        filled = pytree.tree_map_only(torch.Tensor, lambda x: Ref(self.known(x)), (tuple(args), dict(kwargs)))
-        asking = Node(
-            op=str(func),
-            args=_tuples(filled[0]),
-            kwargs=tuple(filled[1].items()),
-            outputs=(f"answer {len(self._asked)}",),
-        )
+        node_args, node_kwargs, _ = self.arguments(kind_of(func), args, kwargs)
+        asking = Node(op=str(func), args=node_args, kwargs=node_kwargs, outputs=(f"answer {len(self._asked)}",))
         steps = self._steps([asking])
         names = {name for step in (*steps, asking) for name in step.inputs}
         inputs = [self.paths[name] for name in sorted(names) if name in self.paths]
@@ -345,15 +321,13 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
                 values[name] = self.constants[name].detach()
         for node in steps:
             if writes or any(name and name not in values for name in node.outputs):
-                _run(node, values)
+                ran(node, values)
         return values
 
     def pinned(self) -> Pinned:
         """What was read of inputs."""
         offset = "storage_offset" in self.strided.values()
         strides = {path: strides_of(x, offset=offset) for path, x in self.sources.items() if self.strided}
-        if not self._asked:
-            return Pinned(strides=MappingProxyType(strides), asked=tuple(self.strided))
         steps: list[Node] = []
         needed = {id(node) for node in self._steps([node for _, node, _ in self._asked])}
         begin = 0
@@ -388,7 +362,3 @@ def _refusal(func: Any) -> str:
             f"forward is that of one device on the global batch. Leave it out, and what divides by the number of ranks"
         )
     return ""
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, (list, tuple)) else value

@@ -30,17 +30,18 @@ def joint_graph(
     nodes: Sequence[Node],
     values: Mapping[str, Geometry],
     inputs: Sequence[GraphInput],
+    constants: Sequence[GraphInput],
     outputs: Sequence[GraphOutput],
     *,
     of_data: Mapping[str, str],
     lines: Mapping[str, Line],
 ) -> JointGraph:
-    """The graph of nodes that write nothing in place. Values that depend on the data are described in `of_data`: raises
-    CaptureError, with the line of the model, where an output needs one."""
+    """The graph of nodes that write nothing in place, with those constants that it reads. Values that depend on the
+    data are described in `of_data`: raises CaptureError, with the line of the model, where an output needs one."""
     results = [output.name for output in outputs if output.name is not None]
     needed = living(nodes, results)
     conversion = _Conversion(values, lines, frozenset(o.name for o in outputs if o.name is not None))
-    for i in inputs:
+    for i in (*inputs, *constants):
         conversion.metas[i.name], conversion.names[i.name] = values[i.name].meta, i.name
     # an operator runs all the same where nobody reads the result that depends on the data
     refused = {
@@ -54,10 +55,12 @@ def joint_graph(
             )
         conversion.node(node)
     renamed = [o if o.name is None else replace(o, name=conversion.names[o.name]) for o in outputs]
+    ordered = _ordered(conversion.written, inputs, renamed)
+    read = {name for node in ordered for name in node.inputs} | {o.name for o in renamed}
     return with_own_metas(
         JointGraph(
-            inputs=tuple(inputs),
-            nodes=_ordered(conversion.written, inputs, renamed),
+            inputs=(*inputs, *(i for i in constants if i.name in read)),
+            nodes=ordered,
             outputs=tuple(renamed),
             metas=conversion.metas,
         )
@@ -106,8 +109,7 @@ class _Conversion:
         self.written: list[Node] = []
 
     def line(self, node: Node) -> str:
-        line = self.lines.get(node.name)
-        return "" if line is None else line_of(*line)
+        return line_of(self.lines.get(node.name))
 
     def node(self, recorded: Node) -> None:
         node = reading(recorded, self.names)

@@ -1,11 +1,9 @@
 """A copy of the model whose tensors are fakes, which share no memory with it."""
 
 import copy
-import functools
 import logging
-import weakref
 from collections.abc import Callable, Iterator, Mapping
-from types import CellType, FunctionType, MethodType
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,14 +12,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.compat import watching
-from autopar.compat.tensors import is_fake, is_plain, storage_span, take_notes
+from autopar.compat.rebinding import Rebound
+from autopar.compat.tensors import is_fake, is_plain, like, storage_span, take_notes
 from autopar.compat.watching import hook_gradient, is_stepped_in_backward
 from autopar.compat.wrapping import reduces_itself
 from autopar.ir.precision import Precision
+from autopar.ir.tree import joined
 
 from .conversion import HERE
 from .errors import CaptureError
-from .here import Here
+from .trace_device import TraceDevice
 
 logger = logging.getLogger(__name__)
 
@@ -65,36 +65,32 @@ def canonical_names(model: nn.Module) -> dict[str, str]:
     return names
 
 
+@dataclass(frozen=True, slots=True)
 class Fakes:
     """Makes fakes of one mode. Parameters of a module are as operators use them, in the dtypes of `precision`."""
 
-    def __init__(self, mode: Any, here: Here, grad: bool, precision: Precision) -> None:
-        self.mode, self.here, self.grad, self.precision = mode, here, grad, precision
+    mode: Any
+    here: TraceDevice
+    grad: bool
+    precision: Precision
 
     def tensor(self, name: str, source: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A fake of the same shape and stride, and dtype if none is given, on the CPU, a leaf of autograd."""
         if not is_plain(source):
             raise CaptureError(f"{name} is a {type(source).__name__}: give the global tensor, real, on meta or fake")
+        if isinstance(source, nn.Parameter) and is_stepped_in_backward(source):
+            raise CaptureError(
+                f"{name} has a hook that runs once its gradient is accumulated, and the parallel module has parameters "
+                f"of its own: register it on those, after parallelize"
+            )
         with self.mode:
-            fake = torch.empty_strided(source.shape, source.stride(), dtype=dtype or source.dtype, device=HERE)
-        if isinstance(source, nn.Parameter):
-            if is_stepped_in_backward(source):
-                raise CaptureError(
-                    f"{name} has a hook that runs once its gradient is accumulated, and the parallel module has "
-                    f"parameters of its own: register it on those, after parallelize"
-                )
-            fake = nn.Parameter(fake, requires_grad=source.requires_grad and self.grad)
-            take_notes(fake, source)
-            return fake
-        return fake.requires_grad_(source.requires_grad and self.grad)
+            return like(source, source.requires_grad and self.grad, dtype=dtype, device=HERE)
 
     def alias(self, source: torch.Tensor) -> torch.Tensor:
         """The same real tensor, a leaf of autograd."""
-        same = self.here.tensor(source).detach().requires_grad_(source.requires_grad and self.grad)
-        take_notes(same, source)
-        return same
+        return self.here.tensor(source).detach().requires_grad_(source.requires_grad and self.grad)
 
-    def module(self, model: nn.Module) -> tuple[nn.Module, "Rebound"]:
+    def module(self, model: nn.Module) -> tuple[nn.Module, Rebound]:
         """`copied`, and shares no tensor with the model, and copies no data."""
         modules = model.named_modules()
         scripted = [path for path, module in modules if isinstance(module, torch.jit.ScriptModule)]
@@ -103,33 +99,45 @@ class Fakes:
                 f"{scripted[0] or type(model).__name__} is a scripted module, whose parameters autopar cannot see: "
                 f"give the module as it was before torch.jit.script or torch.jit.trace"
             )
-        memo: dict[int, Any] = {}
-        for name, parameter in model.named_parameters():
-            memo[id(parameter)] = self.tensor(name, parameter, self.precision.used_in(parameter.dtype))
-        for name, buffer in model.named_buffers():
-            memo[id(buffer)] = self.tensor(name, buffer)
-        for name, tensor in _other_tensors(model):  # real ones become constants of the graph
-            if id(tensor) not in memo:
-                bare = tensor.device.type == "meta" or is_fake(tensor)
-                memo[id(tensor)] = self.tensor(name, tensor) if bare else self.alias(tensor)
-        made, rebound = copied(model, memo)
+
+        def held(name: str, tensor: torch.Tensor) -> torch.Tensor:
+            is_parameter = isinstance(tensor, nn.Parameter)
+            return self.tensor(name, tensor, self.precision.used_in(tensor.dtype) if is_parameter else None)
+
+        def other(name: str, tensor: torch.Tensor) -> torch.Tensor:  # real ones become constants of the graph
+            bare = tensor.device.type == "meta" or is_fake(tensor)
+            return self.tensor(name, tensor) if bare else self.alias(tensor)
+
+        made, rebound = copied(model, _replaced(model, held, other))
         for name, hooks in gradient_hooks(model).items():
             hook_gradient(made.get_parameter(name), map(rebound.of, hooks))
         return made, rebound
 
 
-def skeleton(model: nn.Module) -> tuple[nn.Module, "Rebound"]:
+def skeleton(model: nn.Module) -> tuple[nn.Module, Rebound]:
     """`copied`, with parameters and buffers on `meta`."""
-    memo: dict[int, Any] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        bare = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-        is_parameter = isinstance(tensor, nn.Parameter)
-        bare = nn.Parameter(bare, requires_grad=tensor.requires_grad) if is_parameter else bare
-        take_notes(bare, tensor)
-        memo[id(tensor)] = bare
-    for _, tensor in _other_tensors(model):
-        memo.setdefault(id(tensor), tensor)
-    return copied(model, memo)
+
+    def held(_: str, tensor: torch.Tensor) -> torch.Tensor:
+        return like(tensor, isinstance(tensor, nn.Parameter) and tensor.requires_grad, device="meta")
+
+    return copied(model, _replaced(model, held, lambda _, tensor: tensor))
+
+
+def _replaced(
+    model: nn.Module,
+    held: Callable[[str, torch.Tensor], torch.Tensor],
+    other: Callable[[str, torch.Tensor], torch.Tensor],
+) -> dict[int, torch.Tensor]:
+    """What stands for each tensor, with the same notes: for parameters and buffers, and for those in other
+    attributes."""
+    memo: dict[int, torch.Tensor] = {}
+    named = (*model.named_parameters(), *model.named_buffers())
+    for make, tensors in ((held, named), (other, _other_tensors(model))):
+        for name, tensor in tensors:
+            if id(tensor) not in memo:
+                memo[id(tensor)] = make(name, tensor)
+                take_notes(memo[id(tensor)], tensor)
+    return memo
 
 
 def gradient_hooks(model: nn.Module) -> dict[str, list[Callable[[torch.Tensor], Any]]]:
@@ -148,7 +156,7 @@ def _other_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 
 
-def copied(model: nn.Module, memo: Mapping[int, Any]) -> tuple[nn.Module, "Rebound"]:
+def copied(model: nn.Module, memo: Mapping[int, Any]) -> tuple[nn.Module, Rebound]:
     """A deep copy of the model, and what makes functions that hold on to the model hold on to the copy. It has what
     `memo` says in the place of parts of the model. Attributes that cannot be copied (operators of
     `torch.library.custom_op`, process groups, locks) are shared with it. The copy of a mirror is also that of the model
@@ -175,69 +183,6 @@ def _nothing() -> None:
     return None
 
 
-class Rebound:
-    """Functions of a copy, for those of what was copied: `memo` has the copy of each object."""
-
-    def __init__(self, memo: dict[int, Any]) -> None:
-        self.memo, self.made = memo, dict[int, Any]()
-
-    def within(self, value: Any) -> Any:
-        """The same as `of` for an attribute of the copy, whose dictionaries and lists are its own: they get other
-        values."""
-        if not isinstance(value, (dict, list)):
-            return self.of(value)
-        if id(value) not in self.made:
-            self.made[id(value)] = value
-            for key, item in [*(value.items() if isinstance(value, dict) else enumerate(value))]:
-                if (other := self.within(item)) is not item:
-                    value[key] = other
-        return value
-
-    def of(self, value: Any) -> Any:
-        """The same for the copy; the value itself where it holds on to nothing that was copied."""
-        if isinstance(value, FunctionType):
-            return self._function(value)
-        if isinstance(value, MethodType) and id(value.__self__) in self.memo:
-            return MethodType(value.__func__, self.memo[id(value.__self__)])
-        if isinstance(value, functools.partial):
-            function = self.of(value.func)
-            return value if function is value.func else functools.partial(function, *value.args, **value.keywords)
-        if isinstance(value, weakref.ref) and id(value()) in self.memo:
-            return weakref.ref(self.memo[id(value())])
-        return value
-
-    def _function(self, function: FunctionType) -> Any:
-        if id(function) in self.made:
-            return self.made[id(function)]
-        self.made[id(function)] = function  # within itself, until it is known to be another
-        cells, given = function.__closure__ or (), function.__defaults__ or ()
-        named = function.__kwdefaults__ or {}
-        new_cells, new_given = tuple(map(self._cell, cells)), tuple(map(self._held, given))
-        new_named = {name: self._held(value) for name, value in named.items()}
-        pairs = zip((*cells, *given, *named.values()), (*new_cells, *new_given, *new_named.values()), strict=True)
-        if all(old is new for old, new in pairs):
-            return function
-        other = FunctionType(function.__code__, function.__globals__, function.__name__, new_given or None, new_cells)
-        self.made[id(function)] = other
-        other.__kwdefaults__ = new_named or None
-        other.__qualname__, other.__module__ = function.__qualname__, function.__module__
-        vars(other).update(vars(function))
-        return other
-
-    def _cell(self, cell: CellType) -> CellType:
-        try:
-            held = cell.cell_contents
-        except ValueError:  # there is nothing in it yet
-            return cell
-        return cell if (other := self._held(held)) is held else CellType(other)
-
-    def _held(self, held: Any) -> Any:
-        parts = held.values() if isinstance(held, dict) else held if isinstance(held, (list, tuple)) else ()
-        if id(held) in self.memo:
-            return self.memo[id(held)]
-        return copy.deepcopy(held, self.memo) if any(id(part) in self.memo for part in parts) else self.of(held)
-
-
 def _deep_copy(model: nn.Module, memo: Mapping[int, Any]) -> tuple[nn.Module, dict[int, Any]]:
     """And what is in the place of each object."""
     whole = dict(memo)
@@ -250,7 +195,7 @@ def _deep_copy(model: nn.Module, memo: Mapping[int, Any]) -> tuple[nn.Module, di
             for key, attribute in vars(module).items():
                 if key not in _REGISTRIES and not _is_copyable(attribute, memo):
                     shared[id(attribute)] = attribute
-                    names.append(f"{path}.{key}" if path else key)
+                    names.append(joined(path, key))
         if not names:
             raise CaptureError(f"{type(model).__name__} cannot be copied, as capture must: {error}") from error
         logger.info("shared with the captured copy, since they cannot be copied: %s", ", ".join(names))

@@ -4,14 +4,13 @@ Nodes that touch memory which some node writes run again, on fakes, under `torch
 writes down what that makes of them. All others stay.
 """
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 
-from autopar.compat.dispatch import Again
-from autopar.ir.graph import Node, called
+from autopar.ir.graph import Node, ran
 from autopar.ir.rewrite import reading
 
 from .recorder import Geometry, Origin, Recorder
@@ -25,25 +24,22 @@ class Functional:
     was at a moment."""
 
     def __init__(self, record: Recorder, moments: Moments, mode: Any) -> None:
-        self.nodes: Sequence[Node] = record.nodes
         self.values: Mapping[str, Geometry] = record.values
         self._names: Mapping[str, str] = {}
         self._then: dict[tuple[int, str], str] = {}
         self._same: Mapping[str, str] = {}
-        again: Sequence[Again | None] = [record.again.get(i) for i in range(len(record.nodes))]
-        if record.writes:
-            again = self._rewrite(record, moments, mode, again)
+        made = self._rewritten(record, moments, mode) if record.writes else [[node] for node in record.nodes]
+        self.nodes: Sequence[Node] = [*itertools.chain.from_iterable(made)]
         if record.again:
-            self.nodes, self._same = record.once(self.nodes, again, self.values)
+            again = {node.name: run for number, run in record.again.items() for node in made[number] if node.name}
+            self.nodes, self._same = record.without_recomputed(self.nodes, again, self.values)
 
     def at(self, moment: int, name: str) -> str:
         name = self._then.get((moment, name), self._names.get(name, name))
         return self._same.get(name, name)
 
-    def _rewrite(
-        self, record: Recorder, moments: Moments, mode: Any, again: Sequence[Again | None]
-    ) -> Sequence[Again | None]:
-        """`again` is of each recorded node, and what is returned of each node in functional form."""
+    def _rewritten(self, record: Recorder, moments: Moments, mode: Any) -> list[list[Node]]:
+        """What becomes of each node."""
         written = frozenset().union(*record.writes.values())
         is_written = {name for name, value in record.values.items() if value.memory in written}
         touching = [
@@ -69,8 +65,7 @@ class Functional:
                 while following is not None and following < moment:
                     node = record.nodes[following]
                     replay.begin(following, node)
-                    leaves = pytree.tree_leaves(called(node, here.__getitem__), is_leaf=lambda x: x is None)
-                    here.update((name, leaf) for name, leaf in zip(node.outputs, leaves, strict=True) if name)
+                    ran(node, here)
                     following = next(waiting, None)
                 for name in moments.get(moment, ()):
                     if name in is_written:
@@ -84,15 +79,9 @@ class Functional:
         names = {name: replay.known(result) for name, result in zip(fresh, results, strict=True)}
         self._then = dict(zip(then, replay.looked, strict=True))
         self._names, self.values = names, replay.values
-        nodes: list[Node] = []
-        following: list[Again | None] = []
-        for i, node in enumerate(record.nodes):
-            nodes += replay.made.get(i, ()) if i in replay.made or i in replay.began else [reading(node, names)]
-            following += [again[i]] * (len(nodes) - len(following))
-        self.nodes = nodes
         record.constants |= replay.constants
         record.lines |= replay.lines
-        return following
+        return [replay.made[i] if i in replay.made else [reading(node, names)] for i, node in enumerate(record.nodes)]
 
 
 class _Replay(Recorder):  # type: ignore[no-untyped-call]
@@ -103,14 +92,13 @@ class _Replay(Recorder):  # type: ignore[no-untyped-call]
         self.values |= record.values
         self._counts |= record._counts
         self.record, self.current = record, Origin()
-        self.began: set[int] = set()
         self.made: dict[int, list[Node]] = {}
         self.looked: list[str] = []
-        self.ended, self._looking, self._number = False, False, -1
+        self.ended, self._looking = False, False
 
     @property
     def is_again(self) -> bool:
-        return self._number in self.record.again
+        return self.current.again is not None
 
     def stand_in(self, name: str, value: Geometry, mode: Any) -> torch.Tensor:
         """A tensor like a value that is there before, under its name."""
@@ -120,10 +108,9 @@ class _Replay(Recorder):  # type: ignore[no-untyped-call]
         return fake
 
     def begin(self, number: int, node: Node) -> None:
-        self.began.add(number)
-        self._number = number
         self.made[number] = self.nodes = []
-        self.current = Origin(node.module, node.sequence, node.region, self.record.lines.get(node.name), node.backward)
+        line, again = self.record.lines.get(node.name), self.record.again.get(number)
+        self.current = Origin(node.module, node.sequence, node.region, node.backward, line, again)
 
     def origin(self) -> Origin:
         return self.current

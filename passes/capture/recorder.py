@@ -11,7 +11,7 @@ from __future__ import annotations
 import builtins
 import functools
 import keyword
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any, NamedTuple
@@ -36,8 +36,8 @@ class Origin(NamedTuple):
     module: str = ""
     sequence: int = -1
     region: tuple[int, ...] = ()
-    line: Line | None = None
     backward: bool = False
+    line: Line | None = None
     again: Again | None = None
     """Whether the function of a checkpoint runs again."""
 
@@ -62,6 +62,12 @@ def geometry_of(tensor: torch.Tensor) -> Geometry:
 
 class Recorder(Watching):  # type: ignore[no-untyped-call]
     """Writes down the operators that run, as nodes. `enter` names the tensors that are there before."""
+
+    without_recomputed: Callable[
+        [Sequence[Node], Mapping[str, Again], Mapping[str, Geometry]], tuple[Sequence[Node], Mapping[str, str]]
+    ]
+    """Of nodes, some of which are of a checkpoint's second run: those without what was computed before, and the names
+    that stand for theirs."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -182,16 +188,10 @@ class Recorder(Watching):  # type: ignore[no-untyped-call]
         """Where the operator comes from that runs."""
         return Origin(backward=self.backward)
 
-    def once(
-        self, nodes: Sequence[Node], again: Sequence[Again | None], values: Mapping[str, Geometry]
-    ) -> tuple[Sequence[Node], Mapping[str, str]]:
-        """Nodes without those of a checkpoint's second run that compute what was computed before, and the names that
-        stand for theirs. `again` says of each node whether it is of such a run."""
-        return nodes, {}
-
-    def note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Node | None:
-        """Writes down a call; None for one that makes and writes no tensor."""
-        kind = kind_of(func)
+    def arguments(
+        self, kind: Kind, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], tuple[tuple[str, Any], ...], Sequence[Any]]:
+        """The arguments of a call as a node has them, and the numbers among them that depend on data."""
         symbols: list[Any] = []
 
         def value(x: Any) -> Any:
@@ -208,9 +208,14 @@ class Recorder(Watching):  # type: ignore[no-untyped-call]
                 )
             return x
 
-        node_args = tuple([value(x) for x in args])
-        node_kwargs = tuple([(key, value(x)) for key, x in kwargs.items()]) if kwargs else ()
-        leaves = (result,) if isinstance(result, torch.Tensor) else pytree.tree_leaves(result, is_leaf=_is_none)
+        named = tuple([(key, value(x)) for key, x in kwargs.items()]) if kwargs else ()
+        return tuple([value(x) for x in args]), named, symbols
+
+    def note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Node | None:
+        """Writes down a call; None for one that makes and writes no tensor."""
+        kind = kind_of(func)
+        node_args, node_kwargs, symbols = self.arguments(kind, args, kwargs)
+        leaves = (result,) if isinstance(result, torch.Tensor) else pytree.tree_leaves(result)
         fresh = False
         outputs: list[str] = []
         for leaf in leaves:
@@ -223,15 +228,18 @@ class Recorder(Watching):  # type: ignore[no-untyped-call]
             outputs.append(name)
         if not fresh and not kind.writes:
             return None
-        origin = self.origin()
-        node = Node(op=kind.op, args=node_args, kwargs=node_kwargs, outputs=tuple(outputs), **_of(origin))
+        module, sequence, region, backward, line, again = self.origin()
+        node = Node(
+            op=kind.op, args=node_args, kwargs=node_kwargs, outputs=tuple(outputs),
+            module=module, sequence=sequence, region=region, backward=backward,
+        )  # fmt: skip
         if kind.writes:
             self.writes[len(self.nodes)] = frozenset(map(memory_of, written_by(func, args, kwargs)))
-        if origin.again is not None:
-            self.again[len(self.nodes)] = origin.again
+        if again is not None:
+            self.again[len(self.nodes)] = again
         self.nodes.append(node)
-        if origin.line is not None:
-            self.lines.update((name, origin.line) for name in outputs if name)
+        if line is not None:
+            self.lines.update((name, line) for name in outputs if name)
         for leaf, name in zip(leaves, outputs, strict=True):
             if symbols:
                 self.of_data[name] = f"{kind.op} reads a number that depends on the data ({symbols[0]})"
@@ -240,20 +248,11 @@ class Recorder(Watching):  # type: ignore[no-untyped-call]
         return node
 
 
-def _of(origin: Origin) -> dict[str, Any]:
-    module, sequence, region, _, backward, _ = origin
-    return {"module": module, "sequence": sequence, "region": region, "backward": backward}
-
-
 _LIFTED_MOST = 64
 """Constants up to this size are one where they are equal."""
 
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _STORAGES = (torch.UntypedStorage, torch.TypedStorage)
-
-
-def _is_none(x: Any) -> bool:
-    return x is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,6 +299,6 @@ def kind_of(func: Any) -> Kind:
     )
 
 
-def line_of(code: CodeType, number: int) -> str:
-    """A line of the model's code, in words."""
-    return f" ({code.co_filename}:{number} in {code.co_name})"
+def line_of(line: Line | None) -> str:
+    """A line of the model's code, in words; empty for none."""
+    return "" if line is None else f" ({line[0].co_filename}:{line[1]} in {line[0].co_name})"

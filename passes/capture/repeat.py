@@ -158,7 +158,5 @@ def _shown(expressions: _Expressions, name: str) -> str:
 
 
 def _place(expressions: _Expressions, name: str | None) -> str:
-    line = None
-    if name is not None and (node := expressions.producer.get(name)) is not None:
-        line = expressions.recording.recorder.lines.get(node.name)
-    return "" if line is None else line_of(*line)
+    node = expressions.producer.get(name or "")
+    return "" if node is None else line_of(expressions.recording.recorder.lines.get(node.name))

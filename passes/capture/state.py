@@ -1,10 +1,10 @@
 """What a model's Python can reach beside parameters, buffers and inputs, as it is at one moment.
 
-    modules, loss_fn --_Walk--> Look: path -> token, and how to put all of it back
+    modules, loss_fn --_Walk--> Ledger: path -> token, and how to put all of it back
 
 A path reads as the code does (`encoder.layers.0.calls`, `loss_fn.weights[2]`, `Layer.forward's stats`).
 A token says what stands there: type and value of a constant, length and keys of a container, the state of a generator
-of random numbers, the identity of a tensor, a function, a lock. Two looks are equal where all tokens are.
+of random numbers, the identity of a tensor, a function, a lock. Two ledgers are equal where all tokens are.
 
 Every object is looked into alike. A class of Python's has fields: what is in the `__dict__` and in the slots. A class
 written in C has a rule (`_RULES`), or is seen as pickle sees it, or is one of those that hold nothing (`_OPAQUE`).
@@ -19,6 +19,7 @@ import enum
 import functools
 import gc
 import logging
+import operator
 import os
 import random
 import sys
@@ -32,27 +33,14 @@ import torch
 from torch import nn
 
 from autopar.compat.tensors import is_torchs, notes_of, unmodified
-from autopar.compat.watching import HOOKS, SETTINGS, SETTINGS_AT_WORK
+from autopar.compat.watching import HOOKS, SETTINGS, SETTINGS_AT_WORK, global_hooks
 from autopar.ir.rewrite import distinct
+from autopar.ir.tree import joined
 
 from .errors import CaptureError
 from .fakes import STANDS_FOR
-from .looks import (
-    ABSENT,
-    Drawn,
-    Look,
-    Observation,
-    Reads,
-    Same,
-    contents,
-    defaults_of,
-    identities,
-    is_library,
-    is_library_module,
-    names_of,
-    outer_paths,
-    put_back,
-)
+from .ledger import ABSENT, Drawn, Ledger, LedgerEntry, Reads, Same, contents, identities, outer_paths, put_back
+from .source import defaults_of, is_library, is_library_module, names_of
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +54,7 @@ _OTHERWISE = REGISTRIES | {
 }  # fmt: skip
 """Attributes of modules that are compared in other ways."""
 
-FACTS_MOST = 300_000
+TOKENS_MOST = 300_000
 """Where a walk ends, with a warning."""
 
 REGISTERED = "registered"
@@ -98,9 +86,9 @@ _ALWAYS = frozenset(f"__{name}__" for name in _CALLED.split()) | {"forward", "ba
 """Methods that code calls without naming them."""
 
 
-def look(modules: Mapping[str, nn.Module], roots: Mapping[str, Any], reads: Reads | None = None) -> Look:
-    """A look at modules by path and at other values by name; at `reads` alone, where given, and then not at
-    generators, which others draw from too. Raises CaptureError where `reads` has what nothing sees into."""
+def look(modules: Mapping[str, nn.Module], loss_fn: Any = None, reads: Reads | None = None) -> Ledger:
+    """What modules by path, their loss and the global hooks hold; of what was read alone, where that is given, and then
+    not generators, which others draw from too. Raises CaptureError where forward read what nothing sees into."""
     walk = _Walk(modules, reads)
     with unmodified():
         if reads is None:
@@ -111,23 +99,23 @@ def look(modules: Mapping[str, nn.Module], roots: Mapping[str, Any], reads: Read
             walk.reach("torch.get_rng_state()", torch.default_generator)
         for path, module in modules.items():
             walk.module(path, module)
-        for name, value in roots.items():
+        for name, value in {**({} if loss_fn is None else {"loss_fn": loss_fn}), **global_hooks()}.items():
             walk.reach(name, value)
         walk.run()
     walk.settings()
     if reads is None:  # where less is looked at, the same object may be reached by another path first
-        walk.look.tensors += [
+        walk.ledger.tensors += [
             (alias + path[len(outer) :], tensor)
-            for path, tensor in walk.look.tensors
+            for path, tensor in walk.ledger.tensors
             for outer in outer_paths(path)
             for alias in walk.aliases.get(outer, ())
         ]
-    return walk.look
+    return walk.ledger
 
 
 class _Walk:
     def __init__(self, modules: Mapping[str, nn.Module], reads: Reads | None) -> None:
-        self.look, self.reads = Look(), reads
+        self.ledger, self.reads = Ledger(), reads
         self.inside = {id(module): path for path, module in modules.items()}
         # what is printed is nobody's state
         self.seen: dict[int, str] = {id(getattr(sys, name)): f"sys.{name}" for name in ("stdout", "stderr", "stdin")}
@@ -137,17 +125,18 @@ class _Walk:
         self.compared: set[tuple[int, str, bool]] = set()  # names of namespaces, and of classes
         self.called: set[str] = set(_ALWAYS)  # names of attributes that reached code mentions
         self.waiting: dict[str, list[Callable[[], None]]] = {}
+        self.kept: list[Any] = []  # everything that was walked, lest an identity come up twice
 
     def run(self) -> None:
         """Look at all that is reached, the nearest first."""
         while self.queue:
             path, value = self.queue.popleft()
-            if len(self.look.facts) >= FACTS_MOST:
+            if len(self.ledger.tokens) >= TOKENS_MOST:
                 logger.warning("the model holds too much in Python to compare all of it: not from %s on", path)
                 self.queue.clear()
             else:
                 # two lambdas of one function have one name
-                self.look.facts[distinct(path, self.look.facts)] = self.token(path, value)
+                self.ledger.tokens[distinct(path, self.ledger.tokens)] = self.token(path, value)
 
     def reach(self, path: str, value: Any) -> None:
         self.queue.append((path, value))
@@ -156,25 +145,28 @@ class _Walk:
         self, path: str, ask: Callable[[], Any], put: Callable[[Any], object] | None = None, *, is_fixed: bool = False
     ) -> None:
         """Reach what stands at a path. Unless it is fixed, it is to be the same object later on."""
-        answer = ask()
-        if not is_fixed:
-            self.look.same.append(Observation(path, ask, answer, put))
-        self.reach(path, answer)
+        self.reach(path, ask() if is_fixed else self.entry(path, ask, put, operator.is_))
 
-    def equal(self, path: str, ask: Callable[[], Any], put: Callable[[Any], object] | None = None) -> Any:
-        """What is asked for at a path is to be equal later on."""
+    def entry(
+        self,
+        path: str,
+        ask: Callable[[], Any],
+        put: Callable[[Any], object] | None = None,
+        alike: Callable[[Any, Any], bool] = operator.eq,
+    ) -> Any:
+        """Enter what is asked for at a path: it is to be alike later on."""
         answer = ask()
-        self.look.equal.append(Observation(path, ask, answer, put))
+        self.ledger.entries.append(LedgerEntry(path, ask, answer, alike, put))
         return answer
 
     def contents(self, path: str, value: Any) -> None:
         """A container or a class is to hold the same objects later on."""
         kept = contents(value)
-        self.equal(path, functools.partial(identities, value), lambda _: put_back(value, kept))
+        self.entry(path, functools.partial(identities, value), lambda _: put_back(value, kept))
 
     def token(self, path: str, value: Any) -> Any:
         """What stands at a path. What is inside of it is reached."""
-        kind, look = type(value), self.look
+        kind = type(value)
         if kind in _ATOMS:
             return _frozen(value)
         if value is ABSENT:
@@ -182,16 +174,18 @@ class _Walk:
         if id(value) in self.inside:
             return ("module", self.inside[id(value)])
         if issubclass(kind, torch.Tensor):
-            look.tensors.append((path, value))
+            self.ledger.tensors.append((path, value))
             self.notes(path, value)
             if self.reads is None or path not in self.reads.values:
                 return Same(value)
-            return (Same(value), self.equal(path, functools.partial(getattr, value, "_version")))
+            return (Same(value), self.entry(path, functools.partial(getattr, value, "_version")))
         if id(value) in self.seen:
             self.aliases.setdefault(self.seen[id(value)], []).append(path)
             return ("as", self.seen[id(value)])
         self.seen[id(value)] = path
-        look.kept.append(value)
+        self.kept.append(value)
+        if isinstance(value, torch.Generator):
+            self.ledger.generators.append(value)
         if kind not in self.rules:
             self.rules[kind] = _rule_of(kind), _slots(kind)
         rule, slots = self.rules[kind]
@@ -205,13 +199,13 @@ class _Walk:
 
     def module(self, path: str, module: nn.Module) -> None:
         """A module of the model."""
-        self.look.kept.append(module)
+        self.kept.append(module)
         self.fields(path, module, None if self.reads is None else self.reads.of(path))
         for name in () if self.reads is None else HOOKS:
-            _mapping(self, _joined(path, name), vars(module)[name])
+            _mapping(self, joined(path, name), vars(module)[name])
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
-                self.notes(_joined(path, name), tensor)
+                self.notes(joined(path, name), tensor)
         self.class_of(type(module))
 
     def fields(self, path: str, value: Any, wanted: Set[str] | None, slots: Sequence[tuple[str, Any]] = ()) -> None:
@@ -224,18 +218,18 @@ class _Walk:
                 for name, held in vars(value)[registry].items():
                     self.reach(f"{path}.{name}", held)
         if isinstance(fields, dict):
-            self.look.classes.add(type(value))
+            self.ledger.classes.add(type(value))
             if wanted is None and (fields or self.reads is None or not isinstance(value, types.FunctionType)):
                 self.sized(path, fields)
             for name in [*fields] if wanted is None else sorted(wanted):
                 if name in otherwise or is_torchs(str(name)):
                     continue
                 if name in fields:
-                    self.entry(_joined(path, name), fields, name)
+                    self.item(joined(path, name), fields, name)
                 else:
-                    self._not_own(_joined(path, name), value, name)
+                    self._not_own(joined(path, name), value, name)
         for name, slot in slots:
-            self.look.classes.add(type(value))
+            self.ledger.classes.add(type(value))
             if wanted is None or name in wanted:
                 self.slot(f"{path}.{name}", slot, value, is_fixed=_is_native(slot.__objclass__))
 
@@ -244,7 +238,7 @@ class _Walk:
         or one that was not there."""
         registries = [vars(value)[name] for name in REGISTRIES] if isinstance(value, nn.Module) else []
         if any(name in registry for registry in registries):
-            self.look.facts[path] = REGISTERED
+            self.ledger.tokens[path] = REGISTERED
             return
         owner = next((cls for cls in type(value).__mro__ if name in vars(cls)), None)
         if owner is nn.Module:
@@ -259,9 +253,9 @@ class _Walk:
         if self.reads is None:
             self.sized(path, vars(tensor))
         for name in notes_of(tensor) if vars(tensor) else ():
-            self.when_named(name, functools.partial(self.entry, f"{path}.{name}", vars(tensor), name))
+            self.when_named(name, functools.partial(self.item, f"{path}.{name}", vars(tensor), name))
 
-    def entry(self, path: str, mapping: dict[Any, Any], key: Any) -> None:
+    def item(self, path: str, mapping: dict[Any, Any], key: Any) -> None:
         ask = functools.partial(dict.get, mapping, key, ABSENT)
         self.held(path, ask, functools.partial(dict.__setitem__, mapping, key))
 
@@ -273,7 +267,7 @@ class _Walk:
     def sized(self, path: str, mapping: dict[Any, Any]) -> None:
         """Compare how much it holds, or put all of that back."""
         if self.reads is not None:
-            self.equal(path, mapping.__len__)
+            self.entry(path, mapping.__len__)
         else:
             self.contents(path, mapping)
 
@@ -287,7 +281,7 @@ class _Walk:
             self.waiting.setdefault(name, []).append(then)
 
     def calls(self, names: set[str]) -> None:
-        self.look.names |= names
+        self.ledger.names |= names
         for name in sorted(names - self.called):
             self.called.add(name)
             for then in self.waiting.pop(name, ()):
@@ -315,7 +309,7 @@ class _Walk:
             ask = functools.partial(vars(cls).get, name, ABSENT)
             self.held(f"{cls.__name__}.{name}", ask, is_fixed=is_code)
 
-    def function(self, function: types.FunctionType) -> None:
+    def function(self, _: str, function: types.FunctionType) -> Same:
         """What a function holds, and what a person's code names."""
         of, code, namespace = f"{function.__qualname__}'s", function.__code__, function.__globals__
         library = is_library(code.co_filename)
@@ -326,7 +320,7 @@ class _Walk:
             self.reach(f"{of} {name}", held)
         if library:
             self.calls({function.__name__})  # whatever the model calls it
-            return
+            return Same(function)
         names = names_of(code)
         self.namespace(f"{of} ", namespace, names)
         for name in sorted(names):
@@ -334,6 +328,7 @@ class _Walk:
                 if isinstance(module := sys.modules.get(imported), types.ModuleType):
                     self.namespace(f"{imported}.", vars(module), names, f"{module.__name__}.")
         self.calls(names)
+        return Same(function)
 
     def namespace(self, prefix: str, namespace: dict[str, Any], names: set[str], inside: str = "") -> None:
         """Globals that code names: its own, or those inside of a module; of torch and of Python's own library constants
@@ -348,16 +343,16 @@ class _Walk:
             elif key not in self.compared and (type(held) in _ATOMS or not library):
                 self.compared.add(key)
                 if not (isinstance(held, type) and is_library_module(held.__module__)):
-                    self.entry(f"{prefix}{name}", namespace, name)
+                    self.item(f"{prefix}{name}", namespace, name)
 
     def settings(self) -> None:
         """What the process is set to, as far as operators or reached code ask for it."""
         for name, ask in SETTINGS.items():
-            if name in self.look.names | SETTINGS_AT_WORK:
-                self.look.facts[f"torch.{name}()"] = self.equal(f"torch.{name}()", ask)
-        if self.look.names & {"environ", "getenv"}:
+            if name in self.ledger.names | SETTINGS_AT_WORK:
+                self.ledger.tokens[f"torch.{name}()"] = self.entry(f"torch.{name}()", ask)
+        if self.ledger.names & {"environ", "getenv"}:
             self.reach("os.environ", vars(os.environ)["_data"])
-        if self.look.names & {"decimal", "Decimal", "getcontext", "localcontext"}:
+        if self.ledger.names & {"decimal", "Decimal", "getcontext", "localcontext"}:
             self.held("decimal.getcontext()", decimal.getcontext)
         self.run()
 
@@ -411,10 +406,6 @@ def _put_in_slot(slot: Any, value: Any, held: Any) -> None:
 _CELL: Any = types.CellType.cell_contents
 
 
-def _joined(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
-
-
 def _object(walk: _Walk, path: str, value: Any) -> Any:
     """An object that is its fields alone."""
     walk.class_of(type(value))
@@ -430,11 +421,6 @@ def _class(walk: _Walk, path: str, value: Any) -> Any:
     return Same(value)
 
 
-def _function(walk: _Walk, path: str, value: Any) -> Any:
-    walk.function(value)
-    return Same(value)
-
-
 def _builtin(walk: _Walk, path: str, value: Any) -> Any:
     owner = value.__self__
     if owner is None or isinstance(owner, (type, types.ModuleType)):
@@ -446,7 +432,7 @@ def _builtin(walk: _Walk, path: str, value: Any) -> Any:
 
 def _cache(walk: _Walk, path: str, value: Any) -> Any:
     if walk.reads is None:  # results that the trace leaves in a cache are no tensors
-        walk.equal(path, lambda: value.cache_info().currsize, lambda _: value.cache_clear())
+        walk.entry(path, lambda: value.cache_info().currsize, lambda _: value.cache_clear())
     return Same(value)
 
 
@@ -454,7 +440,7 @@ def _mapping(walk: _Walk, path: str, value: Any) -> Any:
     keys = [*dict.keys(value)]
     walk.sized(path, value)
     for i, key in enumerate(keys):
-        walk.entry(f"{path}[{key!r}]" if type(key) in _ATOMS else f"{path}.values()[{i}]", value, key)
+        walk.item(f"{path}[{key!r}]" if type(key) in _ATOMS else f"{path}.values()[{i}]", value, key)
         if type(key) not in _ATOMS:
             walk.reach(f"{path}.keys()[{i}]", key)
     return (type(value), tuple(map(_frozen, keys)))
@@ -544,7 +530,7 @@ def _seen(
         if suffix:
             walk.reach(path + suffix, held)
         if walk.reads is None or not drawn:  # what is drawn goes on outside of the model
-            walk.equal(path, lambda: _frozen(see(value), Same), lambda _: put(value, held) if put is not None else None)
+            walk.entry(path, lambda: _frozen(see(value), Same), lambda _: put(value, held) if put is not None else None)
         token = (type(value), _frozen(held))
         return Drawn(token) if drawn else token
 
@@ -561,7 +547,7 @@ _RULES: dict[str, _Rule] = {
     "builtins.set": _elements,
     "builtins.frozenset": _elements,
     "collections.deque": _elements,
-    "builtins.function": _function,
+    "builtins.function": _Walk.function,
     "builtins.builtin_function_or_method": _builtin,
     "functools._lru_cache_wrapper": _cache,
     # what is its slots, or its `__dict__`

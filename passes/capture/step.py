@@ -3,7 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,8 +12,7 @@ from torch import nn
 
 from autopar.compat.tensors import memory_of
 from autopar.ir.graph import GraphInput, GraphOutput, JointGraph, meta_of
-from autopar.ir.rewrite import with_own_metas
-from autopar.ir.tree import flatten
+from autopar.ir.tree import flatten, joined
 
 from .conversion import identifier, joint_graph
 from .errors import CaptureError
@@ -83,48 +82,43 @@ class Recording:
 
     def graph(self, functional: Functional, targets: Mapping[str, str]) -> JointGraph:
         """The graph of the step in functional form. Constants are buffers, by `targets`."""
-        constants = (GraphInput(name=name, role="buffer", target=target) for name, target in targets.items())
-        graph = joint_graph(
+        return joint_graph(
             functional.nodes,
             functional.values,
-            [*self.inputs, *constants],
+            self.inputs,
+            [GraphInput(name=name, role="buffer", target=target) for name, target in targets.items()],
             self.outputs(functional),
             of_data=self.recorder.of_data,
             lines=self.recorder.lines,
         )
-        read = {name for node in graph.nodes for name in node.inputs} | {o.name for o in graph.outputs}
-        unread = targets.keys() - read
-        return with_own_metas(replace(graph, inputs=tuple(i for i in graph.inputs if i.name not in unread)))
 
 
+@dataclass(eq=False)
 class ModelStep:
     """A model on fakes, its inputs by path, and its loss. `canonical` maps every name of a parameter or buffer to the
-    first of the same tensor; `call` is what calls the model, where that is more than a call."""
+    first of the same tensor; `call` is what calls the model, where that is more than a call; `at_rest` has the dtypes
+    in which the model holds parameters that the graph uses in others."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        pairs: Sequence[tuple[str, Any]],
-        spec: pytree.TreeSpec,
-        fakes: Mapping[str, torch.Tensor],
-        mode: Any,
-        *,
-        names: Mapping[str, str],
-        canonical: Mapping[str, str],
-        loss_fn: Callable[[Any], torch.Tensor] | None = None,
-        call: Callable[..., Any] | None = None,
-    ) -> None:
-        self.model, self.pairs, self.spec, self.fakes, self.mode = model, pairs, spec, fakes, mode
-        self.names, self.canonical, self.loss_fn = names, canonical, loss_fn
-        self.call = call or model
+    model: nn.Module
+    pairs: Sequence[tuple[str, Any]]
+    spec: pytree.TreeSpec
+    fakes: Mapping[str, torch.Tensor]
+    mode: Any
+    names: Mapping[str, str]
+    canonical: Mapping[str, str]
+    loss_fn: Callable[[Any], torch.Tensor] | None = None
+    call: Callable[..., Any] | None = None
+    at_rest: Mapping[str, torch.dtype] = field(default_factory=dict)
+    same: Mapping[str, str] = field(default_factory=dict)
+    """Paths of inputs that are an earlier one, and its path, where forward may see it."""
+
+    def __post_init__(self) -> None:
         self.places = {
-            f"{path}.{key}" if path else key: (registry, key)
-            for path, module in model.named_modules()
+            joined(path, key): (registry, key)
+            for path, module in self.model.named_modules()
             for registry in (module._parameters, module._buffers)
             for key in registry
         }
-        self.same: Mapping[str, str] = {}
-        """Paths of inputs that are an earlier one, and its path, where forward may see it."""
 
     def held(self) -> dict[str, torch.Tensor]:
         """The parameters and buffers that the model has now, by their first names."""
@@ -191,6 +185,7 @@ class ModelStep:
                 name=recorder.enter(identifier(name), tensor),
                 role="parameter" if isinstance(tensor, nn.Parameter) else "buffer",
                 target=name,
+                at_rest=self.at_rest.get(name),
             )
             for name, tensor in held.items()
         ]
@@ -206,7 +201,7 @@ class ModelStep:
             for path, value in self.pairs
         ]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        output = self.call(*args, **kwargs)
+        output = (self.call or self.model)(*args, **kwargs)
         if self.loss_fn is not None:
             output = self.loss_fn(output)
         pairs, spec = flatten("output", output)

@@ -24,7 +24,6 @@ from autopar.compat.neutral import neutral, without_autocast
 from autopar.compat.quick_fakes import quick_fakes
 from autopar.compat.recording import followed, function_modes
 from autopar.compat.tensors import memory_of
-from autopar.compat.watching import WritesInput, WritesReal
 from autopar.ir.garbage import uncollected
 from autopar.ir.graph import JointGraph
 from autopar.ir.precision import AS_IS, Precision
@@ -32,21 +31,18 @@ from autopar.ir.tree import flatten
 
 from .captured import Captured
 from .checks import without_checks
-from .concrete import StepRecorder, TrainedConstant
+from .concrete import StepRecorder
 from .conversion import HERE
-from .errors import CaptureError, NothingTrainedError, OfData
+from .errors import CaptureError, NothingTrainedError, OfData, listed
 from .fakes import Fakes, canonical_names, gradient_hooks
 from .functional import Functional
-from .here import Here
 from .leaves import input_names, leaf_of
-from .looks import listed
+from .overrides import Generators, Overrides
 from .recorder import line_of
 from .refusals import refusal, unread_refusal
 from .repeat import RepeatedStep
-from .rest import with_rest
-from .shown import line_raised
 from .step import ModelStep, Recording
-from .ways import Generators, OtherWays
+from .trace_device import TraceDevice
 from .witness import Witness, check_memory
 
 logger = logging.getLogger(__name__)
@@ -74,9 +70,9 @@ def capture(
     An active `torch.autocast` context is recorded: its casts are operators of the graph, and stay in the program
     whatever context that runs in.
 
-    The graph is the same for all devices (see `here`). `device_type` is the device that the step will run on, whose
-    autocast context counts, and whose name in the model's code means the device of the trace; without it, that of the
-    model's parameters and of the inputs.
+    The graph is the same for all devices (see `trace_device`). `device_type` is the device that the step will run on,
+    whose autocast context counts, and whose name in the model's code means the device of the trace; without it, that of
+    the model's parameters and of the inputs.
 
     Nodes say in which calls of `torch.utils.checkpoint` they lie (`Node.region`).
 
@@ -104,7 +100,7 @@ def _capture(
     mode = quick_fakes()
     grad = torch.is_grad_enabled()
     canonical = canonical_names(model)
-    here = Here(device_type)
+    here = TraceDevice(device_type)
     fakes = Fakes(mode, here, grad, precision)
     pairs, input_spec = flatten("", (tuple(args), kwargs))
     input_leaves = tuple(leaf_of(path, value) for path, value in pairs)
@@ -126,30 +122,23 @@ def _capture(
         canonical=canonical,
         loss_fn=loss_fn,
         call=call,
+        at_rest={name: p.dtype for name, p in model.named_parameters() if precision.used_in(p.dtype) != p.dtype},
     )
-    watched = _WatchedStep(step, here)
     witness = Witness(step.model, loss_fn)
+    watched = _WatchedStep(step, here, witness)
     try:
-        first, recorder, functional = _recorded(watched, witness)
-        constants = {name: here.source(tensor) for name, tensor in recorder.constants.items()}
+        first, recorder, functional = watched.twice()
         targets = witness.paths_of(recorder.constants, taken={i.target for i in first.inputs})
         graph = first.graph(functional, targets)
         read = {i.target for i in graph.inputs}
-        constants = {target: constants[name] for name, target in targets.items() if target in read}
+        constants = {
+            target: here.source(recorder.constants[name]) for name, target in targets.items() if target in read
+        }
         check_memory(constants, witness.seen, model)
     except CaptureError as error:
         if isinstance(error, OfData) and (located := unread_refusal(model, watched.unread)):
             raise located from None
         raise
-    except TrainedConstant as error:
-        raise CaptureError(f"{witness.trained(error.tensor)}{line_raised(error)}") from None
-    except WritesReal as error:
-        raise CaptureError(f"{witness.written(error.args[0])}{line_raised(error)}") from None
-    except WritesInput as error:
-        raise CaptureError(
-            f"forward writes input {error.args[0]} in place{line_raised(error)}, which a program does not do: write a "
-            f"copy (clone()), or make it a buffer"
-        ) from None
     except Exception as error:
         refused = refusal(error, model, watched.unread, watched.sized)
         if refused is error:
@@ -161,6 +150,11 @@ def _capture(
         logger.warning(
             "the program makes no checks of data: where eager would raise, it goes on (%s)",
             ", ".join(watched.checks),
+        )
+    if written := [o.target for o in graph.outputs if o.role == "mutation" and o.target in step.at_rest]:
+        raise CaptureError(
+            f"forward writes parameter {written[0]}, of which param_dtype gives it a cast: make it a buffer, or leave "
+            f"param_dtype out"
         )
     outcome = first.outcome
     if grad and not any(i.role == "tangent" for i in graph.inputs):
@@ -180,7 +174,7 @@ def _capture(
     missing = _without_gradient(model, graph, outcome.loss) if grad else ()
     differentiated = any(i.role == "tangent" for i in graph.inputs)
     return Captured(
-        graph=with_rest(graph, model),
+        graph=graph,
         input_spec=input_spec,
         input_leaves=tuple(replace(leaf, same=step.same.get(leaf.path, "")) for leaf in input_leaves),
         output_spec=outcome.spec,
@@ -204,8 +198,8 @@ class _WatchedStep:
     """A step that is recorded with all that a graph must know: where operators come from, what is traced as something
     else, which values are concrete, and which branches on data raise."""
 
-    def __init__(self, step: ModelStep, here: Here) -> None:
-        self.step, self.here = step, here
+    def __init__(self, step: ModelStep, here: TraceDevice, witness: Witness) -> None:
+        self.step, self.here, self.witness = step, here, witness
         self.paths: dict[int, str] = {}
         for path, module in step.model.named_modules():
             self.paths.setdefault(id(module), path)
@@ -216,24 +210,40 @@ class _WatchedStep:
         self.checkpoints = 0
         """How many calls of `torch.utils.checkpoint` there were."""
 
-    def record(self, python: contextlib.AbstractContextManager[bool]) -> tuple[Recording, StepRecorder]:
+    def twice(self) -> tuple[Recording, StepRecorder, Functional]:
+        """The step, recorded twice: the second time with the state that the first left. Raises CaptureError where the
+        two differ."""
+        witness = self.witness
+        first, recorder = self._record(witness.watching())
+        witness.valued |= recorder.valued | set(map(memory_of, recorder.constants.values()))
+        left = [name for tensor in witness.left if (name := recorder.name(tensor)) is not None]
+        second, _ = self._record(witness.again())
+        functional = first.functional(left)
+        witness.settle(RepeatedStep(first, functional, second, witness.left))
+        return first, recorder, functional
+
+    def _record(self, python: contextlib.AbstractContextManager[bool]) -> tuple[Recording, StepRecorder]:
         pairs = self.step.pairs
         sources = {path: self.here.tensor(value) for path, value in pairs if isinstance(value, torch.Tensor)}
-        generators = Generators(self.step.model)
+        generators = Generators()
         torch.clear_autocast_cache()  # within a context around all steps, it holds what the last one cast
         with followed(self.paths) as where, neutral():
-            self.recorder = recorder = StepRecorder(where, sources)
-            ways = OtherWays(generators, recorder, self.here)
+            self.recorder = recorder = StepRecorder(where, sources, self.witness.name_of)
+            overrides = Overrides(generators, recorder, self.here)
 
             @contextlib.contextmanager
             def watched() -> Iterator[bool]:
-                with python as identities, generators.watched(), without_checks(self.checks):
+                with (
+                    python as identities,
+                    generators.watched(self.witness.seen.generators),
+                    without_checks(self.checks),
+                ):
                     yield identities
 
             @contextlib.contextmanager
             def operators() -> Iterator[None]:
                 uncast = without_autocast("cpu") if recorder.backward else contextlib.nullcontext()
-                with ways, recorder, uncast:
+                with overrides, recorder, uncast:
                     where.modes = function_modes()
                     yield
 
@@ -252,19 +262,7 @@ class _WatchedStep:
         if self.recorder is None:
             return ""
         lines = (self.recorder.lines.get(name) for name in self.recorder.of_data)
-        return next((line_of(*line) for line in lines if line is not None), "")
-
-
-def _recorded(step: _WatchedStep, witness: Witness) -> tuple[Recording, StepRecorder, Functional]:
-    """The step, recorded twice: the second time with the state that the first left. Raises CaptureError where the two
-    differ."""
-    first, recorder = step.record(witness.watching())
-    witness.valued |= recorder.valued | set(map(memory_of, recorder.constants.values()))
-    left = [name for tensor in witness.left if (name := recorder.name(tensor)) is not None]
-    second, _ = step.record(witness.again())
-    functional = first.functional(left)
-    witness.settle(RepeatedStep(first, functional, second, witness.left))
-    return first, recorder, functional
+        return line_of(next(filter(None, lines), None))
 
 
 def _own_device_type(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> str:

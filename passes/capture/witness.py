@@ -1,6 +1,6 @@
 """What a model's Python does besides calling operators, seen while the model is traced.
 
-    Look before --trace, attributes observed--> Look after --_settled--> nothing kept, or CaptureError by name
+    Ledger before --trace, attributes observed--> Ledger after --settle--> nothing kept, or CaptureError by name
 
 A graph holds operators alone. State that Python keeps from one call for the next, numbers that it draws and hooks that
 it sets would be frozen in it or lost. So the state that Python can reach (`state`) is looked at before and after the
@@ -14,6 +14,7 @@ import contextlib
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,13 +22,15 @@ from torch import nn
 
 from autopar.compat.patching import patched
 from autopar.compat.tensors import memory_of, notes_of, storage_span, unmodified
-from autopar.compat.watching import HOOKS, asking_for_inference, global_hooks, seeding
+from autopar.compat.watching import HOOKS, asking_for_inference, seeding
 from autopar.ir.rewrite import distinct
+from autopar.ir.tree import joined
 
-from .asked import ASKING, SEEDING, refusing, without_files
-from .errors import CaptureError
-from .looks import Drawn, Look, Reads, Same, codes_of, is_library, listed, names_of
+from .errors import CaptureError, listed
+from .ledger import Drawn, Ledger, Reads, Same
+from .refusals import ASKING, SEEDING, refuse, without_files
 from .repeat import RepeatedStep
+from .source import codes_of, is_library, names_of
 from .state import look
 
 logger = logging.getLogger(__name__)
@@ -38,10 +41,9 @@ class Witness:
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
         self.modules = dict(model.named_modules())
-        self.roots: dict[str, Any] = {} if loss_fn is None else {"loss_fn": loss_fn}
-        self.roots |= global_hooks()
+        self.loss_fn = loss_fn
         self.paths = {id(module): path for path, module in self.modules.items()}
-        self.looks: list[Look] = []
+        self.looks: list[Ledger] = []
         """What Python could reach before the first step, after it, and after the second."""
         codes = (code for module in model.modules() for code in codes_of(module.forward, module))
         loss = codes_of(loss_fn) if loss_fn is not None else ()
@@ -65,19 +67,19 @@ class Witness:
         """Around all Python of the first step. Gives whether that may see which inputs are one object."""
         before, tensors = self._look(), self._tensors()
         self.looks = [before]
-        kept = [p for p, fact in before.facts.items() if fact == Same(torch.is_inference_mode_enabled)]
+        kept = [p for p, token in before.tokens.items() if token == Same(torch.is_inference_mode_enabled)]
         if kept:  # called by another name than that in torch, which is watched
-            raise CaptureError(ASKING.format(line=f" as {kept[0]}"))
+            refuse(ASKING, line=f" as {kept[0]}")
         with (
             self._observed(before.classes),
-            seeding(refusing(SEEDING)),
-            asking_for_inference(refusing(ASKING)),
+            seeding(partial(refuse, SEEDING)),
+            asking_for_inference(partial(refuse, ASKING)),
             without_files(),
         ):
             yield self.identities
         _check_tensors(tensors, self._tensors())
         self.looks.append(after := self._look())
-        drawn = [path for path in before.differs(after) if isinstance(after.facts.get(path), Drawn)]
+        drawn = [path for path in before.differs(after) if isinstance(after.tokens.get(path), Drawn)]
         if drawn:
             raise CaptureError(
                 f"forward draws from {listed(drawn)}: each call would draw what the first one drew. Draw "
@@ -94,7 +96,7 @@ class Witness:
         """Raises CaptureError where a step keeps something for the next: where it computes something else when it runs
         again, or leaves something else in Python; and where it reads what nothing sees into. Warns of what each call
         writes and nobody in the model reads: with a program it keeps the value that it had."""
-        look(self.modules, self.roots, self.reads)
+        look(self.modules, self.loss_fn, self.reads)
         before, after, later = self.looks
         moved = after.differs(later, lambda a, b: _is_same_tensor(a, b, steps))
         read = [path for path, tensor in after.tensors if steps.first.name(tensor) in steps.read]
@@ -116,8 +118,8 @@ class Witness:
                 f"it with copy_(), pass it in as an input and return it as an output, or leave it out of forward"
             )
         changed = before.differs(after)
-        owners = [(f"{path}." if path else "", names) for path, names in self.read.items() if isinstance(path, str)]
-        read_too = {outer + name for outer, names in owners for name in names}
+        owners = [(path, names) for path, names in self.read.items() if isinstance(path, str)]
+        read_too = {joined(path, name) for path, names in owners for name in names}
         crossing = [path for path in changed if path in read_too] if self.rewritten.intersection(changed) else []
         if crossing:
             logger.warning(
@@ -141,7 +143,7 @@ class Witness:
             self.looks[0].restore()
 
     @property
-    def seen(self) -> Look:
+    def seen(self) -> Ledger:
         """What Python could reach before the trace."""
         return self.looks[0]
 
@@ -157,40 +159,22 @@ class Witness:
             paths[name] = distinct(held.get(memory_of(tensor), name), {*taken, *paths.values()})
         return paths
 
-    def written(self, tensor: torch.Tensor) -> str:
-        """Why a tensor that Python holds cannot be written in place."""
-        other = f"a tensor {list(tensor.shape)} that is not the model's"
-        name = self._held().get(memory_of(tensor), other)
-        return (
-            f"forward writes {name} in place, which is no buffer of the model: capture changes nothing, and a program "
-            f"writes buffers alone. Make it a buffer (register_buffer, persistent=False if no checkpoint is to hold it)"
-        )
-
-    def trained(self, tensor: torch.Tensor) -> str:
-        """Why a tensor that Python holds cannot be trained."""
-        path = self._held().get(memory_of(tensor), "a tensor")
-        return (
-            f"{path} requires a gradient and is no parameter of the model: it would not train. Make it one (an "
-            f"nn.Parameter attribute, nn.ParameterList, nn.ParameterDict; a loss with parameters is a module of the "
-            f"model), or detach() it"
-        )
+    def name_of(self, tensor: torch.Tensor) -> str:
+        """Where Python holds a tensor."""
+        return self._held().get(memory_of(tensor), f"a tensor {[*tensor.shape]} that is not the model's")
 
     def _held(self) -> dict[int, str]:
         """Where Python holds what is on a memory."""
         return {memory_of(tensor): path for path, tensor in reversed(self.seen.tensors)}
 
-    def _look(self) -> Look:
-        return look(self.modules, self.roots)
+    def _look(self) -> Ledger:
+        return look(self.modules, self.loss_fn)
 
     def _tensors(self) -> dict[str, tuple[Any, ...]]:
         """Which memory each parameter and buffer has, and whether it requires a gradient."""
         with unmodified():
             return {
-                f"{path}.{key}" if path else key: (
-                    kind,
-                    tensor.requires_grad,
-                    notes_of(tensor),
-                )
+                joined(path, key): (kind, tensor.requires_grad, notes_of(tensor))
                 for path, module in self.modules[""].named_modules()
                 for kind in ("_parameters", "_buffers")
                 for key, tensor in vars(module)[kind].items()
@@ -206,7 +190,7 @@ class Witness:
         def to_module(module: nn.Module, name: str, value: Any) -> None:
             path = paths.get(id(module))
             if path is not None and name in read.get(path, ()):
-                self.rewritten.add(f"{path}.{name}" if path else name)
+                self.rewritten.add(joined(path, name))
             setattribute(module, name, value)
 
         def of_module(module: nn.Module, name: str) -> Any:
@@ -216,13 +200,12 @@ class Witness:
             return object.__getattribute__(module, name)
 
         with contextlib.ExitStack() as stack:
-            stack.enter_context(patched(nn.Module, "__getattribute__", of_module))
-            stack.enter_context(patched(nn.Module, "__setattr__", to_module))
+            stack.enter_context(patched(nn.Module, __getattribute__=of_module, __setattr__=to_module))
             for cls in classes:
                 if not issubclass(cls, (nn.Module, type)):
                     noted = read.setdefault(cls, set())
                     try:
-                        stack.enter_context(patched(cls, "__getattribute__", _noting(cls, noted)))
+                        stack.enter_context(patched(cls, __getattribute__=_noting(cls, noted)))
                     except TypeError:
                         noted.add("__dict__")  # a class that cannot be watched: all of its attributes count
             yield
@@ -270,7 +253,7 @@ _ASKS = frozenset(
 """Names of what changes by itself: where code mentions one, a second run decides."""
 
 
-def check_memory(constants: Mapping[str, torch.Tensor], seen: Look, model: nn.Module) -> None:
+def check_memory(constants: Mapping[str, torch.Tensor], seen: Ledger, model: nn.Module) -> None:
     """Raises CaptureError where a constant of the graph views a parameter or buffer, with which it would not change."""
     held = [(name, *storage_span(t)) for name, t in (*model.named_parameters(), *model.named_buffers())]
     for name, tensor in constants.items():

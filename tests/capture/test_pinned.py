@@ -17,8 +17,8 @@ from torch.distributed.tensor import distribute_tensor
 import autopar
 from autopar import testing
 from autopar.passes.capture.errors import CaptureError
+from autopar.passes.capture.overrides import windows
 from autopar.passes.capture.trace import capture
-from autopar.passes.capture.ways import windows
 
 Forward = Callable[["Net", torch.Tensor, torch.Tensor], torch.Tensor]
 

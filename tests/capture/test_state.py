@@ -45,7 +45,7 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.passes.capture.errors import CaptureError
-from autopar.passes.capture.looks import Reads
+from autopar.passes.capture.ledger import Reads
 from autopar.passes.capture.state import look
 from autopar.passes.capture.trace import capture
 from autopar.runtime.guard import Guard
@@ -787,7 +787,7 @@ def test_what_forward_read_is_compared_whatever_holds_it(reader: tuple[Reader, R
     held = getattr(model, f"held_{[*HOLDERS].index(name)}")
     guard = Guard(model, None, reads)
     model.beside(batch())
-    assert read(held) == 1.0 and guard._is_untouched()
+    assert read(held) == 1.0 and guard.seen.holds()
     write(held, 2.0)
     assert read(held) == 2.0 and not guard.holds() and len(guard.changed) < 3
     write(held, 1.0)
@@ -971,6 +971,26 @@ def test_a_seed_in_forward_is_refused() -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
+@pytest.mark.parametrize("holder", ["an attribute", "an object", "a closure", "a global"])
+def test_a_generator_that_forward_seeds_is_refused_whoever_holds_it(holder: str) -> None:
+    held = torch.Generator().manual_seed(0)
+
+    class Seeds(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.generator = torch.Generator().manual_seed(0)
+            self.config = types.SimpleNamespace(generator=torch.Generator().manual_seed(0))
+
+        def beside(self, h: torch.Tensor) -> torch.Tensor:
+            held_by = {"an attribute": self.generator, "an object": self.config.generator, "a closure": held}
+            generator = held_by.get(holder, TORCH)
+            return h * torch.rand(h.shape, generator=generator.manual_seed(0))
+
+    TORCH.manual_seed(0)
+    assert "forward seeds a torch.Generator" in refusal(Seeds())
+    assert torch.equal(held.get_state(), torch.Generator().manual_seed(0).get_state())
+
+
 def test_what_changes_by_itself_is_refused() -> None:
     for draw in (time.time, lambda: random.Random().random(), lambda: np.random.default_rng().random()):
         assert "something that changes by itself" in refusal(Draws(lambda draw=draw: draw() if time else 0.0))
@@ -994,6 +1014,28 @@ def test_what_forward_does_to_parameters_beside_operators_is_refused(what: str) 
             return h
 
     assert message in refusal(Does())
+
+
+@pytest.mark.parametrize("held", ["a buffer", "a parameter", "another tensor"])
+def test_what_people_noted_on_a_tensor_is_read_and_compared(held: str) -> None:
+    class Noted(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.ones(WIDTH))
+            self.other = torch.ones(WIDTH)
+            self.noted = {"a buffer": "table", "a parameter": "gain", "another tensor": "other"}[held]
+            self.gain = nn.Parameter(torch.ones(WIDTH))
+            getattr(self, self.noted).scale = 2.0
+
+        def beside(self, h: torch.Tensor) -> torch.Tensor:
+            noted = getattr(self, self.noted)
+            return h * noted * noted.scale
+
+    model = Noted()
+    guard = Guard(model, None, capture(model, (batch(),)).reads)
+    assert guard.holds()
+    getattr(model, model.noted).scale = 3.0
+    assert not guard.holds() and guard.changed == [f"{model.noted}.scale"]
 
 
 # ------------------------------------------------------------------------------------- hooks
@@ -1507,7 +1549,7 @@ def test_a_guard_takes_microseconds() -> None:
 
     model = Deep()
     guard = Guard(model, None, capture(model, (batch(),)).reads)
-    assert guard.holds() and len(guard.same) < 40 * len(guard.modules)
+    assert guard.holds() and len(guard.seen.entries) < 40 * len(guard.modules)
     model.layers[5].config.state[0] = 2.0
     assert not guard.holds() and guard.changed == ["layers.5.config.state[0]"]
     model.layers[5].config.state[0] = 1.0
@@ -1521,8 +1563,8 @@ def test_what_instruments_write_beside_an_assert_is_not_the_models() -> None:
             return h
 
     model = Asserting()
-    found = look(dict(model.named_modules()), {})
-    assert not [path for path in found.facts if "pytest" in path] and len(found.facts) < 200
+    found = look(dict(model.named_modules()))
+    assert not [path for path in found.tokens if "pytest" in path] and len(found.tokens) < 200
 
 
 def test_a_wrapper_with_the_defaults_of_what_it_wraps() -> None:
@@ -1539,7 +1581,7 @@ def test_a_wrapper_with_the_defaults_of_what_it_wraps() -> None:
             return wrapper(h)
 
     model = Wrapped()
-    assert [p for p in look(dict(model.named_modules()), {}).facts if p.endswith("wrapper's default 0")]
+    assert [p for p in look(dict(model.named_modules())).tokens if p.endswith("wrapper's default 0")]
     assert len(capture(model, (batch(),)).graph.outputs) == 3
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
-from autopar.compat.later import computation_of
+from autopar.compat.lazy import computation_of
 
 accelerate = pytest.importorskip("accelerate")
 sys.path.append(str(Path(__file__).parents[2] / "examples"))

@@ -211,7 +211,7 @@ def calls_counted() -> Iterator[Counter[str]]:
                 calls[name] += x.is_floating_point()  # ranks tell each other whole numbers
                 return begin(x, *args, **kwargs)
 
-            stack.enter_context(patched(dist, name, counting))
+            stack.enter_context(patched(dist, **{name: counting}))
         yield calls
 
 

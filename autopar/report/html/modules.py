@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from html import escape
 
+from autopar.ir.tree import joined
 from autopar.planning.plan import ParameterPlan, Plan
 
 from ..page import count_text
@@ -66,7 +67,7 @@ def _folded(name: str, path: str, node: _Node) -> Module:
     inner: list[Module] = []
     keys: list[object] = []
     for part, module in node.modules.items():
-        made = _folded(part, f"{path}.{part}" if path else part, module)
+        made = _folded(part, joined(path, part), module)
         key = _key(made)
         last = inner[-1] if inner else None
         if last is not None and part.isdigit() and keys[-1] == key and _follows(last, part):
@@ -125,7 +126,7 @@ def _table(rows: Iterable[str]) -> str:
 
 
 def _parameter(path: str, name: str, shown: str, plan: Plan) -> str:
-    full = f"{path}.{name}" if path else name
+    full = joined(path, name)
     parameter = plan.parameters[full]
     use = parameter.in_use[0] if parameter.in_use else parameter.at_rest
     words = parameter_words(parameter, tuple(plan.mesh))

@@ -1,17 +1,89 @@
-"""Whose error it is, and how people see it: that of their own code as eager raises it, and ours in a sentence."""
+"""Source code: whose it is, what it names, which line runs or raised; and errors as people see them, that of their own
+code as eager raises it, and ours in a sentence."""
 
 import dis
+import functools
+import gc
+import inspect
+import itertools
 import logging
 import sys
-import traceback
+import sysconfig
+import types
 from collections.abc import Iterator
 from contextlib import ContextDecorator
+from pathlib import Path
 from types import FrameType, TracebackType
+from typing import Any
 
-from .looks import is_library
+import torch
+from torch import nn
+
 from .recorder import Line, line_of
 
 logger = logging.getLogger(__name__)
+
+_PLACES = tuple(sorted({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}))
+
+
+@functools.cache
+def is_library(code_file: str) -> bool:
+    """Whether code is torch's or Python's own."""
+    if not code_file or code_file.startswith(("<frozen", str(Path(torch.__file__).parent))):
+        return True
+    return code_file.startswith(_PLACES) and "site-packages" not in code_file
+
+
+@functools.cache
+def is_library_module(name: str) -> bool:
+    root = name.partition(".")[0]
+    return root in ("torch", "autopar", "numpy", "builtins") or (root in sys.stdlib_module_names and root != "__main__")
+
+
+def defaults_of(function: types.FunctionType) -> dict[str, Any]:
+    """Default values of arguments, which Python builds once."""
+    given = function.__defaults__ or ()
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    if len(given) > len(names):  # a decorator gave its wrapper the defaults of what it wraps
+        names = tuple(f"default {i}" for i in range(len(given)))
+    return {**dict(zip(names[len(names) - len(given) :], given, strict=True)), **(function.__kwdefaults__ or {})}
+
+
+def names_of(code: types.CodeType) -> set[str]:
+    """Names that a function's code mentions, functions inside of it too, and "is" if it compares identities (other than
+    with a constant: `x is None`)."""
+    names = set(code.co_names)
+    if _IS in (ops := code.co_code[::2]) and any(b == _IS and a != _CONSTANT for a, b in itertools.pairwise(ops)):
+        names.add("is")
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= names_of(constant)
+    return names
+
+
+def codes_of(function: Any, module: nn.Module | None = None) -> Iterator[types.CodeType]:
+    """A person's code that runs where a function of a module is called: its own, and of functions that it names."""
+    own = _unwrapped(function)
+    if own is None:
+        return
+    yield own.__code__
+    cells = dict(zip(own.__code__.co_freevars, own.__closure__ or (), strict=True))
+    for name in names_of(own.__code__) | cells.keys():
+        cell = cells.get(name)
+        found = own.__globals__.get(name) if cell is None else next(iter(gc.get_referents(cell)), None)
+        for held in (found, vars(module).get(name) if module else None, getattr(type(module), name, None)):
+            if (named := _unwrapped(held)) is not None:
+                yield named.__code__
+
+
+def _unwrapped(function: Any) -> types.FunctionType | None:
+    function = getattr(function, "__func__", function)
+    function = inspect.unwrap(function) if isinstance(function, types.FunctionType) else function
+    is_own = isinstance(function, types.FunctionType) and not is_library(function.__code__.co_filename)
+    return function if is_own else None
+
+
+_IS, _CONSTANT = dis.opmap["IS_OP"], dis.opmap["LOAD_CONST"]
 
 
 def is_of_model(frame: FrameType) -> bool:
@@ -30,18 +102,16 @@ def line_running() -> Line | None:
 
 def line_shown() -> str:
     """The line of the model's code that is running, in words."""
-    line = line_running()
-    return "" if line is None else line_of(*line)
+    return line_of(line_running())
 
 
 def line_raised(error: BaseException) -> str:
     """The line of the model at which an error was raised."""
-    line = line_in(error)
-    return "" if line is None else line_of(*line)
+    return line_of(line_in(error))
 
 
 def line_in(error: BaseException) -> Line | None:
-    lines = [(frame.f_code, number) for frame, number in traceback.walk_tb(error.__traceback__) if is_of_model(frame)]
+    lines = [(at.tb_frame.f_code, at.tb_lineno) for at in _traces(error.__traceback__) if is_of_model(at.tb_frame)]
     return lines[-1] if lines else None
 
 

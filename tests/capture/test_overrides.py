@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 import autopar
 from autopar.passes.capture.errors import CaptureError
+from autopar.passes.capture.overrides import stft
 from autopar.passes.capture.trace import capture
-from autopar.passes.capture.ways import stft
 from autopar.passes.codegen.program import codegen
 from autopar.passes.lower.bucket import bucket
 from autopar.planning.planner import Planner
@@ -421,7 +421,7 @@ def test_numbers_of_constants_are_known(number: str) -> None:
 )
 def test_numbers_of_data_are_refused(forward: Forward) -> None:
     made = net(forward)
-    with pytest.raises(CaptureError, match=r"depends on the data .*test_ways.py:\d+|cannot be captured"):
+    with pytest.raises(CaptureError, match=r"depends on the data .*test_overrides.py:\d+|cannot be captured"):
         capture(made.model, made.args)
 
 
@@ -452,7 +452,7 @@ def test_what_python_takes_of_tensors_is_refused_by_name(case: str) -> None:
     made = net(forward)
     with pytest.raises(CaptureError, match=message) as raised:
         capture(made.model, made.args)
-    assert "test_ways.py:" in str(raised.value)
+    assert "test_overrides.py:" in str(raised.value)
 
 
 class Converts(nn.Module):

@@ -18,7 +18,7 @@ from autopar.compat.tensors import is_fake, is_real, memory_of, unmodified
 from .conversion import HERE
 
 
-class Here:
+class TraceDevice:
     """Moves what is on `device_type` here, while one step is traced."""
 
     def __init__(self, device_type: str) -> None:

@@ -9,7 +9,7 @@ import inspect
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,9 @@ from autopar.compat.patching import patched
 from autopar.compat.tensors import is_fake, is_real, is_transformed, memory_of, notes_of, unmodified
 from autopar.extensions import Plug, Table
 
-from .asked import (
+from .attention import attended
+from .concrete import StepRecorder
+from .refusals import (
     ADDRESSING,
     ASKING,
     PACKING,
@@ -30,26 +32,24 @@ from .asked import (
     READING_GRADIENTS,
     READING_VALUES,
     WRITING_GRADIENTS,
-    refusing,
+    refuse,
 )
-from .attention import attended
-from .concrete import StepRecorder
-from .here import Here
-from .looks import is_library
+from .source import is_library
+from .trace_device import TraceDevice
 
 logger = logging.getLogger(__name__)
 _DATA: Any = torch.Tensor.data
 
-WAYS = Table("way", Plug)
+OVERRIDES = Table("override", Plug)
 """What adds to `TRACED`: of the recorder, functions and what is traced in their place."""
 
 
-class OtherWays(TorchFunctionMode):
+class Overrides(TorchFunctionMode):
     """Functions that are traced as others of the same result: see `TRACED`. What draws from a `torch.Generator` draws
     from the seed of the step, as all else does: see `Generators`. Devices that the model names are that of the trace:
-    see `Here`."""
+    see `TraceDevice`."""
 
-    def __init__(self, generators: Generators, recorder: StepRecorder, here: Here) -> None:
+    def __init__(self, generators: Generators, recorder: StepRecorder, here: TraceDevice) -> None:
         super().__init__()
         self.generators, self.recorder, self.here = generators, recorder, here
         self.traced: dict[Any, Callable[..., Any]] = {
@@ -57,8 +57,8 @@ class OtherWays(TorchFunctionMode):
             _DATA.__set__: recorder.replace,
             **{func: functools.partial(self._read, func) for func in _WHOLE},
         }
-        for way in WAYS.values():
-            self.traced.update(way.value(recorder))
+        for override in OVERRIDES.values():
+            self.traced.update(override.value(recorder))
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -74,7 +74,7 @@ class OtherWays(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         file = sys._getframe(1).f_code.co_filename
         if message := self._refusal(func, name, args, file):
-            refusing(message)()
+            refuse(message)
         if name in _STRIDES and not is_library(file):
             return self.recorder.strides(name, args[0], func(*args, **kwargs))
         if name in _VALUES and is_real(args[0]):
@@ -92,7 +92,7 @@ class OtherWays(TorchFunctionMode):
             with unmodified():
                 return func(values.requires_grad_(tensor.requires_grad), *args, **kwargs)
         if func is not torch.Tensor.tolist:  # whose numbers may be sizes
-            refusing(READING_VALUES)()
+            refuse(READING_VALUES)
         return func(tensor, *args, **kwargs)
 
     def _refusal(self, func: Any, name: str, args: tuple[Any, ...], file: str) -> str:
@@ -134,7 +134,7 @@ def _dense(func: Callable[..., Any], *args: Any, **kwargs: Any) -> torch.Tensor:
 
 def _attended_heads(*args: Any, **kwargs: Any) -> Any:
     """`multi_head_attention_forward`, for which torch calls a mode, and for nothing inside."""
-    with patched(F, "scaled_dot_product_attention", attended):
+    with patched(F, scaled_dot_product_attention=attended):
         return F.multi_head_attention_forward(*args, **kwargs)
 
 
@@ -177,22 +177,22 @@ class Generators:
     whatever the generator's state, so that one which forward itself makes or seeds, and which therefore draws the
     same numbers in every step, is refused."""
 
-    def __init__(self, model: nn.Module) -> None:
-        leaves = (leaf for module in model.modules() for leaf in pytree.tree_leaves(list(vars(module).values())))
-        self.held = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
+    def __init__(self) -> None:
         self.marks: dict[int, torch.Tensor] = {}
-        self.base = torch.Generator
+        self.base, self.default = torch.Generator, torch.default_generator
 
     @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        """While forward runs: a state of which nobody knows tells whether a generator was seeded since."""
+    def watched(self, reached: Iterable[torch.Generator]) -> Iterator[None]:
+        """While forward runs, which can reach these and torch's own: a state of which nobody knows tells whether a
+        generator was seeded since."""
         with unmodified():
-            states = [(generator, generator.get_state()) for generator in self.held]
-            for generator in self.held:
+            held = [generator for generator in reached if generator is not self.default]
+            states = [(generator, generator.get_state()) for generator in held]
+            for generator in held:
                 generator.manual_seed(0x5EED5EED)
                 self.marks[id(generator)] = generator.get_state()
         try:
-            with patched(torch, "Generator", _own_class(self.base)):
+            with patched(torch, Generator=_own_class(self.base)):
                 yield
         finally:
             with unmodified():
@@ -364,9 +364,9 @@ def stft(
 
 TRACED: Mapping[Any, Callable[..., Any]] = {
     **{
-        getattr(holder, way.__name__): way
+        getattr(holder, override.__name__): override
         for holder in (torch, torch.Tensor)
-        for way in (as_strided, bincount, cov, stft)
+        for override in (as_strided, bincount, cov, stft)
     },
     **{func: functools.partial(_dense, func) for func in (F.embedding, F.embedding_bag)},
     **{func: functools.partial(_of_list, func, 0) for func in (torch.tensor, torch.as_tensor)},

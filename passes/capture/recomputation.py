@@ -15,8 +15,8 @@ from .errors import CaptureError
 from .recorder import Geometry
 
 
-def once(
-    nodes: Sequence[Node], again: Sequence[Again | None], values: Mapping[str, Geometry]
+def without_recomputed(
+    nodes: Sequence[Node], again: Mapping[str, Again], values: Mapping[str, Geometry]
 ) -> tuple[list[Node], dict[str, str]]:
     """Nodes without those of a checkpoint's second run that compute what was computed before, and the names that stand
     for theirs. What the second run does besides, such as counting in a buffer once more, stays.
@@ -31,8 +31,8 @@ def once(
     made: dict[Any, list[int]] = {}
     norms: dict[Any, tuple[str, ...]] = {}
     counts: Counter[Any] = Counter()
-    for given, run in zip(nodes, again, strict=True):
-        node = reading(given, same)
+    for given in nodes:
+        node, run = reading(given, same), again.get(given.name)
         operands = tuple(alike.get(name, name) for name in node.inputs)
         random = may_draw(node.op)
         key: Any = (node.form, operands)
