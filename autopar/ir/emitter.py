@@ -112,9 +112,11 @@ def on_meta(op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...])
 def _on(
     device: torch.device, op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]
 ) -> tuple[torch.Tensor | None, ...]:
+    made = torch.empty if device.type == "meta" else torch.zeros
+
     def concrete(value: Any) -> Any:
         if isinstance(value, TensorMeta):
-            return torch.zeros(value.shape, dtype=value.dtype, device=device)
+            return made(value.shape, dtype=value.dtype, device=device)
         if isinstance(value, torch.Tensor):
             if value.device == device:
                 return value

@@ -19,11 +19,13 @@ named tuples, since planning hashes them millions of times.
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from itertools import pairwise, product
 from typing import NamedTuple
 
 import torch
+
+from autopar.compat.tensors import unmodified
 
 from .graph import TensorMeta
 
@@ -347,8 +349,8 @@ def shard(tensor: torch.Tensor, layout: Layout, mesh: Shape, coordinate: Shape, 
     local = pad(tensor, padded_shape(tuple(tensor.shape), layout), padding)
     shape = tuple(local.shape)
     for dim in {p.dim for p in layout if isinstance(p, Split)}:
-        owned = _owned(shape, layout, mesh, coordinate, dim)
-        local = local.index_select(dim, torch.nonzero(owned).flatten().to(tensor.device))
+        owned = _owned(shape[dim], _digits(layout, mesh, coordinate, dim))
+        local = local.index_select(dim, owned.to(tensor.device))
     for placement, index in zip(layout, coordinate, strict=True):
         if isinstance(placement, Partial) and index != 0 and placement.reduction == "sum":
             local = torch.zeros_like(local)
@@ -364,11 +366,12 @@ def unshard(shards: dict[Shape, torch.Tensor], shape: Shape, layout: Layout, mes
     padded = padded_shape(shape, layout)
     unsharded = torch.zeros(padded, dtype=first.dtype, device=first.device)
     seen = torch.zeros(padded, dtype=torch.bool, device=first.device)
+    ones = [(1,) * (len(shape) - 1 - dim) for dim in range(len(shape))]
     for coordinate, local in shards.items():
         if any(isinstance(p, Replicate) and c for p, c in zip(layout, coordinate, strict=True)):
             continue  # replicas are equal; the first speaks for all
-        owned = [torch.nonzero(_owned(padded, layout, mesh, coordinate, dim)).flatten() for dim in range(len(shape))]
-        index = torch.meshgrid(*(o.to(first.device) for o in owned), indexing="ij") if shape else ()
+        owned = [_owned(padded[dim], _digits(layout, mesh, coordinate, dim)) for dim in range(len(shape))]
+        index = tuple(o.to(first.device).view(-1, *behind) for o, behind in zip(owned, ones, strict=True))
         if reduction == "sum":
             unsharded[index] = unsharded[index] + local if index else unsharded + local
         else:
@@ -378,11 +381,18 @@ def unshard(shards: dict[Shape, torch.Tensor], shape: Shape, layout: Layout, mes
     return unsharded[tuple(map(slice, shape))]
 
 
-def _owned(padded: Shape, layout: Layout, mesh: Shape, coordinate: Shape, dim: int) -> torch.Tensor:
-    """Mask over the global indices of `dim`, of those that the rank at `coordinate` holds."""
-    indices = torch.arange(padded[dim])
-    kept = torch.ones_like(indices, dtype=torch.bool)
-    for placement, ranks, index in zip(layout, mesh, coordinate, strict=True):
-        if isinstance(placement, Split) and placement.dim == dim:
-            kept &= (indices % placement.period) // (placement.period // ranks) == index
-    return kept
+def _digits(layout: Layout, mesh: Shape, coordinate: Shape, dim: int) -> tuple[tuple[int, int, int], ...]:
+    """(period, ranks, rank) of every axis that splits the dim."""
+    axes = zip(layout, mesh, coordinate, strict=True)
+    return tuple([(p.period, ranks, index) for p, ranks, index in axes if isinstance(p, Split) and p.dim == dim])
+
+
+@lru_cache(maxsize=1 << 10)
+def _owned(size: int, digits: tuple[tuple[int, int, int], ...]) -> torch.Tensor:
+    """The global indices of a dim that a rank holds which has these digits of them."""
+    with unmodified():
+        indices = torch.arange(size)
+        kept = torch.ones_like(indices, dtype=torch.bool)
+        for period, ranks, index in digits:
+            kept &= (indices % period) // (period // ranks) == index
+        return indices[kept]
