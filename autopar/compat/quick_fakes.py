@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch._subclasses import FakeTensor, FakeTensorMode
@@ -13,15 +13,21 @@ from .fakes import fake_mode
 from .tensors import memory_of, norm_dtype, statistics_dtype
 
 
+MOST_OPERATORS = 1 << 16
+"""Calls of operators whose results are cached."""
+
+
 class _Kernels(FakeTensorMode):  # type: ignore[no-untyped-call]
     """Fakes whose norms give the same dtypes on every device, those of `autopar.ops.kernels`. torch's give others for
     statistics of bfloat16 and float16 on a CPU, beside wider weights, and for running statistics in these dtypes.
     Grouped products are there in every dtype, as they are on real tensors."""
 
+    made: ClassVar[dict[Any, _FakeResults | None]] = {}
+    """What operators make of operands that lie in memory alike, and nothing else decides; None for others. Cached for
+    the process: a model is captured again in another mode, for other inputs, or by ranks that are forked."""
+
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.made: dict[Any, _FakeResults | None] = {}
-        """What operators make of operands that lie in memory alike, and nothing else decides; None for others."""
         self._fresh: dict[str, Any] = {}
 
     def fake(self, bare: torch.Tensor) -> FakeTensor:
@@ -47,6 +53,8 @@ class _Kernels(FakeTensorMode):  # type: ignore[no-untyped-call]
             return made.again(self, args)
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if key is not None and key not in self.made:
+            if len(self.made) >= MOST_OPERATORS:
+                self.made.clear()
             self.made[key] = _FakeResults.of(func, args, result)
         return result
 
