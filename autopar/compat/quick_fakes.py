@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
@@ -12,8 +11,7 @@ import torch
 from torch._subclasses import FakeTensor, FakeTensorMode
 
 from .fakes import fake_mode
-from .tensors import memory_of, norm_dtype, statistics_dtype
-
+from .tensors import contiguous_strides, memory_of, norm_dtype, statistics_dtype
 
 MOST_OPERATORS = 1 << 16
 """Calls of operators whose results are cached."""
@@ -143,7 +141,7 @@ class _Pointwise:
     device: torch.device
 
     def is_made(self, results: _FakeResults) -> bool:
-        fresh = self.shape, _strides(self.shape), None
+        fresh = self.shape, contiguous_strides(self.shape), None
         return results.several is None and results.lies[0] is not None and results.lies[0][:3] == fresh
 
 
@@ -156,7 +154,7 @@ def _pointwise(func: Any, args: Any, kwargs: Any) -> _Pointwise | None:
     if len(shapes) != 1 or len({x.fake_device for x in tensors}) != 1:
         return None
     (shape,) = shapes
-    strides = _strides(shape)
+    strides = contiguous_strides(shape)
     key: list[Any] = [func, torch.get_default_dtype()]
     for x in (*args, *kwargs.items()):
         if isinstance(x, FakeTensor):
@@ -168,11 +166,6 @@ def _pointwise(func: Any, args: Any, kwargs: Any) -> _Pointwise | None:
         else:
             key.append((type(x), x))
     return _Pointwise(tuple(key), shape, tensors[0].fake_device)
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a contiguous tensor."""
-    return tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 @dataclass(frozen=True, slots=True)
