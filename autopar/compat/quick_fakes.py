@@ -56,7 +56,8 @@ class _Kernels(FakeTensorMode):  # type: ignore[no-untyped-call]
         made = self.made.get(key)
         if made is not None:
             return made.again(self, args)
-        result, pointwise = self._view(func, args, kwargs), _pointwise(func, args, kwargs)
+        pointwise = _pointwise(func, args, kwargs)
+        result: Any = self._view(func, args, kwargs)
         if result is None and pointwise is not None and pointwise.key in self.dtypes:
             bare = torch.empty(pointwise.shape, dtype=self.dtypes[pointwise.key], device="meta")
             result = self.fake(bare, pointwise.device)
