@@ -17,7 +17,6 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from autopar.compat.calls import by_tensor
-from autopar.compat.watching import global_hooks
 from autopar.passes.capture.errors import listed
 from autopar.passes.capture.ledger import ABSENT, Drawn, Ledger, Reads
 from autopar.passes.capture.state import REGISTERED, look

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -31,6 +32,12 @@ def statistics_dtype(x: torch.Tensor) -> torch.dtype:
 def norm_dtype(x: torch.Tensor, weight: torch.Tensor | None) -> torch.dtype:
     """The dtype of what CPU kernels of norms keep beside their output."""
     return x.dtype if weight is None or weight.dtype.itemsize < x.dtype.itemsize else weight.dtype
+
+
+@lru_cache(maxsize=1 << 12)
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor, as torch makes one."""
+    return tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 VALUES_MOST = 1 << 16

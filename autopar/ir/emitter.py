@@ -4,10 +4,12 @@ import math
 from collections import Counter
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
+
+from autopar.compat.tensors import contiguous_strides
 
 from .graph import CONTIGUOUS, PERMUTE, RESHAPE, Node, TensorMeta, map_references, meta_of, overload, takes
 from .program import RankIndex
@@ -104,6 +106,15 @@ def _types(value: tuple[Any, ...]) -> Any:
 def on_meta(op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> tuple[torch.Tensor | None, ...]:
     """An op's outputs, without values. Operands are tensors of the meta device, or `TensorMeta`s of contiguous ones. An
     op that knows no shapes, which few of torch's are, runs on zeros."""
+    shape = _shape_of_all(op, args, kwargs)
+    if shape is not None:
+        alike = tuple(map(_short, args))
+        if (dtype := _dtype_of(op, alike, kwargs, _types((alike, kwargs)))) is not None:
+            return (torch.empty(shape, dtype=dtype, device="meta"),)
+    return _on_any(op, args, kwargs)
+
+
+def _on_any(op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> tuple[torch.Tensor | None, ...]:
     try:
         return _on(torch.device("meta"), op, args, kwargs)
     except NotImplementedError:
@@ -111,12 +122,51 @@ def on_meta(op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...])
         return tuple(o if o is None else torch.empty_like(o, device="meta") for o in outputs)
 
 
+def _shape_of_all(op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> tuple[int, ...] | None:
+    """The shape of all operands of a pointwise operator, but for scalars, where they are contiguous: what it makes lies
+    as they do, and has a dtype that does not depend on the shape. None of others. torch infers these in Python."""
+    if not _is_pointwise(op) or any(isinstance(value, _OTHERWISE) for value in (*args, *(v for _, v in kwargs))):
+        return None
+    operands = [x for x in args if isinstance(x, (TensorMeta, torch.Tensor)) and len(x.shape)]
+    shapes = {tuple(x.shape) for x in operands}
+    if len(shapes) != 1:
+        return None
+    (shape,) = shapes
+    strides = contiguous_strides(shape)
+    return shape if all(isinstance(x, TensorMeta) or x.stride() == strides for x in operands) else None
+
+
+_OTHERWISE = tuple, list, torch.device, torch.memory_format
+"""Types of arguments that may hold tensors, or say how results lie."""
+
+
+@cache
+def _is_pointwise(op: str) -> bool:
+    return op.startswith("aten.") and torch.Tag.pointwise in overload(op).tags  # type: ignore[attr-defined]
+
+
+def _short(argument: Any) -> Any:
+    """An argument with a short operand in the place of any that is no scalar."""
+    if not isinstance(argument, (TensorMeta, torch.Tensor)):
+        return argument
+    return TensorMeta((2,) if len(argument.shape) else (), argument.dtype)
+
+
+@lru_cache(maxsize=1 << 16)
+def _dtype_of(op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], types: Any) -> torch.dtype | None:
+    """What a pointwise operator makes of short operands; None where that is not one tensor like them."""
+    outputs = _on_any(op, args, kwargs)
+    return outputs[0].dtype if len(outputs) == 1 and outputs[0] is not None and outputs[0].shape == (2,) else None
+
+
 def _on(
     device: torch.device, op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]
 ) -> tuple[torch.Tensor | None, ...]:
+    made = torch.empty if device.type == "meta" else torch.zeros
+
     def concrete(value: Any) -> Any:
         if isinstance(value, TensorMeta):
-            return torch.zeros(value.shape, dtype=value.dtype, device=device)
+            return made(value.shape, dtype=value.dtype, device=device)
         if isinstance(value, torch.Tensor):
             if value.device == device:
                 return value

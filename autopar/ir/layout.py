@@ -19,11 +19,13 @@ named tuples, since planning hashes them millions of times.
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from itertools import pairwise, product
 from typing import NamedTuple
 
 import torch
+
+from autopar.compat.tensors import unmodified
 
 from .graph import TensorMeta
 
@@ -352,19 +354,26 @@ def shard(tensor: torch.Tensor, layout: Layout, mesh: Shape, coordinate: Shape, 
     local = pad(tensor, padded_shape(tuple(tensor.shape), layout), padding)
     shape = tuple(local.shape)
     for dim in {p.dim for p in layout if isinstance(p, Split)}:
-        owned = owned_indices(shape, layout, mesh, coordinate, dim)
-        local = local.index_select(dim, torch.nonzero(owned).flatten().to(tensor.device))
+        owned = owned_indices(shape[dim], owned_digits(layout, mesh, coordinate, dim))
+        local = local.index_select(dim, owned.to(tensor.device))
     for placement, index in zip(layout, coordinate, strict=True):
         if isinstance(placement, Partial) and index != 0 and placement.reduction == "sum":
             local = torch.zeros_like(local)
     return local.contiguous()
 
 
-def owned_indices(padded: Shape, layout: Layout, mesh: Shape, coordinate: Shape, dim: int) -> torch.Tensor:
-    """Mask over the global indices of `dim`, of those that the rank at `coordinate` holds."""
-    indices = torch.arange(padded[dim])
-    kept = torch.ones_like(indices, dtype=torch.bool)
-    for placement, ranks, index in zip(layout, mesh, coordinate, strict=True):
-        if isinstance(placement, Split) and placement.dim == dim:
-            kept &= (indices % placement.period) // (placement.period // ranks) == index
-    return kept
+def owned_digits(layout: Layout, mesh: Shape, coordinate: Shape, dim: int) -> tuple[tuple[int, int, int], ...]:
+    """(period, ranks, rank) of every axis that splits the dim."""
+    axes = zip(layout, mesh, coordinate, strict=True)
+    return tuple([(p.period, ranks, index) for p, ranks, index in axes if isinstance(p, Split) and p.dim == dim])
+
+
+@lru_cache(maxsize=1 << 10)
+def owned_indices(size: int, digits: tuple[tuple[int, int, int], ...]) -> torch.Tensor:
+    """The global indices of a dim that a rank holds which has these digits of them."""
+    with unmodified():
+        indices = torch.arange(size)
+        kept = torch.ones_like(indices, dtype=torch.bool)
+        for period, ranks, index in digits:
+            kept &= (indices % period) // (period // ranks) == index
+        return indices[kept]

@@ -2,7 +2,7 @@
 
 import torch
 
-from .layout import Layout, Partial, Replicate, Shape, owned_indices, padded_shape
+from .layout import Layout, Partial, Replicate, Shape, owned_digits, owned_indices, padded_shape
 
 
 def unshard(shards: dict[Shape, torch.Tensor], shape: Shape, layout: Layout, mesh: Shape) -> torch.Tensor:
@@ -14,6 +14,7 @@ def unshard(shards: dict[Shape, torch.Tensor], shape: Shape, layout: Layout, mes
     padded = padded_shape(shape, layout)
     unsharded = torch.zeros(padded, dtype=first.dtype, device=first.device)
     seen = torch.zeros(padded, dtype=torch.bool, device=first.device)
+    ones = [(1,) * (len(shape) - 1 - dim) for dim in range(len(shape))]
     for coordinate, local in shards.items():
         if any(isinstance(p, Replicate) and c for p, c in zip(layout, coordinate, strict=True)):
             continue  # replicas are equal; the first speaks for all

@@ -10,6 +10,7 @@ these read strides. `benchmarks/strides.py` shows which kernels of the table do 
 """
 
 from collections.abc import Mapping
+from functools import cache
 
 import torch
 
@@ -23,8 +24,11 @@ from .strides import Preparation, contiguous
 def needed_by(op: str) -> Mapping[str, Preparation]:
     """Names of the arguments whose strides matter to the op's kernel -> what lays them out for it."""
     entry = RULES.get(op)
-    if entry is not None:
-        return entry.strides
+    return entry.strides if entry is not None else _needed_without_row(op)
+
+
+@cache
+def _needed_without_row(op: str) -> Mapping[str, Preparation]:
     aliases = any(argument.alias_info is not None for argument in schema(op).arguments)
     if torch.Tag.pointwise in overload(op).tags or aliases:  # type: ignore[attr-defined]
         return {}

@@ -103,6 +103,7 @@ def look(modules: Mapping[str, nn.Module], loss_fn: Any = None, reads: Reads | N
             walk.reach(name, value)
         walk.run()
     walk.settings()
+    walk.waiting.clear()  # it leads back to the walk, which would be garbage in a cycle with all that it saw
     if reads is None:  # where less is looked at, the same object may be reached by another path first
         walk.ledger.tensors += [
             (alias + path[len(outer) :], tensor)

@@ -1585,6 +1585,21 @@ def test_a_wrapper_with_the_defaults_of_what_it_wraps() -> None:
     assert len(capture(model, (batch(),)).graph.outputs) == 3
 
 
+def test_what_a_look_saw_ends_with_it() -> None:
+    """And not in a cycle, for Python's collector to find: of a Llama, there are a hundred thousand objects."""
+
+    class Named(Base):
+        def by_nobody(self) -> None:
+            """What code may still name is looked at once it does."""
+
+    modules = dict(Named().named_modules())
+    for _ in range(2):  # the first fills caches
+        gc.collect()
+        look(modules, {})
+        left = gc.collect()
+    assert not left
+
+
 # ------------------------------------------------------------------------------------- two models
 
 
