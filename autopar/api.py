@@ -16,7 +16,7 @@ from autopar.cluster.machine import Cluster
 from autopar.cost.optimizers import Optimizer
 from autopar.passes.capture.source import presented
 from autopar.planning.at_rest import Decided
-from autopar.planning.given import check_mesh
+from autopar.planning.checks import check_mesh
 from autopar.planning.meshes import mesh_of, meshes
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner

@@ -23,7 +23,7 @@ from autopar.solve.problem import Infeasible
 from autopar.solve.solvers import SOLVERS
 
 from .account import account, least_seconds
-from .beside import beside
+from .forked import forked
 from .options import resting_bytes
 from .plan import Plan
 from .presets import PRESETS
@@ -83,7 +83,7 @@ class Choice:
         if self.steps.peaks_of(None).rough(cheapest.assignment) > below * (1 + self.effort.limit_unsure):
             return None
         self.known, limit = {}, request.bytes_limit
-        with beside(lambda: self._of_presets(request), worthwhile=search.is_large, until=self.effort.until) as find:
+        with forked(lambda: self._of_presets(request), worthwhile=search.is_large, until=self.effort.until) as find:
             found, error = self._own(search, cheapest, request)
             self.presets = self.flow.timed("others", find)
         found += self._rivals(found, replace(request, stage=request.stage.comparing))

@@ -35,10 +35,10 @@ from autopar.solve.problem import Infeasible
 from .advice import advised
 from .at_rest import Decided, best_at_rest
 from .capturing import captured_for_planning, check_autocast
+from .checks import check_kernels, check_mesh, check_model
 from .choice import Choice
 from .costs import COSTS, priced_space
 from .description import Subject
-from .given import check_kernels, check_mesh, check_model
 from .meshes import best_over
 from .micro import check_measured, shortest
 from .plan import Plan

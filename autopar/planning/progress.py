@@ -5,11 +5,9 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TypeVar
 
 from autopar.solve.effort import Deadline
 
@@ -18,8 +16,6 @@ from .texts import mesh_words, short_bytes, short_seconds
 logger = logging.getLogger("autopar.progress")
 """Gets a record at DEBUG for each part that is done, with `doing`, the work in words, and `done`, from 0 to 1; and one
 with `best`, an order and words, for each step that is estimated: the least is the best so far."""
-
-T = TypeVar("T")
 
 SEARCHING = "searching"
 
@@ -72,11 +68,6 @@ class Stage:
             part.tell()
             yield part
 
-    def told(self, tasks: Sequence[Callable[[], T]]) -> list[Callable[[], T]]:
-        """The tasks, equal parts of this one; each tells when it is done."""
-        ends = [self.part(number / len(tasks), (number + 1) / len(tasks)) for number in range(len(tasks))]
-        return [partial(_ended, task, part) for task, part in zip(tasks, ends, strict=True)]
-
     def tell(self, done: float = 0.0) -> None:
         """So much of this part is done, from 0 to 1."""
         whole, doing = self.part(0.0, done).end, f"{self.doing}{self.left}"
@@ -115,9 +106,3 @@ def ended_by_interrupts(until: Deadline) -> Iterator[None]:
 
 WHOLE = Stage()
 """All of a search."""
-
-
-def _ended(task: Callable[[], T], part: Stage) -> T:
-    result = task()
-    part.tell(1.0)
-    return result

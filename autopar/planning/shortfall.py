@@ -21,7 +21,7 @@ from autopar.passes.space.problem import Assignment
 from autopar.passes.space.space import Space
 from autopar.solve.problem import Infeasible
 
-from .given import RANKS_MOST
+from .checks import RANKS_MOST
 from .texts import bytes_text
 
 UPDATE = "optimizer step"

@@ -102,13 +102,15 @@ class Ticker:
                 self._update()
             elif AT_WORK[-1] is self:
                 with suppress(ValueError):  # standard error was closed meanwhile
-                    self.console.print(self._line(), markup=False)
+                    self.console.print(self.line, markup=False)
 
     def _update(self) -> None:
         if self.status is not None:
-            self.status.update(self._line())
+            self.status.update(self.line)
 
-    def _line(self) -> str:
+    @property
+    def line(self) -> str:
+        """What is said now."""
         part = "" if self.done is None else f": {self.done:.0%}"
         seconds = time.monotonic() - self.began
         best = "" if self.best is None else f", best so far {self.best[2]}"

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.planning.given import check_mesh
+from autopar.planning.checks import check_mesh
 from autopar.planning.request import AUTO, Recompute
 from autopar.planning.request import check as check_option
 from autopar.report.document import Document

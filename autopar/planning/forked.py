@@ -1,4 +1,4 @@
-"""Beside: a forked process computes one part of a search while this process computes another.
+"""A forked process computes one part of a search while this process computes another.
 
 Searches are Python on one core. Where a part does not depend on what comes next, a copy of this process computes it and
 returns the answer by a pipe. The answer is the same as this process would compute, and where there is no spare core,
@@ -14,7 +14,7 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from logging.handlers import QueueHandler
@@ -38,7 +38,7 @@ PATIENCE_SECONDS = 10.0
 
 
 @contextmanager
-def beside(
+def forked(
     compute: Callable[[], T], *, worthwhile: bool = True, until: Deadline | None = None
 ) -> Iterator[Callable[[], T]]:
     """Yields a function that returns, or raises, what `compute` does. If this is `worthwhile`, a forked process starts
@@ -97,28 +97,6 @@ def _stalls(answers: int, child: int) -> bool:
 def _processor_seconds(process: int) -> float:
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def together(tasks: Sequence[Callable[[], T]], *, worthwhile: bool = True) -> list[T]:
-    """The results of the tasks, in their order. If this is `worthwhile`, a forked process shares the work: each process
-    takes the next task that nobody has taken."""
-    if not worthwhile or not _can_fork():
-        return [task() for task in tasks]
-    reading, writing = os.pipe()  # a byte for each task that nobody has taken
-    with os.fdopen(reading, "rb", buffering=0) as left, os.fdopen(writing, "wb", buffering=0) as numbers:
-        numbers.write(bytes(range(len(tasks))))
-        os.set_blocking(reading, False)
-
-        def done() -> dict[int, T]:
-            results = {}
-            while number := left.read(1):
-                results[number[0]] = tasks[number[0]]()
-            return results
-
-        with beside(done) as others:
-            results = done()
-            results |= others()
-    return [results[number] if number in results else tasks[number]() for number in range(len(tasks))]
 
 
 def _end_with(parent: int) -> None:

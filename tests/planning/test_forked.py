@@ -13,8 +13,8 @@ import pytest
 import ranks
 from models import case, planners
 
-from autopar.planning import beside as module
-from autopar.planning.beside import beside, together
+from autopar.planning import forked as module
+from autopar.planning.forked import forked
 from autopar.solve.effort import Effort
 
 pytestmark = pytest.mark.skipif(not module._can_fork(), reason="one core: nothing is computed beside")
@@ -27,7 +27,7 @@ def children() -> list[str]:
 
 def test_another_process_answers() -> None:
     before = children()
-    with beside(lambda: (os.getpid(), {"a": [1, 2]})) as answer:
+    with forked(lambda: (os.getpid(), {"a": [1, 2]})) as answer:
         process, found = answer()
         assert process != os.getpid() and found == {"a": [1, 2]}
         assert answer() == (process, found)
@@ -36,7 +36,7 @@ def test_another_process_answers() -> None:
 
 def test_what_is_not_worth_it_is_computed_here_when_asked() -> None:
     asked = []
-    with beside(lambda: asked.append(1) or os.getpid(), worthwhile=False) as answer:
+    with forked(lambda: asked.append(1) or os.getpid(), worthwhile=False) as answer:
         assert not asked
         assert answer() == answer() == os.getpid() and asked == [1]
 
@@ -45,13 +45,13 @@ def test_an_error_is_raised_where_the_answer_is_asked_for() -> None:
     def fails() -> None:
         raise ValueError("no plan fits in 3 bytes")
 
-    with beside(fails) as answer, pytest.raises(ValueError, match="no plan fits in 3 bytes"):
+    with forked(fails) as answer, pytest.raises(ValueError, match="no plan fits in 3 bytes"):
         answer()
 
 
 def test_what_it_logs_is_logged_here(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "autopar")
-    with beside(lambda: logging.getLogger("autopar").info("a descent of %d ms", 3)) as answer:
+    with forked(lambda: logging.getLogger("autopar").info("a descent of %d ms", 3)) as answer:
         assert not caplog.messages
         answer()
     assert caplog.messages == ["a descent of 3 ms"]
@@ -63,7 +63,7 @@ def test_a_process_that_dies_is_replaced(caplog: pytest.LogCaptureFixture) -> No
             os.kill(os.getpid(), signal.SIGKILL)
         return 7
 
-    with beside(dies) as answer:
+    with forked(dies) as answer:
         assert answer() == 7
     assert "gave no answer" in caplog.text
 
@@ -77,21 +77,21 @@ def test_so_is_one_that_stands_still(caplog: pytest.LogCaptureFixture, monkeypat
         return 7
 
     before = children()
-    with beside(hangs) as answer:
+    with forked(hangs) as answer:
         assert answer() == 7
     assert "gave no answer" in caplog.text and children() == before
 
 
 def test_one_that_nobody_asks_is_ended() -> None:
     before = children()
-    with pytest.raises(KeyError), beside(lambda: time.sleep(600)):
+    with pytest.raises(KeyError), forked(lambda: time.sleep(600)):
         assert children() != before
         raise KeyError
     assert children() == before
 
 
 def waits_beside() -> None:
-    with beside(lambda: time.sleep(600)):
+    with forked(lambda: time.sleep(600)):
         print(*children(), flush=True)
         print("started", flush=True)
         time.sleep(600)
@@ -108,18 +108,6 @@ def test_it_ends_with_its_parent(tmp_path: Path) -> None:
         time.sleep(0.1)
     os.kill(child, signal.SIGKILL)
     pytest.fail(f"process {child} outlived its parent")
-
-
-def test_tasks_are_done_once_each_and_come_in_order(tmp_path: Path) -> None:
-    def task(number: int) -> int:
-        (tmp_path / f"{number}-{os.getpid()}").touch()
-        time.sleep(0.05)
-        return number
-
-    found = together([lambda n=n: task(n) for n in range(12)])  # type: ignore[misc]
-    names = sorted(path.name.split("-") for path in tmp_path.iterdir())
-    assert found == list(range(12))
-    assert len(names) == 12 and len({process for _, process in names}) == 2
 
 
 @pytest.mark.parametrize(("name", "part"), [("gpt2", None), ("mlp with loss_fn", 0.8)])
