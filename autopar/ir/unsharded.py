@@ -18,10 +18,8 @@ def unshard(shards: dict[Shape, torch.Tensor], shape: Shape, layout: Layout, mes
     for coordinate, local in shards.items():
         if any(isinstance(p, Replicate) and c for p, c in zip(layout, coordinate, strict=True)):
             continue  # replicas are equal; the first speaks for all
-        owned = [
-            torch.nonzero(owned_indices(padded, layout, mesh, coordinate, dim)).flatten() for dim in range(len(shape))
-        ]
-        index = torch.meshgrid(*(o.to(first.device) for o in owned), indexing="ij") if shape else ()
+        owned = [owned_indices(padded[dim], owned_digits(layout, mesh, coordinate, dim)) for dim in range(len(shape))]
+        index = tuple(o.to(first.device).view(-1, *behind) for o, behind in zip(owned, ones, strict=True))
         if reduction == "sum":
             unsharded[index] = unsharded[index] + local if index else unsharded + local
         else:
