@@ -9,8 +9,8 @@ its own, copies of a repeated layer stay alike.
 import itertools
 
 from autopar.ir.graph import GraphInput, JointGraph, Node, TensorMeta
-from autopar.ir.rewrite import distinct, inlined
-from autopar.ir.rewriter import Rewriter
+from autopar.ir.rewrite import distinct
+from autopar.ir.rewriter import Rewriter, inlined
 from autopar.ops.randomness import KEY_DTYPE, KEY_SHAPE, draws, dropped, drops_all, seeded
 from autopar.ops.rule import call_of
 

@@ -4,12 +4,10 @@ import math
 from collections import Counter
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
-
-from autopar.compat.tensors import contiguous_strides
 
 from .graph import CONTIGUOUS, PERMUTE, RESHAPE, Node, TensorMeta, map_references, meta_of, overload, takes
 from .program import RankIndex
@@ -77,7 +75,7 @@ class Emitter:
 def infer(op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], mesh: tuple[int, ...] = ()) -> Metas:
     """Metas of what a node makes from its arguments, with `TensorMeta`s in the place of tensors."""
     if not op.startswith("collective.") and op not in (RESHAPE, PERMUTE, CONTIGUOUS):
-        return _inferred(op, args, kwargs, _types((args, kwargs)))
+        return _inferred(op, args, kwargs, types_of((args, kwargs)))
     shape = args[0].shape
     if op == RESHAPE:
         known = -math.prod(args[1])
@@ -99,64 +97,29 @@ def _inferred(op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...
     return tuple(None if o is None else meta_of(o) for o in on_meta(op, args, kwargs))
 
 
-def _types(value: tuple[Any, ...]) -> Any:
-    return tuple([_types(item) if isinstance(item, tuple) else type(item) for item in value])
+def types_of(value: tuple[Any, ...]) -> Any:
+    return tuple([types_of(item) if isinstance(item, tuple) else type(item) for item in value])
+
+
+QUICK: list[Callable[..., tuple[torch.Tensor | None, ...] | None]] = []
+"""Functions that know what `on_meta` gives of some operators, and None of others; `pointwise` has one."""
 
 
 def on_meta(op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> tuple[torch.Tensor | None, ...]:
     """An op's outputs, without values. Operands are tensors of the meta device, or `TensorMeta`s of contiguous ones. An
     op that knows no shapes, which few of torch's are, runs on zeros."""
-    shape = _shape_of_all(op, args, kwargs)
-    if shape is not None:
-        alike = tuple(map(_short, args))
-        if (dtype := _dtype_of(op, alike, kwargs, _types((alike, kwargs)))) is not None:
-            return (torch.empty(shape, dtype=dtype, device="meta"),)
-    return _on_any(op, args, kwargs)
+    for quick in QUICK:
+        if (known := quick(op, args, kwargs)) is not None:
+            return known
+    return on_any(op, args, kwargs)
 
 
-def _on_any(op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> tuple[torch.Tensor | None, ...]:
+def on_any(op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> tuple[torch.Tensor | None, ...]:
     try:
         return _on(torch.device("meta"), op, args, kwargs)
     except NotImplementedError:
         outputs = _on(torch.device("cpu"), op, args, kwargs)
         return tuple(o if o is None else torch.empty_like(o, device="meta") for o in outputs)
-
-
-def _shape_of_all(op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> tuple[int, ...] | None:
-    """The shape of all operands of a pointwise operator, but for scalars, where they are contiguous: what it makes lies
-    as they do, and has a dtype that does not depend on the shape. None of others. torch infers these in Python."""
-    if not _is_pointwise(op) or any(isinstance(value, _OTHERWISE) for value in (*args, *(v for _, v in kwargs))):
-        return None
-    operands = [x for x in args if isinstance(x, (TensorMeta, torch.Tensor)) and len(x.shape)]
-    shapes = {tuple(x.shape) for x in operands}
-    if len(shapes) != 1:
-        return None
-    (shape,) = shapes
-    strides = contiguous_strides(shape)
-    return shape if all(isinstance(x, TensorMeta) or x.stride() == strides for x in operands) else None
-
-
-_OTHERWISE = tuple, list, torch.device, torch.memory_format
-"""Types of arguments that may hold tensors, or say how results lie."""
-
-
-@cache
-def _is_pointwise(op: str) -> bool:
-    return op.startswith("aten.") and torch.Tag.pointwise in overload(op).tags  # type: ignore[attr-defined]
-
-
-def _short(argument: Any) -> Any:
-    """An argument with a short operand in the place of any that is no scalar."""
-    if not isinstance(argument, (TensorMeta, torch.Tensor)):
-        return argument
-    return TensorMeta((2,) if len(argument.shape) else (), argument.dtype)
-
-
-@lru_cache(maxsize=1 << 16)
-def _dtype_of(op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], types: Any) -> torch.dtype | None:
-    """What a pointwise operator makes of short operands; None where that is not one tensor like them."""
-    outputs = _on_any(op, args, kwargs)
-    return outputs[0].dtype if len(outputs) == 1 and outputs[0] is not None and outputs[0].shape == (2,) else None
 
 
 def _on(

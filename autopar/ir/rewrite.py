@@ -34,11 +34,6 @@ def reading(node: Node, names: Mapping[str, str], **changes: Any) -> Node:
     return replace(node, args=args, kwargs=kwargs, **changes)
 
 
-def inlined(node: Node, names: Mapping[str, str], **changes: Any) -> Node:
-    """The node with its inputs and outputs renamed."""
-    return reading(node, names, outputs=tuple(names.get(output, output) for output in node.outputs), **changes)
-
-
 def input_and_output_metas(node: Node, metas: Mapping[str, TensorMeta]) -> tuple[list[TensorMeta], list[TensorMeta]]:
     """Metas of what a node reads, and of its named outputs."""
     return [metas[name] for name in node.inputs], [metas[name] for name in node.outputs if name]

@@ -50,3 +50,8 @@ class Rewriter(Emitter):
         outputs = tuple(replace(o, name=self.now(o.name).name) if o.name else o for o in self.graph.outputs)
         nodes = living(self.written, (o.name for o in outputs))
         return with_own_metas(replace(self.graph, nodes=nodes, outputs=outputs, metas=self.metas, **changes))
+
+
+def inlined(node: Node, names: Mapping[str, str], **changes: Any) -> Node:
+    """The node with its inputs and outputs renamed."""
+    return reading(node, names, outputs=tuple(names.get(output, output) for output in node.outputs), **changes)

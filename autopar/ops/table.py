@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from autopar.compat.meta_kernels import meta_kernels
+from autopar.ir import pointwise as known_shapes  # noqa: F401 - which spares runs on meta
 
 from . import (
     along,

@@ -13,7 +13,7 @@ from autopar.ir.emitter import Emitter
 from autopar.ir.graph import CONTIGUOUS, PERMUTE, RESHAPE, WAIT, Node, Ref, TensorMeta
 from autopar.ir.layout import REPLICATE, Partial, Shape, Split
 from autopar.ir.program import LAYOUT
-from autopar.ir.rewrite import inlined
+from autopar.ir.rewriter import inlined
 from autopar.ops.aten import SELECT, SLICE
 from autopar.ops.emit import OPERAND, Emission, local_program
 from autopar.ops.kinds import ADD, CAT
