@@ -1,13 +1,13 @@
 """What a model's Python does besides calling operators, seen while the model is traced.
 
-    Ledger before --trace, attributes observed--> Ledger after --settle--> nothing kept, or CaptureError by name
+    Ledger before --first recording--> Ledger after --second recording--> Ledger later
+        --Witness.settle--> nothing kept, or CaptureError by name
 
 A graph holds operators alone. State that Python keeps from one call for the next, numbers that it draws and hooks that
-it sets would be frozen in it or lost. So the state that Python can reach (`state`) is looked at before and after the
-trace. Where it is as it was, the graph is the step. Where it is not, the step is run twice more on fakes (`repeat`): if
-the second run computes what the first did and leaves what the first left, each call writes the same and none reads what
-another wrote, and the graph is the step too. Otherwise what was kept is refused by name. In any case all is put back as
-it was before.
+it sets would be frozen in it or lost. So the step is recorded twice, and the state that Python can reach (`state`) is
+looked at before, between and after. If the second recording computes what the first did (`repeat` compares) and leaves
+what the first left, each call writes the same and none reads what another wrote: the graph is the step. Otherwise
+`Witness.settle` refuses what was kept, by name. In any case all is put back as it was before.
 """
 
 import contextlib
