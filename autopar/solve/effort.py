@@ -72,8 +72,6 @@ class Effort(Limits):
     """A problem whose copies have fewer options in all is written out flat as an integer program."""
     program_joint_states: int = 128
     """A tensor with fewer joint states of all its readers has a variable for each in the integer program."""
-    beam_options: int = 20_000
-    """Of all variables: up to so many, several partial choices are kept operator by operator, and one beyond."""
 
     # ---- one search: its work, in table entries that are read, and the shares of its parts
     work: float = 1.5e10

@@ -46,12 +46,3 @@ def undominated(seconds: Sequence[float], sizes: Sequence[float], rows: list[lis
 def united(a: Row, b: Row) -> Row:
     """What two rows are to a tensor together: the layout of the one that produces, and all that is wanted."""
     return a[0] if a[0] is not None else b[0], a[1] | b[1]
-
-
-def largest_difference(costs: Floats) -> Floats:
-    """[a, b]: the largest costs[a, c] - costs[b, c]; where b cannot be had, nothing is worse than it."""
-    with np.errstate(invalid="ignore"):
-        differences = costs[:, None, :] - costs[None, :, :]
-    differences[np.broadcast_to(np.isinf(costs)[None, :, :], differences.shape)] = -np.inf
-    largest = differences.max(axis=2)
-    return np.asarray(np.where(np.isneginf(largest), 0.0, largest))

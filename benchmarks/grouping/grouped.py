@@ -10,8 +10,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from autopar.solve.problem import Choice, Problem, Repeat, Tensor, Variable, evaluate
-from autopar.solve.rows import Row, tensor_rows, united
+from autopar.solve.rows import Floats, Row, tensor_rows, united
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,3 +150,12 @@ def _label(members: Sequence[Variable], joint: Sequence[int]) -> str:
         else:
             runs.append((label, 1))
     return ", ".join(label if count == 1 else f"{count} x {label}" for label, count in runs)
+
+
+def largest_difference(costs: Floats) -> Floats:
+    """[a, b]: the largest costs[a, c] - costs[b, c]; where b cannot be had, nothing is worse than it."""
+    with np.errstate(invalid="ignore"):
+        differences = costs[:, None, :] - costs[None, :, :]
+    differences[np.broadcast_to(np.isinf(costs)[None, :, :], differences.shape)] = -np.inf
+    largest = differences.max(axis=2)
+    return np.asarray(np.where(np.isneginf(largest), 0.0, largest))

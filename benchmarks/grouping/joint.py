@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from autopar.solve.problem import TIE_BREAK_SECONDS_PER_BYTE, Infeasible, Problem, Tensor, Variable
-from autopar.solve.rows import Bools, Floats, Row, largest_difference, tensor_rows, undominated, united
+from autopar.solve.rows import Bools, Floats, Row, tensor_rows, undominated, united
 
 from .free import free_of
-from .grouped import Group
+from .grouped import Group, largest_difference
 
 OPTIONS_MOST = 64
 """A group that would have more options than this is divided."""

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.solve.problem import TIE_BREAK_SECONDS_PER_BYTE, Infeasible, Problem
-from autopar.solve.rows import Bools, Floats, Ints, Row, largest_difference, tensor_rows, united
+from autopar.solve.rows import Bools, Floats, Ints, Row, tensor_rows, united
 
-from .grouped import Group, Grouped, assembled
+from .grouped import Group, Grouped, assembled, largest_difference
 
 JOINT_MOST = 4096
 """Joint options of two variables that are looked at; two with more stay apart."""

@@ -18,7 +18,6 @@ from test_solve import random_problem, through_a_file, variable
 
 from autopar.passes.blocks.partition import blocks
 from autopar.passes.codegen.program import codegen
-from autopar.solve.presolve import Presolved, presolved
 from autopar.solve.pricing import priced_at
 from autopar.solve.problem import Choice, Infeasible, Problem, Tensor, evaluate, state_of
 from autopar.solve.solvers import SOLVERS, solve
@@ -183,20 +182,14 @@ def in_groups(rng: random.Random, problem: Problem, limited: bool) -> Grouped:
     return group(problem, *random_grouping(rng, problem), limited=limited, options_most=most)
 
 
-def without_dominated(rng: random.Random, problem: Problem, limited: bool) -> Presolved:
-    made = presolved(problem, limited=limited)
-    assert made.problem.option_count <= problem.option_count
-    return made
-
-
 def in_blocks(rng: random.Random, problem: Problem, limited: bool) -> Grouped:
     made = widened(problem, limited=limited)
     assert made.problem.option_count <= problem.option_count
     return made
 
 
-GROUPINGS = {"groups": in_groups, "blocks": in_blocks, "presolve": without_dominated}
-"""Where everything is free groups lose nothing; blocks and presolve never do."""
+GROUPINGS = {"groups": in_groups, "blocks": in_blocks}
+"""Where everything is free groups lose nothing; blocks never do."""
 
 
 @pytest.mark.parametrize("grouping", GROUPINGS)
