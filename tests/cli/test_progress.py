@@ -363,6 +363,15 @@ def interrupted(least: float, times: int = 1) -> Iterator[None]:
         logger.setLevel(level)
 
 
+@pytest.fixture
+def as_python_starts() -> Iterator[None]:
+    """Interrupts raise KeyboardInterrupt; processes of xdist ignore them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("as_python_starts")
 @pytest.mark.parametrize("mesh", [MESH, 4])
 def test_an_interrupt_ends_a_search_with_the_best_that_it_has(
     mesh: Any, caplog: pytest.LogCaptureFixture, tmp_path: Path
@@ -381,6 +390,7 @@ def test_an_interrupt_ends_a_search_with_the_best_that_it_has(
     assert again.provenance is not None and not again.provenance.is_cut
 
 
+@pytest.mark.usefixtures("as_python_starts")
 def test_a_second_interrupt_stops_a_search() -> None:
     before = signal.getsignal(signal.SIGINT)
     with interrupted(0.01, times=2), pytest.raises(KeyboardInterrupt):
@@ -388,6 +398,7 @@ def test_a_second_interrupt_stops_a_search() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
+@pytest.mark.usefixtures("as_python_starts")
 def test_whoever_handles_interrupts_keeps_them() -> None:
     """A trainer that saves at an interrupt, say; and in other threads Python allows no handler."""
     got: list[int] = []
