@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -55,7 +56,7 @@ VIEWS: Sequence[tuple[str, tuple[Any, ...]]] = (
 
 
 def said(
-    mode: FakeTensorMode, op: str, device: str, dtypes: Sequence[torch.dtype], layouts: Any, rest: Any = ()
+    mode: AbstractContextManager[Any], op: str, device: str, dtypes: Sequence[torch.dtype], layouts: Any, rest: Any = ()
 ) -> Any:
     """Of the result, how it lies; or that there is none."""
     with mode, torch.no_grad():
@@ -85,8 +86,11 @@ def test_pointwise_operators_make_what_torchs_fakes_make(op: str, device: str) -
 def test_views_lie_as_torchs_fakes_do(op: str, rest: tuple[Any, ...], device: str) -> None:
     for layout in LAYOUTS:
         expected = said(fake_mode(), op, device, [torch.float32], [layout], rest)
+        in_eager = said(nullcontext(), op, "cpu", [torch.float32], [layout], rest)
         for _ in range(2):
-            assert said(quick_fakes(), op, device, [torch.float32], [layout], rest) == expected, layout
+            made = said(quick_fakes(), op, device, [torch.float32], [layout], rest)
+            # fakes of PyTorch 2.11 select from what is empty, and eager does not
+            assert made == expected or made == in_eager == "refused", layout
 
 
 def test_what_one_mode_made_is_no_operand_of_another() -> None:
