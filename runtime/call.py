@@ -214,6 +214,8 @@ class ProgramStep(torch.autograd.Function):
         with torch.no_grad(), handshake.running("backward pass"):
             results = ProgramStep.gradients(ctx, gradients, None if creates_graph else _receivers(ctx))
             handshake.settle()
+        if ctx.state.captured.hooked:
+            _refuse_parts(ctx, results[1:])
         if not torch.is_grad_enabled():
             return results
         # the caller asked for a graph of the gradients
@@ -383,6 +385,35 @@ def _refuse_second(ctx: Any) -> None:
             raise ValueError(
                 f"something else than .grad takes the gradient of {i.target}, to which a program adds what forward "
                 f"computes by a backward() of its own: call backward() on what the module returned"
+            )
+
+
+def _refuse_parts(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> None:
+    """A program gives hooks of parameters the gradient of its call. Where more comes from elsewhere in one backward, as
+    of a penalty on parameters, eager gives them the sum."""
+    for (i, _), (node, _), gradient in zip(ctx.sources, ctx.next_functions, gradients, strict=True):
+        _, parameter = receiver(node)
+        if parameter is not None and gradient is not None and i.target in ctx.state.captured.hooked:
+            _RefusedPart(i.target, gradient, parameter)
+
+
+class _RefusedPart:
+    """Waits for the gradient of a parameter in the backward that runs, and raises ValueError if it is not this one
+    alone."""
+
+    def __init__(self, name: str, gradient: torch.Tensor, parameter: torch.Tensor) -> None:
+        self.name, self.own, self.task = name, storage_of(gradient), backward_running()
+        self.handle = parameter.register_hook(self)  # type: ignore[no-untyped-call]
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        self.handle.remove()
+        # one that an error ended has left this behind
+        if backward_running() == self.task and storage_of(gradient) != self.own:
+            raise ValueError(
+                f"a part of the gradient of {self.name} comes from elsewhere than the module's call, such as a penalty "
+                f"on its parameters, and hooks of the model wait for it, to which a program gives the call's part "
+                f"alone: compute it in forward or in loss_fn=, or register the hooks on the parallel module's "
+                f"parameters, after parallelize"
             )
 
 

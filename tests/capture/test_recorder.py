@@ -585,6 +585,18 @@ def test_hooks_of_gradients_see_one_call_at_a_time() -> None:
         assert torch.equal(parallel.layer.weight.grad.full_tensor(), model.layer.weight.grad)  # type: ignore
         with pytest.raises(ValueError, match=r"one backward\(\) runs through two calls, and hooks wait"):
             (parallel(X) + parallel(2 * X)).backward()
+        for module in (model, parallel):  # a penalty on others is nobody's concern
+            module.zero_grad()
+            (module(X) + module.layer.bias.square().sum()).backward()
+        for name in ("weight", "bias"):
+            found, expected = getattr(parallel.layer, name).grad, getattr(model.layer, name).grad
+            assert torch.equal(found.full_tensor(), expected)
+        with pytest.raises(ValueError, match=r"a part of the gradient of layer\.weight comes from elsewhere"):
+            (parallel(X) + parallel.layer.weight.square().sum()).backward()
+        for module in (model, parallel):
+            module.zero_grad()
+            module(X).backward()
+        assert torch.equal(parallel.layer.weight.grad.full_tensor(), model.layer.weight.grad)  # type: ignore
 
 
 class Sloped(nn.Linear):
