@@ -93,12 +93,17 @@ def infer(op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], m
 
 @lru_cache(maxsize=1 << 16)
 def _inferred(op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], types: Any) -> Metas:
-    """`types` tells 1, 1.0 and True apart, which are equal."""
+    """`types` tells 1, 1.0 and True apart, which are equal, and what is the default dtype."""
     return tuple(None if o is None else meta_of(o) for o in on_meta(op, args, kwargs))
 
 
 def types_of(value: tuple[Any, ...]) -> Any:
-    return tuple([types_of(item) if isinstance(item, tuple) else type(item) for item in value])
+    """The types of arguments, and the default dtype: what decides, beside their values, which dtype an op makes."""
+    return torch.get_default_dtype(), _types(value)
+
+
+def _types(value: tuple[Any, ...]) -> Any:
+    return tuple([_types(item) if isinstance(item, tuple) else type(item) for item in value])
 
 
 QUICK: list[Callable[..., tuple[torch.Tensor | None, ...] | None]] = []

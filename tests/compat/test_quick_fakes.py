@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 
 from autopar.compat.fakes import fake_mode
 from autopar.compat.quick_fakes import quick_fakes
-from autopar.ir.emitter import on_meta
+from autopar.ir.emitter import infer, on_meta
 from autopar.ir.graph import TensorMeta, overload
 
 LAYOUTS = (
@@ -118,3 +118,17 @@ def test_metas_of_pointwise_operators_are_those_of_torch(op: str) -> None:
             (made,) = on_meta(f"aten.{op}", metas, ())
             assert made is not None
             assert (made.shape, made.dtype, made.stride()) == (expected.shape, expected.dtype, expected.stride())
+
+
+@pytest.mark.parametrize("op", ["aten.mul.Tensor", "aten.pow.Tensor_Scalar", "aten.full.default"])
+def test_metas_follow_the_default_dtype(op: str) -> None:
+    """Which may change in a process, after the same was asked."""
+    args = ((4, 5), 1.5) if op == "aten.full.default" else (TensorMeta((4, 5), torch.int64), 1.5)
+    before = torch.get_default_dtype()
+    try:
+        for dtype in (torch.float32, torch.float64, torch.float32):
+            torch.set_default_dtype(dtype)
+            (meta,) = infer(op, args, ())
+            assert meta is not None and meta.dtype == dtype
+    finally:
+        torch.set_default_dtype(before)
