@@ -36,7 +36,7 @@ from .lower.adopt import adopt
 from .lower.bucket import Bucket
 from .lower.chunk import CHUNKING
 from .lower.compact import Compact
-from .lower.lowering import Adopted, Lowering, Rewrite, Target, When, Written, always, checked, rewritten
+from .lower.lowering import Adopted, Lowering, Rewrite, Target, When, Written, always, check_written, rewritten
 from .lower.overlap import Overlap
 from .lower.prefetch import prefetch
 from .lower.slice import SLICING
@@ -221,7 +221,7 @@ class Flow(dict[str, float]):
         with _lowering(lowering):
             seconds, adopted = self._timed(lowering.name, lambda: lowering.adopt(program, target))
             if adopted is not None and adopted.program is not None and lowering.name in LOWERINGS.added:
-                checked(adopted.program, lowering.name)
+                check_written(adopted.program, lowering.name)
         if adopted is None or adopted.what:
             logger.info("%s: %s, %.2f s", lowering.name, adopted.what if adopted else "not taken", seconds)
         return adopted
@@ -231,7 +231,7 @@ class Flow(dict[str, float]):
         with _lowering(lowering):
             seconds, lowered = self._timed(lowering.name, lambda: adopted.on(program))
             if lowering.name in LOWERINGS.added:
-                checked(lowered, lowering.name)
+                check_written(lowered, lowering.name)
         if logger.isEnabledFor(logging.INFO) and lowered is not program:
             logger.info("%s: %s, %.2f s", lowering.name, changes(program, lowered), seconds)
         return lowered

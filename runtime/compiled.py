@@ -6,7 +6,7 @@ traces (`autopar.report.simulation`).
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import cache, partial
 from typing import Any, Literal, Protocol
@@ -41,14 +41,9 @@ Watcher = Callable[[Node, tuple[Any, ...]], None]
 _watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
 
 
-@contextmanager
-def watched_by(watcher: Watcher) -> Iterator[None]:
+def watched_by(watcher: Watcher) -> AbstractContextManager[None]:
     """Within it, programs that this thread runs call `watcher` after each instruction, with what it gave."""
-    token = _watcher.set(watcher)
-    try:
-        yield
-    finally:
-        _watcher.reset(token)
+    return _during(_watcher, watcher)
 
 
 class Clock(Protocol):
@@ -62,14 +57,18 @@ class Clock(Protocol):
 _clock: ContextVar[Clock | None] = ContextVar("clock", default=None)
 
 
-@contextmanager
-def clocked_by(clock: Clock | None) -> Iterator[None]:
+def clocked_by(clock: Clock | None) -> AbstractContextManager[None]:
     """Within it, programs that this thread runs have this clock take the time of each wait."""
-    token = _clock.set(clock)
+    return _during(_clock, clock)
+
+
+@contextmanager
+def _during(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    token = variable.set(value)
     try:
         yield
     finally:
-        _clock.reset(token)
+        variable.reset(token)
 
 
 class ObservedSource(SourceWriter):

@@ -189,11 +189,16 @@ def _routes_meta(
 # ---- rules
 
 
+def experts_of(call: Call) -> int:
+    """How many experts a product has whose rows may want any of them, or an operator that sends rows to them."""
+    return int(call.inputs[1].shape[0] if call.node.op == MM else call.argument("experts"))
+
+
 def _flops(call: Call) -> float:
     """Each row that wants one of these experts is multiplied with one matrix."""
     rows, width = call.inputs[0].shape
     is_gradient, among = call.node.op == MM_WEIGHT, call.argument("among")
-    ranks = among // (call.argument("experts") if is_gradient else call.inputs[1].shape[0]) if among else 1
+    ranks = among // experts_of(call) if among else 1
     flops = 2.0 * rows * width * (call.inputs[1].shape[1] if is_gradient else call.output.numel / rows)
     return flops * fullest(call.argument("load") or (), ranks) / ranks
 
@@ -203,23 +208,23 @@ _mm = from_template("s k, e k n, s -> s n", _own, linear=EACH, flops=_flops, con
 _mm_weight = from_template("s k, s n, s -> e k n", _own, linear=EACH, flops=_flops, contraction=True)
 
 
-def _at_experts(rule: OpRule | None, count: int) -> OpRule | None:
+def _at_experts(rule: OpRule | None, call: Call) -> OpRule | None:
     """The rule, with rows that may travel to their experts."""
     assert rule is not None
     number = {factor.name: i for i, factor in enumerate(rule.factors)}
     if not {"s", "e"} <= number.keys():
         return rule
-    return replace(rule, routing=Routing(number["s"], number["e"], count))
+    return replace(rule, routing=Routing(number["s"], number["e"], experts_of(call)))
 
 
 def mm_rule(call: Call) -> OpRule | None:
     """expert_mm."""
-    return _at_experts(_mm(call), call.inputs[1].shape[0])
+    return _at_experts(_mm(call), call)
 
 
 def mm_weight_rule(call: Call) -> OpRule | None:
     """expert_mm_weight."""
-    return _at_experts(_mm_weight(call), call.argument("experts"))
+    return _at_experts(_mm_weight(call), call)
 
 
 dot_rule = from_template("s k, s k -> s 1", linear=EACH)
@@ -240,7 +245,7 @@ def moved_rule(call: Call) -> OpRule:
     if not rows:
         return rule
     settled, replicated, returned = {TO: ((0,), (1,), ()), FROM: ((), (1,), (0,)), WANTED: ((), (0,), ())}[call.node.op]
-    routing = Routing(rows[0], None, call.argument("experts"), settled, replicated, returned)
+    routing = Routing(rows[0], None, experts_of(call), settled, replicated, returned)
     return replace(rule, routing=routing)
 
 
@@ -248,19 +253,19 @@ def mm(local: LocalCall) -> Results:
     """Experts split: each rank multiplies the rows of its own experts."""
     x, weight, ids = local.args[:3]
     first = local.offset(local.splits["e"], weight.shape[0])
-    return local.result(x, weight, ids, first, **_among(local, weight.shape[0], local.call.inputs[1].shape[0]))
+    return local.result(x, weight, ids, first, **_among(local, weight.shape[0]))
 
 
 def mm_weight(local: LocalCall) -> Results:
     """Experts split: each rank computes the gradients of its own experts."""
     x, gradient, ids, experts = local.args[:4]
     first = local.offset(local.splits["e"], experts)
-    return local.result(x, gradient, ids, experts, first, **_among(local, experts, local.call.argument("experts")))
+    return local.result(x, gradient, ids, experts, first, **_among(local, experts))
 
 
-def _among(local: LocalCall, here: int, experts: int) -> dict[str, Any]:
+def _among(local: LocalCall, here: int) -> dict[str, Any]:
     """Among how many experts the rows choose that are here, and their load, where some of them are elsewhere."""
-    among, load = experts // local.ranks(local.splits.get(ROUTED, ())), local.call.argument("load")
+    among, load = experts_of(local.call) // local.ranks(local.splits.get(ROUTED, ())), local.call.argument("load")
     return {} if among == here else {"among": among} | ({"load": load} if load else {})
 
 
@@ -269,7 +274,7 @@ def _routes(local: LocalCall, ids: torch.Tensor, layout: Layout) -> tuple[int, i
     (axis,) = (axis for axis, placement in enumerate(layout) if isinstance(placement, Routed))
     ranks, mesh = local.ranks([axis]), local.emitter.mesh
     stride = local_stride(settled(layout), mesh, axis)
-    experts = local.call.argument("experts") // ranks
+    experts = experts_of(local.call) // ranks
     rows, *_ = local_shape(local.call.inputs[0].shape, layout, mesh)
     return axis, rows, torch.ops.autopar.routes(ids, experts, ranks, stride, local.coordinate(axis), rows)
 
@@ -310,7 +315,7 @@ def loaded(graph: JointGraph, load: Load) -> JointGraph:
     for node in graph.nodes:
         if node.op in (MM, MM_WEIGHT, TO, FROM, WANTED):
             call = call_of(node, graph.metas)
-            counts.add(call.inputs[1].shape[0] if node.op == MM else call.argument("experts"))
+            counts.add(experts_of(call))
             node = replace(node, kwargs=(*node.kwargs, ("load", load)))
         nodes.append(node)
     if not counts:

@@ -87,9 +87,9 @@ def register_rule(
         raise ValueError(f"autopar has a rule of its own for {name}, which cannot be replaced")
     if schema(name).is_mutable:
         raise ValueError(f"{name} writes into its arguments ({schema(name)}): only functional operators can be split")
-    sets = tuple(tuple(operands) if isinstance(operands, Sequence) else (operands,) for operands in linear)
-    if any(not isinstance(operands, Sequence) for operands in linear):
+    if not all(isinstance(operands, Sequence) for operands in linear):
         raise ValueError(f"linear of {name} is {linear!r}: give lists of tensor arguments, such as [[0], [1]]")
+    sets = tuple(map(tuple, linear))
     count = len(tensor_arguments(name))
     for operands in sets:
         if not operands or any(not isinstance(i, int) or not 0 <= i < count for i in operands):

@@ -57,6 +57,11 @@ def short_seconds(value: float) -> str:
     return f"{digits(value * 1e6)} us"
 
 
+def left_text(seconds: float) -> str:
+    """How long the rest of some work takes, roughly."""
+    return f"about {seconds / 60:.0f} min left" if seconds >= 90 else f"about {max(1.0, seconds):.0f} s left"
+
+
 def digits(value: float) -> str:
     """Three digits, or all of those before the point."""
     if value >= 1000:

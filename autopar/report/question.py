@@ -22,7 +22,7 @@ from autopar.planning.plan import Plan, graph_digest
 from autopar.planning.planner import Planner
 from autopar.planning.progress import Stage
 from autopar.planning.request import DEFAULTS, Request, Several, quiet
-from autopar.planning.texts import short_bytes
+from autopar.planning.texts import left_text, short_bytes
 from autopar.solve.problem import Infeasible
 
 from .kept import Kept, code_digest, key_of
@@ -175,8 +175,7 @@ class Question:
             self.done += weight
             return read(answer["is"])
         left = self.seconds / self.computed * (self.total - self.done) if self.computed else 0.0
-        minutes = f"{left / 60:.0f} min" if left >= 90 else f"{max(1.0, left):.0f} s"
-        stage = Stage(doing=doing, left=f", about {minutes} left" if self.computed else "")
+        stage = Stage(doing=doing, left=f", {left_text(left)}" if self.computed else "")
         stage = stage.part(self.done / self.total, min(1.0, (self.done + weight) / self.total))
         self.report(stage.begin, f"{stage.doing}{stage.left}")
         began = time.monotonic()

@@ -14,6 +14,8 @@ from typing import Self
 from rich.console import Console
 from rich.status import Status
 
+from autopar.planning.texts import left_text
+
 PROGRESS = "autopar.progress"
 """The logger that planning tells its progress to (`planning.progress`)."""
 
@@ -121,8 +123,7 @@ class Ticker:
         if not self.foresees or seconds < FORESEEN_SECONDS or (self.done or 0.0) < FORESEEN_PART:
             return ""
         assert self.done is not None
-        left = seconds / self.done * (1 - self.done)
-        return f", about {left / 60:.0f} min left" if left >= 90 else f", about {max(1.0, left):.0f} s left"
+        return f", {left_text(seconds / self.done * (1 - self.done))}"
 
 
 AT_WORK: list[Ticker] = []

@@ -13,6 +13,7 @@ from typing import ClassVar, Literal, get_args
 
 from autopar.cluster.machine import Cluster
 from autopar.cost.streams import TimelineCache, timeline
+from autopar.ir.graph import Node
 from autopar.ir.program import Program
 
 from .regions import Refused
@@ -168,24 +169,27 @@ def where_quicker(write: Write) -> Callable[[Program, Target], Adopted | None]:
     return adopt
 
 
-def checked(program: Program, name: str) -> Program:
-    """A program that a lowering of another package wrote. Raises ValueError where it reads what is not made, or has no
-    meta of what it makes."""
-    there = {i.name for i in program.inputs if i.role != "tangent"}
-    for half, given in ((program.forward, there), (program.backward, None)):
-        if given is None:
-            _known(program.saved, there, f"lowering {name!r} saves for backward")
-            there = {*program.saved, *(i.name for i in program.inputs if i.role == "tangent")}
-        for instruction in half:
-            _known(instruction.inputs, there, f"lowering {name!r} wrote a program in which {instruction.op} reads")
-            made = [output for output in instruction.outputs if output]
-            if lacking := [output for output in made if output not in program.metas]:
-                raise ValueError(
-                    f"lowering {name!r} made {lacking[0]} by {instruction.op}, and the program's metas do not have it: "
-                    f"add its local shape and dtype, as an Emitter does"
-                )
-            there.update(made)
-    return program
+def check_written(program: Program, name: str) -> None:
+    """Of a program that a lowering of another package wrote: raises ValueError where it reads what is not made, or has
+    no meta of what it makes."""
+    tangents = {i.name for i in program.inputs if i.role == "tangent"}
+    there = {i.name for i in program.inputs} - tangents
+    _check_half(program, program.forward, there, name)
+    _known(program.saved, there, f"lowering {name!r} saves for backward")
+    _check_half(program, program.backward, {*program.saved, *tangents}, name)
+
+
+def _check_half(program: Program, half: Sequence[Node], there: set[str], name: str) -> None:
+    """Adds to what is there what the half makes."""
+    for instruction in half:
+        _known(instruction.inputs, there, f"lowering {name!r} wrote a program in which {instruction.op} reads")
+        made = [output for output in instruction.outputs if output]
+        if lacking := [output for output in made if output not in program.metas]:
+            raise ValueError(
+                f"lowering {name!r} made {lacking[0]} by {instruction.op}, and the program's metas do not have it: "
+                f"add its local shape and dtype, as an Emitter does"
+            )
+        there.update(made)
 
 
 def _known(names: Sequence[str], there: Collection[str], words: str) -> None:

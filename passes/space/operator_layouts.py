@@ -1,7 +1,6 @@
 """Operator layouts: how an operator's operands and results lie under a choice, by its rule."""
 
 import math
-from collections.abc import Sequence
 
 from autopar.ir.layout import PARTIAL, REPLICATE, Layout, Partial, Placement, Routed, Shape, Split, is_legal, nest
 from autopar.ops.rule import ROUTED, Call, Dims, Factor, Load, OpRule, fullest
@@ -64,8 +63,7 @@ def operand_layout(position: int, choice: SiteChoice, mesh: Shape, rule: OpRule,
             placements.append(REPLICATE)
     routing = rule.routing
     stay, replicated = (position in routing.settled, position in routing.replicated) if routing else (False, False)
-    imbalance = [fullest(load, ranks) for ranks in mesh]
-    return _sent(nest(tuple(placements), mesh), dims, choice, rule, imbalance, stay=stay, replicated=replicated)
+    return _sent(nest(tuple(placements), mesh), dims, choice, rule, mesh, load, stay=stay, replicated=replicated)
 
 
 def _cut(splits: tuple[Split, ...], dims: Dims, on_axis: AxisChoice, rule: OpRule) -> tuple[Split, ...]:
@@ -81,13 +79,14 @@ def _sent(
     dims: Dims,
     choice: SiteChoice,
     rule: OpRule,
-    imbalance: Sequence[float],
+    mesh: Shape,
+    load: Load,
     *,
     stay: bool = False,
     replicated: bool = False,
 ) -> Layout | None:
-    """The layout with the rows at their experts, on the axis that says so, where they fall with an `imbalance` (of each
-    axis); None where the ranks of that axis are not where these experts are."""
+    """The layout with the rows at their experts, on the axis that says so, where they fall as `load` says; None where
+    the ranks of that axis are not where these experts are."""
     placements = list(layout)
     for axis, (on_axis, placement) in enumerate(zip(choice.axes, layout, strict=True)):
         if not on_axis.routes or not isinstance(placement, Split):
@@ -100,7 +99,7 @@ def _sent(
         elif replicated:
             placements[axis] = REPLICATE
         elif not stay:
-            placements[axis] = Routed(placement.dim, placement.period, imbalance[axis])
+            placements[axis] = Routed(placement.dim, placement.period, fullest(load, mesh[axis]))
     return tuple(placements)
 
 
@@ -121,8 +120,7 @@ def result_layout(position: int, choice: SiteChoice, mesh: Shape, rule: OpRule, 
         else:
             placements.append(PARTIAL if on_axis.is_partial else REPLICATE)
     back = rule.routing is not None and position in rule.routing.returned
-    imbalance = [fullest(load, ranks) for ranks in mesh]
-    return _sent(nest(tuple(placements), mesh), dims, choice, rule, imbalance, stay=back)
+    return _sent(nest(tuple(placements), mesh), dims, choice, rule, mesh, load, stay=back)
 
 
 def splits_of(rule: OpRule, choice: SiteChoice) -> tuple[tuple[str, tuple[int, ...]], ...]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from autopar.ir.graph import RESHAPE, JointGraph, Node, Ref, map_references
 from autopar.ir.rewrite import reading
-from autopar.ops.experts import FROM, MM, MM_WEIGHT, TO, WANTED
+from autopar.ops.experts import FROM, MM, MM_WEIGHT, TO, WANTED, experts_of
 
 from .rewrite import RoutingRewrite, RuleOf, row_factor
 
@@ -41,7 +41,7 @@ class Dispatch(RoutingRewrite):
         """A product by expert, which reads rows at their experts."""
         call = self.call(node)
         ids = call.argument("ids").name
-        experts = self.shape(call.argument("weight").name)[0] if node.op == MM else call.argument("experts")
+        experts = experts_of(call)
         rows = ("x",) if node.op == MM else ("x", "gradient")
         there = {call.argument(name).name: self.send(call.argument(name).name, ids, experts) for name in rows}
         there[ids] = self.send(ids, ids, experts)
