@@ -1,0 +1,66 @@
+"""Inductor, torch's compiler: from a function of tensors to kernels, without Dynamo and without autograd."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._subclasses import FakeTensorMode
+
+Fused = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+"""Of a list of operands, which it empties, to results."""
+
+MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+"""Those of `torch.compile`."""
+
+
+def fakes() -> FakeTensorMode:
+    """A mode under which tensors have shapes and strides, and no data. Inductor's folder is read in one that could have
+    symbolic sizes."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return FakeTensorMode(shape_env=ShapeEnv())
+
+
+def options_of(mode: str) -> Mapping[str, Any]:
+    """Inductor's options in a mode of `torch.compile`. Graphs of CUDA's are for whole programs, not for its parts."""
+    from torch import _inductor
+
+    return {**_inductor.list_mode_options(mode), "triton.cudagraphs": False}
+
+
+def fused(function: Callable[..., Sequence[torch.Tensor]], operands: Sequence[torch.Tensor], mode: str) -> Fused:
+    """Kernels of a function, for operands of these shapes and strides (fake ones of one mode). What was compiled before
+    comes from Inductor's folder on disk.
+
+    Raises whatever Inductor raises where it cannot compile.
+    """
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    fake_mode = operands[0].fake_mode if operands else fakes()  # type: ignore[attr-defined]
+    with torch.no_grad(), fake_mode:
+        traced = make_fx(function, decomposition_table=select_decomp_table())(*operands)
+    with torch.no_grad(), config.patch(options_of(mode)), _traced_by(fake_mode):  # type: ignore[no-untyped-call]
+        compiled: Any = compile_fx_inner(traced, list(operands), is_inference=True, cudagraphs=None)
+    return compiled  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def _traced_by(fake_mode: FakeTensorMode) -> Iterator[None]:
+    from torch._guards import TracingContext, tracing
+
+    with tracing(TracingContext(fake_mode)):
+        yield
+
+
+def folder() -> Path:
+    """Where Inductor keeps what it compiled."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return Path(cache_dir())

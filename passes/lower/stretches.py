@@ -1,0 +1,116 @@
+"""Stretches: what of a program a compiler may fuse.
+
+A stretch is a run of a rank's own operators between two instructions that stay where the schedule put them:
+collectives, waits for them, autopar's own operators (attention, random numbers, routed rows), which are kernels as they
+are, and what has rows that only the run counts. Long runs are cut where a period of them ends, at the place that the
+fewest bytes cross, so that layers alike become stretches alike, and each is compiled once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.ir.graph import VIEWS, Node, TensorMeta
+from autopar.ir.own import FUNCTIONS
+from autopar.ir.program import Program
+from autopar.ir.rewrite import last_reads, living, needed
+
+PERIODIC = 48
+"""Instructions of a run from which on it is cut by its period: a compiler takes 10 ms and more for each, and a run of
+32 layers would be compiled as one."""
+
+MOST = 256
+"""Instructions of a stretch at most, where nothing repeats."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Instructions that run as one function of the values that they `reads`, in the order of reading, to those that
+    others read of them."""
+
+    nodes: tuple[Node, ...]
+    reads: tuple[str, ...]
+    makes: tuple[str, ...]
+
+    @property
+    def module(self) -> str:
+        """The module of most of its instructions."""
+        paths = [node.module for node in self.nodes]
+        return max(dict.fromkeys(paths), key=paths.count)
+
+
+def stretches(program: Program, half: Sequence[Node], results: Collection[str | None]) -> Iterator[Node | Stretch]:
+    """The instructions of a half of the program that returns these `results`, in order, with runs of them as
+    stretches. Every instruction is in one of them, or stands by itself; those that nobody reads are left out."""
+    last = last_reads(half) | dict.fromkeys((name for name in results if name is not None), len(half))
+    begin = 0
+    for end in (*(i for i, node in enumerate(half) if not _fuses(program, node)), len(half)):
+        for first, behind in _cuts(half[begin:end], program.metas):
+            first, behind = begin + first, begin + behind
+            made = [name for node in half[first:behind] for name in node.outputs if name]
+            yield from _part(half[first:behind], tuple(name for name in made if last.get(name, -1) >= behind))
+        yield from half[end : end + 1]
+        begin = end + 1
+
+
+def _fuses(program: Program, node: Node) -> bool:
+    if node.op.startswith("collective.") or node.op in FUNCTIONS:
+        return False
+    return program.uneven.isdisjoint((*node.inputs, *node.outputs))
+
+
+def _part(nodes: Sequence[Node], makes: tuple[str, ...]) -> Sequence[Node | Stretch]:
+    """A stretch, unless there is nothing to fuse."""
+    alive = living(nodes, makes)
+    if sum(node.op not in VIEWS for node in alive) < 2:
+        return alive
+    return [Stretch(alive, needed(alive), makes)]
+
+
+def _cuts(run: Sequence[Node], metas: Mapping[str, TensorMeta]) -> list[tuple[int, int]]:
+    """(begin, end) of the parts of a run."""
+    crossing = _crossing_bytes(run, metas)
+    places = [0]
+    if len(run) > PERIODIC and (found := _period(run, metas)):
+        begin, period, count = found
+        # the last places of a period are as good as the first ones, and come once more
+        best = min(range(begin, begin + period), key=lambda at: crossing[at])
+        places += [best + k * period for k in range(count) if 0 < best + k * period < len(run)]
+    places.append(len(run))
+    k = 0
+    while k + 1 < len(places):
+        begin, end = places[k], places[k + 1]
+        if end - begin > MOST:
+            places.insert(k + 1, min(range(begin + MOST // 2, begin + MOST), key=lambda at: crossing[at]))
+        k += 1
+    return list(zip(places, places[1:], strict=False))
+
+
+def _crossing_bytes(run: Sequence[Node], metas: Mapping[str, TensorMeta]) -> list[int]:
+    """By position: the bytes that are made before it in the run, and read from it on."""
+    last = {name: position for position, node in enumerate(run) for name in node.inputs}
+    change = [0] * (len(run) + 1)
+    for position, node in enumerate(run):
+        for name in node.outputs:
+            if name in last:
+                change[position + 1] += metas[name].bytes
+                change[last[name] + 1] -= metas[name].bytes
+    return np.cumsum(change).tolist()
+
+
+def _period(run: Sequence[Node], metas: Mapping[str, TensorMeta]) -> tuple[int, int, int] | None:
+    """(begin, length, count) of what repeats and covers most of a run, the shortest of equals."""
+    numbers: dict[tuple[str, ...], int] = {}
+    forms = ((node.form, *(str(metas[name]) for name in node.outputs if name)) for node in run)
+    codes = np.array([numbers.setdefault(form, len(numbers)) for form in forms])
+    best: tuple[int, int, int, int] | None = None
+    for period in range(PERIODIC // 4, len(run) // 2 + 1):
+        alike = np.flatnonzero(np.diff(np.concatenate(([0], codes[period:] == codes[:-period], [0]))))
+        for begin, end in alike.reshape(-1, 2).tolist():
+            count = (end - begin) // period + 1
+            if count > 1 and (best is None or count * period > best[0]):
+                best = count * period, begin, period, count
+    return None if best is None else best[1:]

@@ -1,0 +1,202 @@
+"""Compiles the stretches of programs with Inductor: each once, in several processes, and on one rank of a machine.
+
+What is compiled lies in Inductor's folder on disk, by its text, the versions and the options. So processes that this
+one starts fill the folder, and every rank then reads what it needs from there. `python -m autopar.runtime.compiling`
+is such a process: it reads units from its standard input, and says a line for each.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.compat import inductor
+from autopar.report.telling import Ticker
+
+from .agree import exchange
+from .stretches import Kernels, Made, Unit
+
+FEW = 3
+"""Stretches that this process compiles by itself: starting another one takes as long as compiling one."""
+
+
+@dataclass(eq=False)
+class Inductor:
+    """The compiler of a module's programs (`stretches.Compiler`), in a mode of `torch.compile`. With a `mesh`, one rank
+    of each machine compiles what no folder has, and the others wait for it."""
+
+    mode: str = "default"
+    mesh: DeviceMesh | None = None
+    fake_mode: Any = field(default_factory=inductor.fakes, repr=False)
+    made: dict[str, tuple[Made, ...] | None] = field(default_factory=dict, repr=False)
+    compiled: dict[str, Kernels | None] = field(default_factory=dict, repr=False)
+    """By a unit's key; None for what does not compile."""
+    failed: dict[str, str] = field(default_factory=dict)
+    """What did not compile, and why."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Inductor:
+        return self
+
+    def forms(self, unit: Unit) -> tuple[Made, ...] | None:
+        if unit.key not in self.made:
+            try:
+                with torch.no_grad(), self.fake_mode:
+                    self.made[unit.key] = unit.makes()
+            except Exception as error:  # of any class: an operator may have no fake kernel
+                self.made[unit.key] = None
+                self.failed[unit.key] = _first_line(error)
+        return self.made[unit.key]
+
+    def kernels(self, unit: Unit) -> Kernels | None:
+        return self.compiled[unit.key]
+
+    def prepare(self, units: Iterable[tuple[str, Unit]]) -> None:
+        named = {unit.key: (words, unit) for words, unit in units if unit.key not in self.compiled}
+        if not named:
+            return
+        first, total = self._is_first(), len(named)
+        with Ticker(f"autopar: compiling {total} stretches", enabled=first, foresees=True) as ticker:
+
+            def told(done: int) -> None:
+                ticker.tell(f"autopar: compiling {total} stretches", done / total)
+
+            if self.mesh is None or self._compiles():
+                _filled([unit for _, unit in named.values()], self.mode, told)
+            if self.mesh is not None:
+                exchange(None, self.mesh)
+            for number, (words, unit) in enumerate(named.values(), 1):
+                self._load(words, unit, first)
+                told(number)
+
+    def _load(self, words: str, unit: Unit, warns: bool) -> None:
+        made = self.forms(unit)
+        try:
+            if made is None:
+                raise ValueError(self.failed[unit.key])
+            self.compiled[unit.key] = Kernels(unit, made, _compiled(unit, self.mode, self.fake_mode))
+        except Exception as error:  # of any class: of a compiler, of a C++ compiler, of Triton
+            self.compiled[unit.key] = None
+            self.failed[unit.key] = _first_line(error)
+            if warns:
+                warnings.warn(
+                    f"a stretch of {words} runs uncompiled, since it does not compile: {_first_line(error)}",
+                    stacklevel=2,
+                )
+
+    def _is_first(self) -> bool:
+        return self.mesh is None or not any(self.mesh.get_coordinate() or (1,))
+
+    def _compiles(self) -> bool:
+        """Whether this is the mesh's first rank on its machine. All ranks call it at once."""
+        assert self.mesh is not None
+        here = (os.uname().nodename, str(inductor.folder()), os.getpid())
+        everyone = exchange(here, self.mesh)
+        return here == next(other for other in everyone if other[:2] == here[:2])
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
+
+
+def _compiled(unit: Unit, mode: str, fake_mode: Any) -> inductor.Fused:
+    with torch.no_grad(), fake_mode:
+        operands = unit.fakes()
+    fused = inductor.fused(unit, operands, mode)
+    _mark(unit, mode).touch()
+    return fused
+
+
+def _mark(unit: Unit, mode: str) -> Path:
+    """The file that says that Inductor's folder has a unit."""
+    versions = (torch.__version__, sys.version, mode, torch.get_num_threads(), unit.key)
+    if unit.device.type == "cuda":
+        versions = (*versions, torch.cuda.get_device_name(unit.device))
+    folder = inductor.folder() / "autopar"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / hashlib.sha256(repr(versions).encode()).hexdigest()[:24]
+
+
+def _filled(units: Sequence[Unit], mode: str, told: Callable[[int], None]) -> None:
+    """Fills Inductor's folder with what it lacks of units for a CPU, in as many processes as there are processors. (For
+    a GPU Inductor itself starts processes.)"""
+    lacking = [unit for unit in units if unit.device.type == "cpu" and not _mark(unit, mode).exists()]
+    if len(lacking) <= FEW:
+        return
+    waiting: SimpleQueue[Unit] = SimpleQueue()
+    for unit in sorted(lacking, key=lambda unit: -len(unit.nodes)):
+        waiting.put(unit)
+    done = SimpleQueue[None]()
+
+    def work() -> None:
+        with _process(mode) as ask:
+            while True:
+                try:
+                    unit = waiting.get_nowait()
+                except Empty:
+                    return
+                ask(unit)
+                done.put(None)
+                told(done.qsize())
+
+    count = min(len(lacking), len(os.sched_getaffinity(0)))
+    with ThreadPoolExecutor(count) as pool:
+        for future in [pool.submit(work) for _ in range(count)]:
+            future.result()
+
+
+@contextmanager
+def _process(mode: str) -> Iterator[Callable[[Unit], None]]:
+    """A process that compiles; ends with the block. What it cannot compile, this one will try."""
+    command = [sys.executable, "-m", __name__, mode, str(torch.get_num_threads())]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert process.stdin is not None and process.stdout is not None
+    asked, answers = process.stdin, process.stdout
+
+    def ask(unit: Unit) -> None:
+        if process.poll() is None:
+            pickle.dump(replace(unit), asked)  # without what it has worked out
+            asked.flush()
+            answers.readline()
+
+    try:
+        yield ask
+    finally:
+        process.kill()
+        process.wait()
+        asked.close()
+        answers.close()
+
+
+def main() -> None:
+    mode, threads = sys.argv[1:]
+    torch.set_num_threads(int(threads))
+    said, sys.stdout = sys.stdout, sys.stderr
+    fake_mode = inductor.fakes()
+    while True:
+        try:
+            unit = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        try:
+            _compiled(unit, mode, fake_mode)
+        except Exception as error:  # the process that asked tries again, and says why
+            print(_first_line(error), file=sys.stderr)
+        print("done", file=said, flush=True)
+
+
+if __name__ == "__main__":
+    main()
