@@ -39,6 +39,7 @@ from .lower.compact import Compact
 from .lower.lowering import Adopted, Lowering, Rewrite, Target, When, Written, always, check_written, rewritten
 from .lower.overlap import Overlap
 from .lower.prefetch import prefetch
+from .lower.rematerialize import Rematerialize, where_fused
 from .lower.slice import SLICING
 from .masks import without_masks
 from .seeds import seeds
@@ -148,6 +149,15 @@ LOWERINGS = Table(
             costs="a latency for each chunk, and smaller operators",
             adopt=partial(adopt, CHUNKING),
             rewrites=(CHUNKING,),
+        ),
+        Lowering(
+            name="rematerialize",
+            applies="programs that are compiled",
+            writes="element-wise operators again in backward, of what is kept anyway",
+            costs="nothing where they fuse with what reads them",
+            adopt=where_fused,
+            rewrites=(Rematerialize(),),
+            taken="last",
         ),
         Lowering(
             name="compact",

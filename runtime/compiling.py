@@ -69,18 +69,19 @@ class Inductor:
         if not named:
             return
         first, total = self._is_first(), len(named)
-        with Ticker(f"autopar: compiling {total} stretches", enabled=first, foresees=True) as ticker:
+        what = f"autopar: compiling {total} stretches"
+        with Ticker(what, enabled=first, foresees=True) as ticker:
 
             def told(done: int) -> None:
-                ticker.tell(f"autopar: compiling {total} stretches", done / total)
+                ticker.tell(what, done / total)
 
             if self.mesh is None or self._compiles():
                 _filled([unit for _, unit in named.values()], self.mode, told)
             if self.mesh is not None:
                 exchange(None, self.mesh)
-            for number, (words, unit) in enumerate(named.values(), 1):
+            for number, (words, unit) in enumerate(named.values()):
+                ticker.tell(f"autopar: loading {total} stretches", number / total)
                 self._load(words, unit, first)
-                told(number)
 
     def _load(self, words: str, unit: Unit, warns: bool) -> None:
         made = self.forms(unit)

@@ -64,7 +64,7 @@ def compile(
     *,
     device: torch.device | None = None,
     around: Around = _bare,
-    writer: "type[SourceWriter] | None" = None,
+    writer: "Callable[..., SourceWriter] | None" = None,
 ) -> Executable:
     """Compile `program` for this rank of the mesh.
 

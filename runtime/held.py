@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from autopar.passes.capture.captured import Captured
 from autopar.passes.lower.accumulate import Accumulation, accumulation
 
 from .agree import all_alike, all_equal, coordinate_of, device_of, digest, located, raise_together, together, watched
-from .compiled import compile
+from .compiled import ObservedSource, compile
 from .execute import Executable, process_groups
 from .handshake import Handshake
 from .observed import Observed
@@ -34,6 +34,7 @@ from .pending import Form, Pending
 from .placements import contiguous_stride, is_replicated, is_strided, local_slice, mismatch, placements_of, unpadded
 from .registered import RegisteredNames
 from .shared import SharedMemory
+from .stretches import CompiledSource, Compiler
 
 
 def step_seed(axes: Sequence[str], groups: Sequence[dist.ProcessGroup | None], device: torch.device) -> torch.Tensor:
@@ -71,7 +72,13 @@ class State:
     """What the module knows beside its parameters: the program, its compiled form, and where values live."""
 
     def __init__(
-        self, captured: Captured, program: Program, plan: object, mesh: DeviceMesh, handshake: Handshake | None = None
+        self,
+        captured: Captured,
+        program: Program,
+        plan: object,
+        mesh: DeviceMesh,
+        handshake: Handshake | None = None,
+        compiler: Compiler | None = None,
     ) -> None:
         fused_steps_on_shards()
         self.captured, self.program, self.plan, self.mesh = captured, program, plan, mesh
@@ -79,6 +86,7 @@ class State:
         self.device = device_of(mesh)
         self.nothing = torch.empty(0, device=self.device)
         self.groups = process_groups(mesh)
+        self.compiler = compiler
         self.executable = self.compiled(program)
         self.inputs = tuple(i for i in program.inputs if i.role not in ("tangent", "seed"))
         nodes = program.nodes
@@ -145,7 +153,7 @@ class State:
         all_equal(program.digest, self.mesh, "the ranks have different programs: give every rank the same versions")
         for i in program.inputs:
             assert i.role != "parameter" or i.layout == self.layout(i.target), f"{i.target} is to be moved"
-        state = State(captured, program, self.plan, self.mesh, self.handshake)
+        state = State(captured, program, self.plan, self.mesh, self.handshake, self.compiler)
         for one in OF_ALL_PROGRAMS:
             setattr(state, one, getattr(self, one))
         state._reads()
@@ -158,7 +166,8 @@ class State:
         return Parts(parts, *map(self.compiled, (parts.micro, parts.last, parts.rest)))
 
     def compiled(self, program: Program) -> Executable:
-        return compile(program, self.groups, device=self.device, around=located)
+        writer = ObservedSource if self.compiler is None else partial(CompiledSource, compiler=self.compiler)
+        return compile(program, self.groups, device=self.device, around=located, writer=writer)
 
     @property
     def aliases(self) -> dict[str, list[str]]:

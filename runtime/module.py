@@ -26,6 +26,7 @@ from autopar.passes.capture.source import presented
 
 from .agree import agreed, all_equal, alone, digest, follow_world_timeout, raise_together
 from .call import WATCHES, ProgramStep, prepared_call, unwatched
+from .compiling import Inductor
 from .execute import Executable
 from .guard import OWNERS, Original
 from .held import State
@@ -46,13 +47,15 @@ from .versions import Versions
 class CallOptions:
     """What calls of a module do beside running its program. `again` captures and plans what no program serves, `padder`
     fills short batches, `verifier` compares the first steps with the model, outputs are gathered if `whole_outputs`
-    says so, and what forward gathers is kept from one micro-batch to the next if the module `holds` it."""
+    says so, and what forward gathers is kept from one micro-batch to the next if the module `holds` it. Programs are
+    `compiled` in a mode of `torch.compile`, if one is given."""
 
     again: Again | None = None
     whole_outputs: bool = False
     verifier: Verifier | None = None
     padder: Padder | None = None
     holds: bool = False
+    compiled: str = ""
 
 
 class ParallelModule(Filled, Standing):
@@ -106,7 +109,8 @@ class ParallelModule(Filled, Standing):
             "the ranks closed over different tensors (plain attributes of modules, tensors that forward or loss_fn "
             "makes of Python numbers): give every rank the same, or make them buffers",
         )
-        state = State(captured, program, plan, mesh)
+        compiler = Inductor(options.compiled, mesh) if options.compiled else None
+        state = State(captured, program, plan, mesh, compiler=compiler)
         state.whole_outputs, state.holds = options.whole_outputs, options.holds
         vars(self)["_state"] = state
         plain = unwrapped(model)

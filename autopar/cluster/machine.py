@@ -125,7 +125,8 @@ class Device:
     the fixed cost of one operator. `operator_ratios` multiplies the seconds of an op. `fused_part` is the part of the
     seconds of operators without arithmetic to speak of (element-wise ones, norms, copies) that a compiler saves by
     fusing them; 0 in eager. Devices of one kind differ: `spread` is the standard deviation of their seconds, as a
-    part of the mean, and `slowdown` what the slowest of a mesh takes longer (`Cluster.among`).
+    part of the mean, and `slowdown` what the slowest of a mesh takes longer (`Cluster.among`). A device that
+    `fuses` runs compiled programs.
     `memory_bytes_per_link_byte` is what a collective reads and writes in memory for each byte that a rank sends, and
     takes from operators that run meanwhile; with 0 they do not disturb each other. `operators` holds measurements of
     single operators, which take precedence over all of this.
@@ -150,6 +151,7 @@ class Device:
     spread: Share = 0.0
     source: Mapping[str, Name] = field(default_factory=dict, compare=False, repr=False)
     slowdown: float = field(default=1.0, metadata=NOT_IN_FILES)
+    fuses: bool = field(default=False, metadata=NOT_IN_FILES)
     operators: Operators | None = field(default=None, metadata=NOT_IN_FILES)
 
     def __post_init__(self) -> None:
@@ -359,6 +361,10 @@ class Cluster:
         many normal deviates (Blom 1958)."""
         largest = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
         return replace(self, device=replace(self.device, slowdown=1.0 + self.device.spread * largest))
+
+    def fusing(self, fuses: bool) -> Cluster:
+        """The cluster on which programs are compiled, or not."""
+        return replace(self, device=replace(self.device, fuses=fuses))
 
     def links(self, mesh: tuple[int, ...], order: Sequence[int] | None = None) -> tuple[Link, ...]:
         """What each axis of a mesh sees. `order` are the axes from the outermost in, if they do not lie on

@@ -14,7 +14,7 @@ from .graph import TensorMeta, overload
 def _shape_of_all(op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> tuple[int, ...] | None:
     """The shape of all operands of a pointwise operator, but for scalars, where they are contiguous: what it makes lies
     as they do, and has a dtype that does not depend on the shape. None of others. torch infers these in Python."""
-    if not _is_pointwise(op) or any(isinstance(value, _OTHERWISE) for value in (*args, *(v for _, v in kwargs))):
+    if not is_pointwise(op) or any(isinstance(value, _OTHERWISE) for value in (*args, *(v for _, v in kwargs))):
         return None
     operands = [x for x in args if isinstance(x, (TensorMeta, torch.Tensor)) and len(x.shape)]
     shapes = {tuple(x.shape) for x in operands}
@@ -30,7 +30,8 @@ _OTHERWISE = tuple, list, torch.device, torch.memory_format
 
 
 @cache
-def _is_pointwise(op: str) -> bool:
+def is_pointwise(op: str) -> bool:
+    """Whether torch says that each element of the result is computed from one of each operand."""
     return op.startswith("aten.") and torch.Tag.pointwise in overload(op).tags  # type: ignore[attr-defined]
 
 

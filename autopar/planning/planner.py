@@ -102,7 +102,7 @@ class Planner:
     def _place(self) -> None:
         """Sets the space of the mesh on the cluster, and the writer of its programs."""
         graph, kind = self.captured.graph, self.kind_of_device
-        self.cluster = self.cluster.among(math.prod(self.mesh.values()))
+        self.cluster = self.cluster.among(math.prod(self.mesh.values())).fusing(bool(self.training.compile))
         check_autocast(self.captured, self.captured_for, self.cluster, kind)
         check_kernels(graph, kind)
         space: Space = self.seconds.run(SPACE, graph, self.mesh, self.cluster, self.segments, self.optimizer)
@@ -237,7 +237,8 @@ class Planner:
         allowed = None if preset is None else self.seconds.timed("preset", self.preset, preset)
         mode = COSTS[request.cost]
         space = self.space if mode.space is None else self.seconds.timed("prices", priced_space, mode, self.space)
-        bounded = space.cluster.device.operators is None  # bounds hold only for rooflines
+        device = space.cluster.device
+        bounded = device.operators is None and not device.fuses  # bounds hold only for rooflines of single operators
         choice = Choice(self.searches, self.steps, self.describe, self.seconds)
 
         def attempt(request: Request, below: float) -> Plan | None:

@@ -53,6 +53,7 @@ def options_of(plan: Plan) -> Options:
         "micro_batches": plan.training.micro_batches,
         "precision": plan.training.precision,
         "imbalance": plan.training.asked_imbalance,
+        "compile": plan.training.compile or False,
     }
 
 

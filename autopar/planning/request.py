@@ -36,6 +36,9 @@ Recompute = Literal["auto", "asked", "none"]
 """What backward makes again: what the planner chooses; what lies in the calls of `torch.utils.checkpoint` that the
 model makes, and nothing else; nothing."""
 
+COMPILED = ("default", "reduce-overhead", "max-autotune")
+"""Modes of `torch.compile` in which programs are compiled; `True` is the first."""
+
 Gathers = Literal["each", "once"]
 """When forward gathers parameters: in each micro-batch, or once a step, held until gradients are reduced."""
 
@@ -132,6 +135,14 @@ def check_imbalance(imbalance: Any) -> None:
         raise ValueError(
             f"imbalance is {shown(imbalance)}: give the rows of the fullest rank over the mean of all, 1.0 or more, or "
             f"a list with the rows of each expert, as a run counted them"
+        )
+
+
+def check_compile(mode: Any) -> None:
+    if not isinstance(mode, bool) and mode not in COMPILED:
+        near = nearest(mode, COMPILED) if isinstance(mode, str) else ""
+        raise ValueError(
+            f"compile is {shown(mode)}{near}: give True, False, or a mode of torch.compile ({', '.join(COMPILED)})"
         )
 
 
@@ -257,6 +268,7 @@ class Keywords(TypedDict, total=False):
     micro_batches: int
     precision: Precision | None
     imbalance: float | Sequence[float]
+    compile: bool | str
     profiles: str | Path | None
 
 
@@ -389,6 +401,13 @@ class Request:
             spelled="Or the rows of each expert, such as 120,80,95,105.",
         ),
     )
+    compile: bool | str = field(
+        default=False,
+        metadata=_says(
+            help=f"Whether ranks run compiled programs, in a mode of torch.compile: {', '.join(COMPILED)}.",
+            check=check_compile,
+        ),
+    )
     profiles: str | Path | None = field(
         default=None,
         metadata=_says(
@@ -423,6 +442,11 @@ class Request:
         if self.memory_limit_bytes is None:
             return "none"
         return "lifted" if self.bytes_limit is None else "given"
+
+    @property
+    def compiled(self) -> str:
+        """The mode in which programs are compiled; "" if they are not."""
+        return self.compile if isinstance(self.compile, str) else COMPILED[0] if self.compile else ""
 
     @property
     def preset(self) -> str | None:

@@ -19,17 +19,20 @@ GATHERS: tuple[Gathers, ...] = get_args(Gathers)
 class Training:
     """`recompute` says what backward makes again. A step calls the module `micro_batches` times, each time with a batch
     of the size of the example, adds gradients up and reduces them once; `gathers` is the planner's choice. `precision`
-    says what it casts, and `imbalance` how rows fall on experts. Raises ValueError for an invalid option."""
+    says what it casts, and `imbalance` how rows fall on experts. With `compile`, a mode of `torch.compile`, programs
+    are compiled. Raises ValueError for an invalid option."""
 
     recompute: Recompute = "auto"
     micro_batches: int = 1
     gathers: Gathers = "each"
     precision: Precision = AS_IS
     imbalance: Load = ()
+    compile: str = ""
 
     def __post_init__(self) -> None:
         check("recompute", self.recompute)
         check("micro_batches", self.micro_batches)
+        check("compile", self.compile or False)
         if not isinstance(self.precision, Precision):
             raise ValueError(
                 f"precision is {self.precision!r}: give an autopar.Precision, such as "
@@ -45,12 +48,13 @@ class Training:
             gathers=request.gathers,
             precision=AS_IS if request.precision is None else request.precision,
             imbalance=load_of(request.imbalance),
+            compile=request.compiled,
         )
 
     def asked_by(self, request: Request) -> Request:
         """The request for a plan that trains so."""
         same = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(request, **same | {"imbalance": self.asked_imbalance})
+        return replace(request, **same | {"imbalance": self.asked_imbalance, "compile": self.compile or False})
 
     @property
     def asked_imbalance(self) -> float | Load:

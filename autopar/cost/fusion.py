@@ -1,0 +1,152 @@
+"""What a compiler writes as one kernel, by rule: pointwise operators and reductions that loop over the same elements,
+and depend on each other or read the same values. A kernel reads and writes memory once: what stays inside costs
+nothing (Inductor's scheduler, `torch/_inductor/scheduler.py`, fuses nodes of equal ranges so)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+
+from autopar.ir.graph import CAST, CONTIGUOUS, RESHAPE, Node, TensorMeta, schema
+from autopar.ir.own import FUNCTIONS
+from autopar.ir.pointwise import is_pointwise
+from autopar.ops.rule import call_of
+from autopar.ops.rules import rule_of
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """The part of a kernel that an operator is. Of its operands and results, `reads` and `writes` go through memory
+    here; the others stay on the chip, or went through before. The first of a kernel `launches` it. The whole kernel
+    moves `bytes`."""
+
+    reads: frozenset[str]
+    writes: frozenset[str]
+    launches: bool
+    bytes: int
+
+
+@cache
+def is_view(op: str) -> bool:
+    """Whether an operator of torch moves nothing, or nothing that a kernel around it would not move anyway."""
+    if not op.startswith("aten."):
+        return False
+    returns = schema(op).returns
+    return op in (RESHAPE, CONTIGUOUS) or any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+@cache
+def is_elementwise(op: str) -> bool:
+    """Whether a kernel that reads the result can compute it instead, wherever it stands."""
+    return is_view(op) or (op.startswith("aten.") and (op == CAST or is_pointwise(op)))
+
+
+def fuses(node: Node, metas: Mapping[str, TensorMeta]) -> bool:
+    """Whether an operator becomes part of a kernel with others: it has no arithmetic to speak of, and is torch's."""
+    if not node.op.startswith("aten.") or node.op in FUNCTIONS:
+        return False
+    if is_elementwise(node.op):
+        return True
+    rule = rule_of(call_of(node, metas))
+    return rule is not None and not rule.flops
+
+
+@dataclass(eq=False)
+class _Kernel:
+    """Members, in their order, and what they loop over."""
+
+    size: int
+    depth: int
+    nodes: list[Node] = field(default_factory=list)
+
+
+def fused(halves: Iterable[Sequence[Node]], metas: Mapping[str, TensorMeta], kept: Collection[str]) -> dict[str, Fused]:
+    """By its first result, what of a kernel each operator is that becomes part of one. `kept` are values that are read
+    otherwise: outputs, and what forward saves."""
+    parts: dict[str, Fused] = {}
+    for half in halves:
+        parts.update(_of_half(half, metas, kept))
+    return parts
+
+
+def _of_half(half: Sequence[Node], metas: Mapping[str, TensorMeta], kept: Collection[str]) -> dict[str, Fused]:
+    base: dict[str, str] = {}  # of a view
+    depths: dict[str, int] = {}  # how many kernels that do not fuse lie before a value
+    kernels: dict[str, _Kernel] = {}  # by base
+    ordered: list[_Kernel] = []
+    readers: dict[str, list[_Kernel | None]] = {}  # by base; None: something else than a kernel
+    for node in half:
+        sources = list(dict.fromkeys(base.get(name, name) for name in node.inputs))
+        depth = max((depths.get(name, 0) for name in sources), default=0)
+        names = [name for name in node.outputs if name]
+        if not names:
+            continue
+        if is_view(node.op) and sources:
+            base[names[0]] = sources[0]
+            base.update(dict.fromkeys(names[1:], sources[0]))
+            continue
+        if not fuses(node, metas):
+            for name in sources:
+                readers.setdefault(name, []).append(None)
+            depths.update(dict.fromkeys(names, depth + 1))
+            continue
+        size = max(metas[name].numel for name in (*node.inputs, *names))
+        kernel = _joined(sources, kernels, readers, size, depth)
+        if kernel is None:
+            kernel = _Kernel(size, depth)
+            ordered.append(kernel)
+        kernel.nodes.append(node)
+        for name in sources:
+            readers.setdefault(name, []).append(kernel)
+        kernels.update(dict.fromkeys(names, kernel))
+        depths.update(dict.fromkeys(names, depth))
+    outside = {base.get(name, name) for name in kept}
+    parts: dict[str, Fused] = {}
+    for kernel in ordered:
+        parts.update(_parts(kernel, base, readers, outside, metas))
+    return parts
+
+
+def _joined(
+    sources: Sequence[str],
+    kernels: Mapping[str, _Kernel],
+    readers: Mapping[str, Sequence[_Kernel | None]],
+    size: int,
+    depth: int,
+) -> _Kernel | None:
+    """The kernel that an operator becomes part of: that of what it reads, or of another reader of it."""
+    producers = [kernels[name] for name in sources if name in kernels]
+    others = [kernel for name in sources for kernel in readers.get(name, ()) if kernel is not None]
+    return next((k for k in (*reversed(producers), *others) if k.size == size and k.depth == depth), None)
+
+
+def _parts(
+    kernel: _Kernel,
+    base: Mapping[str, str],
+    readers: Mapping[str, Sequence[_Kernel | None]],
+    outside: Collection[str],
+    metas: Mapping[str, TensorMeta],
+) -> dict[str, Fused]:
+    inside = {name for node in kernel.nodes for name in node.outputs}
+    seen: set[str] = set()
+    moved = 0
+    found: list[tuple[Node, set[str], set[str]]] = []
+    for node in kernel.nodes:
+        reads = set[str]()
+        for name in dict.fromkeys(node.inputs):
+            source = base.get(name, name)
+            if source not in inside and source not in seen:
+                seen.add(source)
+                reads.add(name)
+        writes = {
+            name
+            for name in node.outputs
+            if name and (name in outside or any(reader is not kernel for reader in readers.get(name, ())))
+        }
+        moved += sum(metas[name].bytes for name in (*reads, *writes))
+        found.append((node, reads, writes))
+    return {
+        node.name: Fused(frozenset(reads), frozenset(writes), number == 0, moved)
+        for number, (node, reads, writes) in enumerate(found)
+    }
