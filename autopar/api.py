@@ -292,7 +292,14 @@ def parallelize(
     if padder is not None:
         padder.captured(planner.captured)
     holds = plan.training.gathers == "once"
-    calls = CallOptions(again=again, whole_outputs=whole_outputs, verifier=verifier, padder=padder, holds=holds, compiled=request.compiled)
+    calls = CallOptions(
+        again=again,
+        whole_outputs=whole_outputs,
+        verifier=verifier,
+        padder=padder,
+        holds=holds,
+        compiled=request.compiled,
+    )
     return ParallelModule(model, planner.captured, program, plan, mesh, calls)
 
 

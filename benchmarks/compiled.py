@@ -177,7 +177,9 @@ def measured(name: str, hidden: int, options: argparse.Namespace, device: str) -
 
 
 def shown(rows: list[dict[str, Any]], peak_flops: float) -> Table:
-    table = Table("model", "hidden", "variant", "ms", "/ torch.compile", "predicted ms", "MFU", "GB", "predicted", "begun s")
+    table = Table(
+        "model", "hidden", "variant", "ms", "/ torch.compile", "predicted ms", "MFU", "GB", "predicted", "begun s"
+    )
     flops = {(r["model"], r["hidden"]): r["flops"] for r in rows if r["flops"]}
     for r in rows:
         seconds, of = r["predicted_seconds"], flops.get((r["model"], r["hidden"]))
@@ -212,7 +214,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         backend = "nccl" if device == "cuda" else "gloo"
         dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
-        cells = [("llama", LARGE["hidden_size"])] if options.large else [(m, h) for m in options.models for h in options.hidden]
+        cells = (
+            [("llama", LARGE["hidden_size"])]
+            if options.large
+            else [(m, h) for m in options.models for h in options.hidden]
+        )
         for name, hidden in cells:
             torch._dynamo.reset()
             rows += measured(name, hidden, options, device)

@@ -125,8 +125,8 @@ class Device:
     the fixed cost of one operator. `operator_ratios` multiplies the seconds of an op. `fused_part` is the part of the
     seconds of operators without arithmetic to speak of (element-wise ones, norms, copies) that a compiler saves by
     fusing them; 0 in eager. Devices of one kind differ: `spread` is the standard deviation of their seconds, as a
-    part of the mean, and `slowdown` what the slowest of a mesh takes longer (`Cluster.among`). A device that
-    `fuses` runs compiled programs.
+    part of the mean, and `slowdown` what the slowest of a mesh takes longer (`Cluster.among`), and
+    `saved_part` is the `fused_part` of the model at hand, where its programs are compiled.
     `memory_bytes_per_link_byte` is what a collective reads and writes in memory for each byte that a rank sends, and
     takes from operators that run meanwhile; with 0 they do not disturb each other. `operators` holds measurements of
     single operators, which take precedence over all of this.
@@ -151,7 +151,7 @@ class Device:
     spread: Share = 0.0
     source: Mapping[str, Name] = field(default_factory=dict, compare=False, repr=False)
     slowdown: float = field(default=1.0, metadata=NOT_IN_FILES)
-    fuses: bool = field(default=False, metadata=NOT_IN_FILES)
+    saved_part: float = field(default=0.0, metadata=NOT_IN_FILES)
     operators: Operators | None = field(default=None, metadata=NOT_IN_FILES)
 
     def __post_init__(self) -> None:
@@ -200,7 +200,7 @@ class Device:
         """Seconds of an operator by its arithmetic or its bytes, whichever takes longer."""
         moving = self.moving_seconds(moved_bytes)
         if not flops:
-            return (self.seconds_per_op + moving) * (1.0 - self.fused_part)
+            return (self.seconds_per_op + moving) * (1.0 - max(self.fused_part, self.saved_part))
         return self.seconds_per_op + max(self.compute_seconds(flops, dtype), moving)
 
     def moving_seconds(self, moved_bytes: float) -> float:
@@ -362,9 +362,9 @@ class Cluster:
         largest = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
         return replace(self, device=replace(self.device, slowdown=1.0 + self.device.spread * largest))
 
-    def fusing(self, fuses: bool) -> Cluster:
-        """The cluster on which programs are compiled, or not."""
-        return replace(self, device=replace(self.device, fuses=fuses))
+    def fusing(self, saved_part: float) -> Cluster:
+        """The cluster on which programs are compiled, by which operators without arithmetic save so much."""
+        return replace(self, device=replace(self.device, saved_part=saved_part))
 
     def links(self, mesh: tuple[int, ...], order: Sequence[int] | None = None) -> tuple[Link, ...]:
         """What each axis of a mesh sees. `order` are the axes from the outermost in, if they do not lie on

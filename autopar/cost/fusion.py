@@ -8,9 +8,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
-from autopar.ir.graph import CAST, CONTIGUOUS, RESHAPE, Node, TensorMeta, schema
+from autopar.cluster.machine import Device
+from autopar.ir.graph import CAST, CONTIGUOUS, RESHAPE, JointGraph, Node, TensorMeta, producers, schema
 from autopar.ir.own import FUNCTIONS
 from autopar.ir.pointwise import is_pointwise
+from autopar.ir.program import Program
 from autopar.ops.rule import call_of
 from autopar.ops.rules import rule_of
 
@@ -25,6 +27,12 @@ class Fused:
     writes: frozenset[str]
     launches: bool
     bytes: int
+
+    def seconds(self, device: Device, metas: Mapping[str, TensorMeta]) -> float:
+        """The kernel's seconds by the bytes that the part moves, and its launch."""
+        moved = sum(metas[name].bytes for name in (*self.reads, *self.writes))
+        moving = device.moving_seconds(self.bytes) * moved / self.bytes if moved else 0.0
+        return moving + device.seconds_per_op * self.launches
 
 
 @cache
@@ -61,16 +69,53 @@ class _Kernel:
     nodes: list[Node] = field(default_factory=list)
 
 
-def fused(halves: Iterable[Sequence[Node]], metas: Mapping[str, TensorMeta], kept: Collection[str]) -> dict[str, Fused]:
-    """By its first result, what of a kernel each operator is that becomes part of one. `kept` are values that are read
-    otherwise: outputs, and what forward saves."""
+@dataclass(frozen=True, slots=True)
+class Fusion:
+    """What is fused of a program: `parts` of kernels, by the first result of an operator, and the values that lie
+    `inside` of kernels, and never in memory."""
+
+    parts: Mapping[str, Fused] = field(default_factory=dict)
+    inside: frozenset[str] = frozenset()
+
+
+def fusion(program: Program) -> Fusion:
+    """What of a program a compiler fuses."""
+    kept = {*program.saved, *(o.name for o in program.outputs if o.name is not None)}
+    return _fusion(program.halves, program.metas, kept)
+
+
+def saved_part(graph: JointGraph, device: Device) -> float:
+    """The part of the seconds of operators without arithmetic that fusing them saves, in a graph on one device."""
+    kept = {o.name for o in graph.outputs if o.name is not None}
+    first, second = graph.halves
+    kept.update({name for node in second for name in node.inputs}.intersection(producers(first)))
+    found = _fusion((first, second), graph.metas, kept)
+    alone = together = 0.0
+    for node in graph.nodes:
+        if (part := found.parts.get(node.name)) is not None:
+            names = {*node.inputs, *filter(None, node.outputs)}
+            size = sum(graph.metas[name].bytes for name in names)
+            alone += device.seconds_per_op + device.moving_seconds(size)
+            together += part.seconds(device, graph.metas)
+    return max(0.0, 1.0 - together / alone) if alone else 0.0
+
+
+def _fusion(halves: Iterable[Sequence[Node]], metas: Mapping[str, TensorMeta], kept: Collection[str]) -> Fusion:
     parts: dict[str, Fused] = {}
+    inside: set[str] = set()
     for half in halves:
-        parts.update(_of_half(half, metas, kept))
-    return parts
+        _of_half(half, metas, kept, parts, inside)
+    return Fusion(parts, frozenset(inside))
 
 
-def _of_half(half: Sequence[Node], metas: Mapping[str, TensorMeta], kept: Collection[str]) -> dict[str, Fused]:
+def _of_half(
+    half: Sequence[Node],
+    metas: Mapping[str, TensorMeta],
+    kept: Collection[str],
+    parts: dict[str, Fused],
+    inside: set[str],
+) -> None:
+    """Adds the parts of kernels, and what lies inside of them."""
     base: dict[str, str] = {}  # of a view
     depths: dict[str, int] = {}  # how many kernels that do not fuse lie before a value
     kernels: dict[str, _Kernel] = {}  # by base
@@ -102,10 +147,13 @@ def _of_half(half: Sequence[Node], metas: Mapping[str, TensorMeta], kept: Collec
         kernels.update(dict.fromkeys(names, kernel))
         depths.update(dict.fromkeys(names, depth))
     outside = {base.get(name, name) for name in kept}
-    parts: dict[str, Fused] = {}
     for kernel in ordered:
-        parts.update(_parts(kernel, base, readers, outside, metas))
-    return parts
+        found = _parts(kernel, base, readers, outside, metas)
+        parts.update(found)
+        inside.update(
+            name for node in kernel.nodes for name in node.outputs if name and name not in found[node.name].writes
+        )
+    inside.update(view for view, of in base.items() if of in inside)
 
 
 def _joined(

@@ -87,12 +87,14 @@ class Results:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacementCache:
-    """How values lie in memory, cached for programs that are much alike."""
+    """How values lie in memory, cached for programs that are much alike. Of those that are compiled, a compiler `fuses`
+    operators, and what stays within a kernel lies nowhere."""
 
     operators: ClassVar[dict[tuple[Any, ...], Results]] = {}
     """By an instruction's form, its operands and what its kernel needs of them, which is all that it depends on: cached
     for the process."""
     contiguous: dict[TensorMeta, MemoryPlace] = field(default_factory=dict)
+    fuses: bool = False
 
     def fresh(self, meta: TensorMeta) -> MemoryPlace:
         """A contiguous value in memory of its own."""

@@ -21,6 +21,7 @@ from autopar.ops.kinds import MOVING
 from autopar.ops.sdpa import ATTENTION, ATTENTION_BACKWARD
 from autopar.ops.sdpa.workspace import workspace_bytes as attention_bytes
 
+from .fusion import fusion
 from .lifetimes import Line, lifetimes
 from .liveness import Memory, PlacementCache
 from .optimizers import Optimizer
@@ -102,7 +103,8 @@ def moments(
     that of the mesh: "cpu" or "cuda". `waiting`: phase -> bytes of gradients of earlier micro-batches that are there
     beside it. `weighs`: count `weight_bytes`, which are 0 without."""
     memory, weights = Memory(cache=cache or PlacementCache()), _weights(program) if weighs else set[str]()
-    step = _TrainingStep(program, optimizer, device_type, memory, waiting or {}, weights)
+    inside = fusion(program).inside if memory.cache.fuses else frozenset[str]()
+    step = _TrainingStep(program, optimizer, device_type, memory, waiting or {}, weights, inside)
     step.run()
     return step.moments
 
@@ -128,6 +130,8 @@ class _TrainingStep:
     """Phase -> bytes of gradients that wait to be reduced."""
     weights: Collection[str]
     """Values of parameters and of their gradients."""
+    inside: Collection[str]
+    """Values that stay within kernels."""
     kinds: dict[int, str] = field(default_factory=dict)
     """Storage -> what it counts as, if not as temporary."""
     users: Counter[int] = field(default_factory=Counter)
@@ -243,12 +247,12 @@ class _TrainingStep:
     def _run(self, lines: Sequence[Line], phase: str) -> None:
         for line in lines:
             instruction = line.instruction
-            self._hold(name for name in instruction.outputs if name)
+            self._hold(name for name in instruction.outputs if name and name not in self.inside)
             inside = workspace_bytes(instruction, self.program.metas, self.device_type) + self.memory.unnamed.get(
                 id(instruction), 0
             )
             self._look(phase, inside, instruction)
-            self._drop(line.dead)
+            self._drop(name for name in line.dead if name not in self.inside)
 
     def _look(self, phase: str, inside: int = 0, instruction: Node | None = None) -> None:
         """Remember this moment. `inside` is what lives within an operator."""

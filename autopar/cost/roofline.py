@@ -11,6 +11,7 @@ from autopar.ops.rule import Call, call_of
 from autopar.ops.rules import rule_of
 
 from . import liveness
+from .fusion import Fused, Fusion, fusion
 
 COPIES = frozenset({CONTIGUOUS, RESHAPE})
 """Views that copy a value that is not contiguous."""
@@ -42,6 +43,9 @@ class LocalOperators:
         self, program: Program, device: Device, costs: dict[CostKey, Cost], placements: liveness.PlacementCache
     ) -> None:
         self.program, self.metas, self.device = program, program.metas, device
+        self.fusion = Fusion()
+        if placements.fuses:
+            self.fusion, self.device = fusion(program), replace(device, fused_part=0.0, saved_part=0.0)
         instructions = program.nodes
         self.read = {name for instruction in instructions for name in instruction.inputs}
         self.memory = liveness.Memory(cache=placements)
@@ -63,6 +67,9 @@ class LocalOperators:
         return self.device.measured_seconds(instruction.op, *input_and_output_metas(instruction, self.metas))
 
     def cost(self, instruction: Node) -> Cost:
+        if (part := self.fusion.parts.get(instruction.name)) is not None:
+            self.memory.local(instruction)
+            return self._of_kernel(instruction, part)
         placed, outputs = self.memory.local(instruction), instruction.outputs
         # an op may leave out results that nobody reads
         wanted = outputs if len(outputs) == 1 else self.read.intersection(outputs) or outputs
@@ -72,6 +79,15 @@ class LocalOperators:
             call = replace(call_of(instruction, self.metas), outputs=results)
             self._costs[key] = self._cost(instruction, placed.copies, call)
         return self._costs[key]
+
+    def _of_kernel(self, instruction: Node, part: Fused) -> Cost:
+        """Of a part of a kernel: what was measured of the operator alone counts for the bytes that it still moves."""
+        seconds = part.seconds(self.device, self.metas)
+        operands, results = input_and_output_metas(instruction, self.metas)
+        size = sum(self.metas[name].bytes for name in (*part.reads, *part.writes))
+        if (measured := self._measured(instruction)) is not None:
+            seconds = measured * size / max(1, sum(meta.bytes for meta in (*operands, *results)))
+        return Cost(seconds, 1.0 if size else 0.0, size, 0.0)
 
     def _cost(self, instruction: Node, copies: bool, call: Call) -> Cost:
         op, device = instruction.op, self.device

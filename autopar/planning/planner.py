@@ -18,6 +18,7 @@ from autopar.cluster.links import are_of_gloo
 from autopar.cluster.machine import Cluster
 from autopar.compat.wrapping import unwrapped
 from autopar.cost import liveness
+from autopar.cost.fusion import saved_part
 from autopar.cost.streams import TimelineCache
 from autopar.cost.timeline import Timeline
 from autopar.ir.garbage import uncollected
@@ -79,7 +80,7 @@ class Planner:
         self.mesh = dict(mesh_shape)
         self.optimizer, self.training = named_optimizer(asked.optimizer), Training.of(asked)
         self.device_type, self.effort = asked.device_type, replace(EFFORT, until=Deadline())
-        self.memory = liveness.PlacementCache()
+        self.memory = liveness.PlacementCache(fuses=bool(self.training.compile))
         """How operators' results lie in memory, on any mesh and cluster."""
         self.costs: Costs | None = None
         """Measured costs, if they are this planner's prices."""
@@ -102,7 +103,9 @@ class Planner:
     def _place(self) -> None:
         """Sets the space of the mesh on the cluster, and the writer of its programs."""
         graph, kind = self.captured.graph, self.kind_of_device
-        self.cluster = self.cluster.among(math.prod(self.mesh.values())).fusing(bool(self.training.compile))
+        self.cluster = self.cluster.among(math.prod(self.mesh.values()))
+        if self.memory.fuses:
+            self.cluster = self.cluster.fusing(saved_part(graph, self.cluster.device))
         check_autocast(self.captured, self.captured_for, self.cluster, kind)
         check_kernels(graph, kind)
         space: Space = self.seconds.run(SPACE, graph, self.mesh, self.cluster, self.segments, self.optimizer)
@@ -237,8 +240,8 @@ class Planner:
         allowed = None if preset is None else self.seconds.timed("preset", self.preset, preset)
         mode = COSTS[request.cost]
         space = self.space if mode.space is None else self.seconds.timed("prices", priced_space, mode, self.space)
-        device = space.cluster.device
-        bounded = device.operators is None and not device.fuses  # bounds hold only for rooflines of single operators
+        # bounds hold only for rooflines of single operators
+        bounded = space.cluster.device.operators is None and not self.memory.fuses
         choice = Choice(self.searches, self.steps, self.describe, self.seconds)
 
         def attempt(request: Request, below: float) -> Plan | None:

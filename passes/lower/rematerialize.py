@@ -34,7 +34,7 @@ class Rematerialize(Rewrite):
 
 def where_fused(program: Program, target: Target) -> Adopted | None:
     """Taken where a compiler fuses what is made again with what reads it."""
-    return always(Rematerialize())(program, target) if target.cluster.device.fuses else None
+    return always(Rematerialize())(program, target) if target.cache.placements.fuses else None
 
 
 def rematerialized(program: Program) -> Program:
