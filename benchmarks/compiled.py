@@ -159,6 +159,8 @@ def measured(name: str, hidden: int, options: argparse.Namespace, device: str) -
     for number in range(options.rounds):
         for variant in turns if number % 2 else reversed(turns):
             variant.seconds.append(variant.step())
+    for variant in turns if options.profile else ():
+        profiled(variant)
     reference = next((v for v in turns if v.name == COMPILED), turns[0])
     rows = []
     for variant in turns:
@@ -174,6 +176,18 @@ def measured(name: str, hidden: int, options: argparse.Namespace, device: str) -
             }
         )  # fmt: skip
     return rows
+
+
+def profiled(variant: Variant) -> None:
+    """Prints which kernels a step consists of."""
+    from torch.profiler import profile
+
+    with profile() as seen:
+        variant.step()
+    print(variant.name)
+    on_gpu = torch.cuda.is_available()
+    by = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    print(seen.key_averages().table(sort_by=by, row_limit=25, max_name_column_width=70))
 
 
 def shown(rows: list[dict[str, Any]], peak_flops: float) -> Table:
@@ -202,6 +216,7 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--large", action="store_true")
+    parser.add_argument("--profile", action="store_true")
     parser.add_argument("--modes", nargs="*", default=[])
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--json", type=Path, metavar="FILE")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -86,7 +87,7 @@ def _cuts(run: Sequence[Node], metas: Mapping[str, TensorMeta]) -> list[tuple[in
         if end - begin > MOST:
             places.insert(k + 1, min(range(begin + MOST // 2, begin + MOST), key=lambda at: crossing[at]))
         k += 1
-    return list(zip(places, places[1:], strict=False))
+    return list(pairwise(places))
 
 
 def _crossing_bytes(run: Sequence[Node], metas: Mapping[str, TensorMeta]) -> list[int]:
