@@ -28,7 +28,7 @@ from autopar.compat import inductor
 from autopar.report.telling import Ticker
 
 from .agree import exchange
-from .stretches import Kernels, Made, Unit
+from .stretches import Kernels, Unit
 
 FEW = 3
 """Stretches that this process compiles by itself: starting another one takes as long as compiling one."""
@@ -41,8 +41,10 @@ class Inductor:
 
     mode: str = "default"
     mesh: DeviceMesh | None = None
+    fuse: Callable[[Unit, Sequence[torch.Tensor], str], inductor.Fused] = inductor.fused
+    processes: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
+    """How many processes compile at once; 0: this one alone."""
     fake_mode: Any = field(default_factory=inductor.fakes, repr=False)
-    made: dict[str, tuple[Made, ...] | None] = field(default_factory=dict, repr=False)
     compiled: dict[str, Kernels | None] = field(default_factory=dict, repr=False)
     """By a unit's key; None for what does not compile."""
     failed: dict[str, str] = field(default_factory=dict)
@@ -50,16 +52,6 @@ class Inductor:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Inductor:
         return self
-
-    def forms(self, unit: Unit) -> tuple[Made, ...] | None:
-        if unit.key not in self.made:
-            try:
-                with torch.no_grad(), self.fake_mode:
-                    self.made[unit.key] = unit.makes()
-            except Exception as error:  # of any class: an operator may have no fake kernel
-                self.made[unit.key] = None
-                self.failed[unit.key] = _first_line(error)
-        return self.made[unit.key]
 
     def kernels(self, unit: Unit) -> Kernels | None:
         return self.compiled[unit.key]
@@ -75,8 +67,9 @@ class Inductor:
             def told(done: int) -> None:
                 ticker.tell(what, done / total)
 
-            if self.mesh is None or self._compiles():
-                _filled([unit for _, unit in named.values()], self.mode, told)
+            wanted = {key: unit for key, (_, unit) in named.items()}
+            if self.mesh is None or self._compiles(wanted):
+                _filled([*wanted.values()], self.mode, self.processes, told)
             if self.mesh is not None:
                 exchange(None, self.mesh)
             for number, (words, unit) in enumerate(named.values()):
@@ -84,11 +77,8 @@ class Inductor:
                 self._load(words, unit, first)
 
     def _load(self, words: str, unit: Unit, warns: bool) -> None:
-        made = self.forms(unit)
         try:
-            if made is None:
-                raise ValueError(self.failed[unit.key])
-            self.compiled[unit.key] = Kernels(unit, made, _compiled(unit, self.mode, self.fake_mode))
+            self.compiled[unit.key] = Kernels(unit, _compiled(unit, self.mode, self.fake_mode, self.fuse))
         except Exception as error:  # of any class: of a compiler, of a C++ compiler, of Triton
             self.compiled[unit.key] = None
             self.failed[unit.key] = _first_line(error)
@@ -101,41 +91,46 @@ class Inductor:
     def _is_first(self) -> bool:
         return self.mesh is None or not any(self.mesh.get_coordinate() or (1,))
 
-    def _compiles(self) -> bool:
-        """Whether this is the mesh's first rank on its machine. All ranks call it at once."""
+    def _compiles(self, wanted: dict[str, Unit]) -> bool:
+        """Whether this is the mesh's first rank on its machine; adds what other ranks there want. All ranks call it at
+        once."""
         assert self.mesh is not None
-        here = (os.uname().nodename, str(inductor.folder()), os.getpid())
-        everyone = exchange(here, self.mesh)
-        return here == next(other for other in everyone if other[:2] == here[:2])
+        here = (os.uname().nodename, str(inductor.folder()))
+        own = [replace(unit) for unit in wanted.values() if unit.differs_by_rank]
+        neighbours = [
+            (pid, units) for *place, pid, units in exchange((*here, os.getpid(), own), self.mesh) if (*place,) == here
+        ]
+        for _, units in neighbours:
+            wanted.update((unit.key, unit) for unit in units)
+        return neighbours[0][0] == os.getpid()
 
 
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0][:300]
 
 
-def _compiled(unit: Unit, mode: str, fake_mode: Any) -> inductor.Fused:
+def _compiled(unit: Unit, mode: str, fake_mode: Any, fuse: Any = inductor.fused) -> inductor.Fused:
     with torch.no_grad(), fake_mode:
-        operands = unit.fakes()
-    fused = inductor.fused(unit, operands, mode)
+        operands = unit.examples()
+    fused: inductor.Fused = fuse(unit, operands, mode)
     _mark(unit, mode).touch()
     return fused
 
 
 def _mark(unit: Unit, mode: str) -> Path:
     """The file that says that Inductor's folder has a unit."""
-    versions = (torch.__version__, sys.version, mode, torch.get_num_threads(), unit.key)
-    if unit.device.type == "cuda":
-        versions = (*versions, torch.cuda.get_device_name(unit.device))
+    name = torch.cuda.get_device_name(unit.device) if unit.device.type == "cuda" else ""
+    versions = (torch.__version__, sys.version, mode, torch.get_num_threads(), unit.key, name)
     folder = inductor.folder() / "autopar"
     folder.mkdir(parents=True, exist_ok=True)
     return folder / hashlib.sha256(repr(versions).encode()).hexdigest()[:24]
 
 
-def _filled(units: Sequence[Unit], mode: str, told: Callable[[int], None]) -> None:
-    """Fills Inductor's folder with what it lacks of units for a CPU, in as many processes as there are processors. (For
-    a GPU Inductor itself starts processes.)"""
+def _filled(units: Sequence[Unit], mode: str, processes: int, told: Callable[[int], None]) -> None:
+    """Fills Inductor's folder with what it lacks of units for a CPU, in so many processes. (For a GPU Inductor itself
+    starts processes.)"""
     lacking = [unit for unit in units if unit.device.type == "cpu" and not _mark(unit, mode).exists()]
-    if len(lacking) <= FEW:
+    if len(lacking) <= FEW or not processes:
         return
     waiting: SimpleQueue[Unit] = SimpleQueue()
     for unit in sorted(lacking, key=lambda unit: -len(unit.nodes)):
@@ -153,7 +148,7 @@ def _filled(units: Sequence[Unit], mode: str, told: Callable[[int], None]) -> No
                 done.put(None)
                 told(done.qsize())
 
-    count = min(len(lacking), len(os.sched_getaffinity(0)))
+    count = min(len(lacking), processes)
     with ThreadPoolExecutor(count) as pool:
         for future in [pool.submit(work) for _ in range(count)]:
             future.result()

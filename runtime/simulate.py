@@ -1,20 +1,22 @@
 """A program on all ranks of a mesh in one process, in lock step."""
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from autopar.cost.liveness import Memory
 from autopar.ir.graph import Node
 from autopar.ir.layout import Layout, Replicate, Shape
 from autopar.ir.program import Program
 from autopar.ir.randomness import keys
-from autopar.ir.rewrite import last_reads
 from autopar.ir.unsharded import unshard
 from autopar.ops.lockstep import Values, run
+from autopar.passes.lower.stretches import Stretch
 
 from .placements import local_slice
+from .stretches import Compiler, compiled_halves, unit_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +43,7 @@ def simulate_step(
     seed: int = 0,
     tolerance: float = 1e-6,
     least: float = 0.0,
+    compiler: Compiler | None = None,
 ) -> Simulated:
     """Forward and backward on global tensors, given by target.
 
@@ -49,7 +52,8 @@ def simulate_step(
     layout, and the results are put together by theirs. AssertionError if replicas differ by more than
     `tolerance` relative to their largest element, which counts as `least` at least.
     """
-    values_of_ranks = run_ranks(program, given_to_ranks(program, parameters, inputs, tangents, seed))
+    given = given_to_ranks(program, parameters, inputs, tangents, seed)
+    values_of_ranks = run_ranks(program, given, compiler=compiler)
     results: dict[str, dict[str, torch.Tensor]] = {"output": {}, "mutation": {}, "gradient": {}, "update": {}}
     for o in program.outputs:
         if o.name is not None and o.meta is not None:
@@ -87,18 +91,27 @@ def run_ranks(
     program: Program,
     inputs: Mapping[Shape, Values],
     after: Callable[[Node, Mapping[Shape, Values]], None] | None = None,
+    compiler: Compiler | None = None,
 ) -> dict[Shape, Values]:
     """Run forward and backward on what each rank is given, by coordinate and by value name. `after` is called with
-    every instruction that ran and what the ranks then hold.
+    every instruction that ran and what the ranks then hold. With a `compiler`, each rank's stretches run compiled.
 
     Returns the named outputs of each rank. Checks on the way that every value has the local shape
     and dtype that `program.metas` says.
     """
     outputs = {o.name for o in program.outputs if o.name is not None}
-    instructions = program.nodes
-    last = last_reads(instructions)
+    instructions: Sequence[Node | Stretch] = program.nodes
+    memory = Memory()
+    if compiler is not None:
+        instructions = [item for half in compiled_halves(program) for item in half]
+        memory = Memory.of(program, program.nodes)
+    last = {name: position for position, item in enumerate(instructions) for name in item.inputs}
     ranks = {coordinate: dict(values) for coordinate, values in inputs.items()}
     for i, instruction in enumerate(instructions):
+        if isinstance(instruction, Stretch):
+            assert compiler is not None
+            _run_compiled(instruction, program, memory, ranks, compiler)
+            continue
         try:
             run(instruction, program.mesh, ranks)
         except Exception as error:
@@ -116,6 +129,19 @@ def run_ranks(
                 for values in ranks.values():
                     values.pop(name, None)
     return {coordinate: {name: values[name] for name in outputs} for coordinate, values in ranks.items()}
+
+
+def _run_compiled(
+    stretch: Stretch, program: Program, memory: Memory, ranks: Mapping[Shape, Values], compiler: Compiler
+) -> None:
+    for coordinate, values in ranks.items():
+        operands = [values[name] for name in stretch.inputs]
+        device = operands[0].device if operands else torch.device("cpu")
+        unit = unit_of(stretch, memory, program, coordinate, device)
+        compiler.prepare([(stretch.module, unit)])
+        kernels = compiler.kernels(unit)
+        results = unit(*operands) if kernels is None else kernels(operands)
+        values.update(zip(stretch.outputs, results, strict=True))
 
 
 def assemble(

@@ -8,18 +8,19 @@ of the user's, say) is laid out first. A watched program runs its instructions o
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from autopar.compat.inductor import Fused
-from autopar.compat.tensors import contiguous_strides, memory_of
+from autopar.compat.tensors import memory_of
 from autopar.cost.lifetimes import Line, lifetimes
-from autopar.ir.graph import Node, Ref, TensorMeta
-from autopar.ir.program import Program
+from autopar.cost.liveness import Memory, MemoryPlace
+from autopar.ir.graph import Node, Ref
+from autopar.ir.program import Program, RankIndex
 from autopar.ir.rewrite import reading
 from autopar.passes.lower.stretches import Stretch, stretches
 
@@ -27,46 +28,29 @@ from .compiled import MARK, ObservedSource
 from .execute import SourceWriter
 
 
-class Form(NamedTuple):
-    """What a compiler must know of a tensor: local shape, strides in elements, dtype."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, meta: TensorMeta) -> Form:
-        """Of a contiguous tensor."""
-        return cls(meta.shape, contiguous_strides(meta.shape), meta.dtype)
-
-    def lies(self, x: torch.Tensor) -> bool:
-        """Whether a tensor of this shape has these strides, where they matter."""
-        strides = x.stride()
-        return strides == self.strides or all(
-            n == 1 or is_ == wanted for n, is_, wanted in zip(self.shape, strides, self.strides, strict=True)
-        )
-
-    def laid_out(self, x: torch.Tensor) -> torch.Tensor:
-        """The same numbers with these strides."""
-        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=x.device).copy_(x)
+def lies(x: torch.Tensor, place: MemoryPlace) -> bool:
+    """Whether a tensor of this shape has these strides, where they matter."""
+    strides = x.stride()
+    return strides == place.stride or all(
+        n == 1 or is_ == wanted for n, is_, wanted in zip(place.shape, strides, place.stride, strict=True)
+    )
 
 
-class Made(NamedTuple):
-    """A result of a unit: its form, and whose memory it shares in eager (the position among operands and then results
-    of the first that does)."""
-
-    form: Form
-    memory: int
+def laid_out(x: torch.Tensor, place: MemoryPlace) -> torch.Tensor:
+    """The same numbers with these strides."""
+    return torch.empty_strided(place.shape, place.stride, dtype=place.dtype, device=x.device).copy_(x)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
     """A stretch whatever its values are called: equal ones have one `key`, and are compiled once. `nodes` read operands
-    `v0`, `v1` ..., and make further ones, of which `results` are read by others. `coordinate` is this rank's."""
+    `v0`, `v1` ..., and make further ones, of which `results` are read by others. Each of these lies, in eager, in the
+    memory of one of `shared`: a position among operands and then results. `coordinate` is this rank's."""
 
     nodes: tuple[Node, ...]
-    operands: tuple[Form, ...]
+    operands: tuple[MemoryPlace, ...]
     results: tuple[str, ...]
+    shared: tuple[int, ...]
     axes: tuple[str, ...]
     coordinate: tuple[int, ...]
     device: torch.device
@@ -85,7 +69,7 @@ class Unit:
     @cached_property
     def key(self) -> str:
         """Equal for units of the same text, operands and device."""
-        text = f"{self._written[0]}\n{[*map(str, self.operands)]} {self.device.type}"
+        text = f"{self._written[0]}\n{self.operands} {self.shared} {self.device.type}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def __call__(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -99,17 +83,18 @@ class Unit:
         exec(compile(source, f"<stretch {self.key}>", "exec"), scope)
         return scope["stretch"]  # type: ignore[no-any-return]
 
-    def fakes(self) -> list[torch.Tensor]:
-        """Operands; within a fake mode."""
-        return [torch.empty_strided(f.shape, f.strides, dtype=f.dtype, device=self.device) for f in self.operands]
+    @property
+    def differs_by_rank(self) -> bool:
+        """Whether ranks have other numbers in its place."""
+        return any(_of_rank((node.args, tuple(value for _, value in node.kwargs))) for node in self.nodes)
 
-    def makes(self) -> tuple[Made, ...]:
-        """What the results are; within a fake mode."""
-        operands = self.fakes()
-        results = self(*operands)
-        places = sharing([*operands, *results])
-        forms = (Form(tuple(x.shape), x.stride(), x.dtype) for x in results)
-        return tuple(map(Made, forms, places[len(operands) :]))
+    def examples(self) -> list[torch.Tensor]:
+        """Operands that lie as they will."""
+        return [torch.empty_strided(p.shape, p.stride, dtype=p.dtype, device=self.device) for p in self.operands]
+
+
+def _of_rank(value: Any) -> bool:
+    return isinstance(value, RankIndex) or (isinstance(value, tuple) and any(map(_of_rank, value)))
 
 
 def sharing(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -122,19 +107,21 @@ def sharing(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def unit_of(
-    stretch: Stretch, forms: Mapping[str, Form], program: Program, coordinate: tuple[int, ...], device: torch.device
+    stretch: Stretch, memory: Memory, program: Program, coordinate: tuple[int, ...], device: torch.device
 ) -> Unit:
-    """The stretch without names."""
-    names = {name: f"v{number}" for number, name in enumerate(stretch.reads)}
+    """The stretch without names. `memory` says how values lie."""
+    names = {name: f"v{number}" for number, name in enumerate(stretch.inputs)}
     nodes = []
     for node in stretch.nodes:
         outputs = tuple(names.setdefault(o, f"v{len(names)}") if o else "" for o in node.outputs)
         bare = Node(op=node.op, args=node.args, kwargs=node.kwargs, outputs=outputs)
         nodes.append(reading(bare, names))
+    storages = [memory.storages[name][0] for name in (*stretch.inputs, *stretch.outputs)]
     return Unit(
         nodes=tuple(nodes),
-        operands=tuple(forms[name] for name in stretch.reads),
-        results=tuple(names[name] for name in stretch.makes),
+        operands=tuple(replace(memory.placed[name], offset=0) for name in stretch.inputs),
+        results=tuple(names[name] for name in stretch.outputs),
+        shared=tuple(map(storages.index, storages[len(stretch.inputs) :])),
         axes=program.axes,
         coordinate=coordinate,
         device=device,
@@ -147,15 +134,14 @@ class Kernels:
     memory where those of eager do not."""
 
     unit: Unit
-    made: tuple[Made, ...]
     fused: Fused
     copied: list[int] | None = None
     """Positions of results that are copied; known after the first run."""
 
     def __call__(self, operands: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        for k, form in enumerate(self.unit.operands):
-            if not form.lies(operands[k]):
-                operands[k] = form.laid_out(operands[k])
+        for k, place in enumerate(self.unit.operands):
+            if not lies(operands[k], place):
+                operands[k] = laid_out(operands[k], place)
         if self.copied is None:
             return self._first(operands)
         results = self.fused(operands)
@@ -167,18 +153,20 @@ class Kernels:
         given = [*operands]
         results = self.fused(operands)
         places = sharing([*given, *results])[len(given) :]
-        alone = len(given)
-        self.copied = [
-            k for k, (is_, of) in enumerate(zip(places, self.made, strict=True)) if is_ not in (of.memory, alone + k)
-        ]
+        allowed = zip(places, self.unit.shared, strict=True)
+        self.copied = [k for k, (is_, in_eager) in enumerate(allowed) if is_ not in (in_eager, len(given) + k)]
         return [x.clone() if k in self.copied else x for k, x in enumerate(results)]
+
+
+def compiled_halves(program: Program) -> Iterator[list[Node | Stretch]]:
+    """The instructions of forward and of backward, with stretches."""
+    for half, backward in zip(program.halves, (False, True), strict=True):
+        results = [o.name for o in program.outputs if o.backward == backward]
+        yield [*stretches(program, half, [*results, *(() if backward else program.saved)])]
 
 
 class Compiler(Protocol):
     """Compiles units."""
-
-    def forms(self, unit: Unit) -> tuple[Made, ...] | None:
-        """What a unit makes; None where only a run shows it."""
 
     def prepare(self, units: Iterable[tuple[str, Unit]]) -> None:
         """Compile units, each with words for it."""
@@ -215,38 +203,21 @@ class CompiledSource(ObservedSource):
 
     def _find(self) -> None:
         program, device = self.program, self.device or torch.device("cpu")
-        forms = {i.name: Form.of(program.metas.get(i.name, i.meta)) for i in program.inputs}
+        memory = Memory.of(program, program.nodes)
         found = []
-        for name, instructions in zip(("forward", "backward"), program.halves, strict=True):
+        halves = zip(("forward", "backward"), program.halves, compiled_halves(program), strict=True)
+        for name, instructions, items in halves:
+            results = (*program.saved, *(o.name for o in program.outputs))
+            lines = lifetimes((), instructions, results)[1]
             half = self.halves[name] = _Half()
-            results = [o.name for o in program.outputs if o.backward == (name == "backward")]
-            results += program.saved if name == "forward" else []
-            for line in lifetimes((), instructions, results)[1]:
-                if line.in_place:
-                    half.in_place.update(line.instruction.outputs)
-            for item in stretches(program, instructions, results):
-                unit = self._unit(item, forms, device)
-                half.items.append((item, unit if isinstance(item, Stretch) else None))
-                if isinstance(item, Stretch) and unit is not None:
+            half.in_place = {output for line in lines if line.in_place for output in line.instruction.outputs}
+            for item in items:
+                unit = None
+                if isinstance(item, Stretch):
+                    unit = unit_of(item, memory, program, self.coordinate, device)
                     found.append((f"{len(item.nodes)} operators of {item.module or 'no module'}", unit))
+                half.items.append((item, unit))
         self.compiler.prepare(found)
-
-    def _unit(self, item: Node | Stretch, forms: dict[str, Form], device: torch.device) -> Unit | None:
-        """The unit of an item, and the forms of what it makes."""
-        metas = self.program.metas
-        stretch = item
-        if isinstance(item, Node):
-            names = tuple(name for name in item.outputs if name)
-            forms.update((name, Form.of(metas[name])) for name in names)
-            if item.op.startswith("collective.") or not self.program.uneven.isdisjoint((*names, *item.inputs)):
-                return None
-            stretch = Stretch((item,), tuple(dict.fromkeys(item.inputs)), names)
-        assert isinstance(stretch, Stretch)
-        unit = unit_of(stretch, forms, self.program, self.coordinate, device)
-        made = self.compiler.forms(unit)
-        known = [Form.of(metas[name]) for name in stretch.makes] if made is None else [m.form for m in made]
-        forms.update(zip(stretch.makes, known, strict=True))
-        return None if made is None else unit
 
     def function(
         self, name: str, arguments: list[str], instructions: tuple[Node, ...], results: Iterable[str | None], first: int
@@ -263,8 +234,8 @@ class CompiledSource(ObservedSource):
             else:
                 function = self.bind(f"stretch_{len(self.stretches)}", kernels)
                 self.stretches[function] = item
-                reads = tuple(map(Ref, item.reads))
-                written.append(Node(op=STRETCH, args=(function, *reads), outputs=item.makes, module=item.module))
+                reads = tuple(map(Ref, item.inputs))
+                written.append(Node(op=STRETCH, args=(function, *reads), outputs=item.outputs, module=item.module))
         return super().function(name, arguments, tuple(written), results, first)
 
     def statement(self, number: int, line: Line) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ def fakes() -> FakeTensorMode:
     return FakeTensorMode(shape_env=ShapeEnv())
 
 
-def options_of(mode: str) -> Mapping[str, Any]:
+def options_of(mode: str) -> dict[str, Any]:
     """Inductor's options in a mode of `torch.compile`. Graphs of CUDA's are for whole programs, not for its parts."""
     from torch import _inductor
 
@@ -46,7 +46,7 @@ def fused(function: Callable[..., Sequence[torch.Tensor]], operands: Sequence[to
     fake_mode = operands[0].fake_mode if operands else fakes()  # type: ignore[attr-defined]
     with torch.no_grad(), fake_mode:
         traced = make_fx(function, decomposition_table=select_decomp_table())(*operands)
-    with torch.no_grad(), config.patch(options_of(mode)), _traced_by(fake_mode):  # type: ignore[no-untyped-call]
+    with torch.no_grad(), config.patch(options_of(mode)), _traced_by(fake_mode):
         compiled: Any = compile_fx_inner(traced, list(operands), is_inference=True, cudagraphs=None)
     return compiled  # type: ignore[no-any-return]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -29,12 +29,12 @@ MOST = 256
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Instructions that run as one function of the values that they `reads`, in the order of reading, to those that
-    others read of them."""
+    """Instructions that run as one function of their `inputs`, in the order of reading, to `outputs`: what others read
+    of them."""
 
     nodes: tuple[Node, ...]
-    reads: tuple[str, ...]
-    makes: tuple[str, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
 
     @property
     def module(self) -> str:
@@ -99,7 +99,7 @@ def _crossing_bytes(run: Sequence[Node], metas: Mapping[str, TensorMeta]) -> lis
             if name in last:
                 change[position + 1] += metas[name].bytes
                 change[last[name] + 1] -= metas[name].bytes
-    return np.cumsum(change).tolist()
+    return list(accumulate(change))
 
 
 def _period(run: Sequence[Node], metas: Mapping[str, TensorMeta]) -> tuple[int, int, int] | None:
