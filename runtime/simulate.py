@@ -111,16 +111,10 @@ def run_ranks(
         if isinstance(instruction, Stretch):
             assert compiler is not None
             _run_compiled(instruction, program, memory, ranks, compiler)
-            continue
-        try:
-            run(instruction, program.mesh, ranks)
-        except Exception as error:
-            error.add_note(
-                f"in {instruction.op} for {instruction.serves or 'no node'} of {instruction.module or 'no module'}"
-            )
-            raise
-        if after is not None:
-            after(instruction, ranks)
+        else:
+            _run_plain(instruction, program, ranks)
+            if after is not None:
+                after(instruction, ranks)
         for name in instruction.outputs:
             if name and name not in program.uneven:
                 _check(program, instruction, name, ranks)
@@ -129,6 +123,16 @@ def run_ranks(
                 for values in ranks.values():
                     values.pop(name, None)
     return {coordinate: {name: values[name] for name in outputs} for coordinate, values in ranks.items()}
+
+
+def _run_plain(instruction: Node, program: Program, ranks: Mapping[Shape, Values]) -> None:
+    try:
+        run(instruction, program.mesh, ranks)
+    except Exception as error:
+        error.add_note(
+            f"in {instruction.op} for {instruction.serves or 'no node'} of {instruction.module or 'no module'}"
+        )
+        raise
 
 
 def _run_compiled(
@@ -169,7 +173,7 @@ def assemble(
     return unshard(dict(shards), shape, layout, mesh)
 
 
-def _check(program: Program, instruction: Node, name: str, ranks: dict[Shape, Values]) -> None:
+def _check(program: Program, instruction: Node | Stretch, name: str, ranks: dict[Shape, Values]) -> None:
     meta = program.metas[name]
     for coordinate, values in ranks.items():
         value = values[name]

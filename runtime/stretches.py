@@ -28,16 +28,11 @@ from .compiled import MARK, ObservedSource
 from .execute import SourceWriter
 
 
-def lies(x: torch.Tensor, place: MemoryPlace) -> bool:
-    """Whether a tensor of this shape has these strides, where they matter."""
-    strides = x.stride()
-    return strides == place.stride or all(
-        n == 1 or is_ == wanted for n, is_, wanted in zip(place.shape, strides, place.stride, strict=True)
-    )
-
-
 def laid_out(x: torch.Tensor, place: MemoryPlace) -> torch.Tensor:
-    """The same numbers with these strides."""
+    """The same numbers with these strides; the tensor itself if it has them, where they matter."""
+    sizes = zip(place.shape, x.stride(), place.stride, strict=True)
+    if all(n == 1 or is_ == wanted for n, is_, wanted in sizes):
+        return x
     return torch.empty_strided(place.shape, place.stride, dtype=place.dtype, device=x.device).copy_(x)
 
 
@@ -140,7 +135,7 @@ class Kernels:
 
     def __call__(self, operands: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         for k, place in enumerate(self.unit.operands):
-            if not lies(operands[k], place):
+            if operands[k].stride() != place.stride:
                 operands[k] = laid_out(operands[k], place)
         if self.copied is None:
             return self._first(operands)

@@ -48,7 +48,7 @@ def fused(function: Callable[..., Sequence[torch.Tensor]], operands: Sequence[to
         traced = make_fx(function, decomposition_table=select_decomp_table())(*operands)
     with torch.no_grad(), config.patch(options_of(mode)), _traced_by(fake_mode):
         compiled: Any = compile_fx_inner(traced, list(operands), is_inference=True, cudagraphs=None)
-    return compiled  # type: ignore[no-any-return]
+    return compiled.current_callable  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from autopar.cost.optimizers import OPTIMIZERS, Optimizer
 from autopar.ir.precision import AS_IS, Precision
 from autopar.ops.rule import Load
 
-from .request import Gathers, Recompute, Request, check, check_optimizer
+from .request import COMPILED, Gathers, Recompute, Request, check, check_optimizer
 
 GATHERS: tuple[Gathers, ...] = get_args(Gathers)
 
@@ -127,6 +127,13 @@ def precision_text(training: Training, held: str) -> Iterator[str]:
         yield f"gradients are reduced in {precision.reduce_dtype}"
     if precision.output_dtype is not None:
         yield f"outputs are cast to {precision.output_dtype}"
+
+
+def compile_text(training: Training) -> Iterator[str]:
+    """How ranks run the program, as a plan says it."""
+    if training.compile:
+        mode = "" if training.compile == COMPILED[0] else f" in the mode {training.compile}"
+        yield f"compiled by torch between collectives{mode}; prices and peak are those of fused ones"
 
 
 def named_optimizer(optimizer: str | float | Optimizer) -> Optimizer:

@@ -150,6 +150,7 @@ def _asked(plan: Plan) -> Told:
         "pinned": (pinned_text(plan) or None, ""),
         "recompute": (plan.training.recompute, ""),
         "micro-batches": (str(plan.training.micro_batches), ""),
+        "compile": (plan.training.compile or "no", ""),
         "imbalance": (", ".join(f"{rows:g}" for rows in plan.training.imbalance) or "1", ""),
     }
     if origin is not None:

@@ -22,7 +22,13 @@ from autopar.planning.texts import (
     starred,
     together,
 )
-from autopar.planning.training import experts_text, micro_batches_text, precision_text, recompute_text
+from autopar.planning.training import (
+    compile_text,
+    experts_text,
+    micro_batches_text,
+    precision_text,
+    recompute_text,
+)
 
 from .hypertext import fragment
 from .placements import MOST_ROWS, PlacementRow, input_rows, joined, parameter_rows
@@ -161,6 +167,8 @@ def verdict(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "dtypes", text
     for text in micro_batches_text(plan.training):
         yield "micros", text
+    for text in compile_text(plan.training):
+        yield "kernels", text
     for text in recompute_text(plan.training, plan.checkpoints):
         yield "again", text
     for text in experts_text(plan.training, plan.experts):

@@ -352,10 +352,28 @@ class _Walk:
             if name in self.ledger.names | SETTINGS_AT_WORK:
                 self.ledger.tokens[f"torch.{name}()"] = self.entry(f"torch.{name}()", ask)
         if self.ledger.names & {"environ", "getenv"}:
-            self.reach("os.environ", vars(os.environ)["_data"])
+            self.ledger.tokens["os.environ"] = self.entry("os.environ", _environment, _set_environment)
         if self.ledger.names & {"decimal", "Decimal", "getcontext", "localcontext"}:
             self.held("decimal.getcontext()", decimal.getcontext)
         self.run()
+
+
+_COMPILERS = tuple(
+    os.fsencode(name)
+    for name in ("TORCHINDUCTOR_", "_TORCHINDUCTOR_", "TRITON_", "TORCH_WARM_POOL", "KMP_", "CUDA_HOME", "CUBLAS_")
+)
+"""How variables begin that torch's compiler sets while it compiles something."""
+
+
+def _environment() -> dict[bytes, bytes]:
+    """The environment, as it is kept, which is read in some microseconds."""
+    return {name: value for name, value in vars(os.environ)["_data"].items() if not name.startswith(_COMPILERS)}
+
+
+def _set_environment(kept: Mapping[bytes, bytes]) -> None:
+    for name in _environment().keys() - kept.keys():
+        del os.environb[name]
+    os.environb.update(kept)
 
 
 # ---- how an object is looked into: a rule gives its token, and reaches what is inside and is no field

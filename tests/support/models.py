@@ -20,6 +20,7 @@ from autopar.ir.program import Program
 from autopar.passes.capture.captured import Captured
 from autopar.planning.planner import Planner
 from autopar.runtime.simulate import simulate_step
+from autopar.runtime.stretches import Compiler
 from autopar.testing.steps import NEGLIGIBLE, relative_error
 
 BATCH, SEQUENCE, VOCABULARY = 8, 8, 64
@@ -204,8 +205,11 @@ def flat(output: Any) -> dict[str, torch.Tensor]:
     return {pytree.keystr(path): leaf for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
 
 
-def simulated(program: Program, captured: Captured, case: Case, step: int = 0, seed: int = 0) -> Step:
-    """One step of the program on all its ranks, in this process. `seed` is that of its random numbers."""
+def simulated(
+    program: Program, captured: Captured, case: Case, step: int = 0, seed: int = 0, compiler: Compiler | None = None
+) -> Step:
+    """One step of the program on all its ranks, in this process, compiled if there is a `compiler`. `seed` is that of
+    its random numbers."""
     args, kwargs = case.batch(step)
     model = case.model
     held = {**dict(model.named_parameters()), **dict(model.named_buffers()), **captured.constants}
@@ -214,7 +218,9 @@ def simulated(program: Program, captured: Captured, case: Case, step: int = 0, s
         for i in program.inputs
         if i.role == "tangent" and i.meta.shape
     }
-    made = simulate_step(program, held, captured.bind(args, kwargs), given, seed=seed, tolerance=1e-5)
+    made = simulate_step(
+        program, held, captured.bind(args, kwargs), given, seed=seed, tolerance=1e-5, compiler=compiler
+    )
     return Step(
         outputs=flat(captured.unflatten({leaf.path: made.outputs.get(leaf.path) for leaf in captured.output_leaves})),
         gradients=made.gradients,
