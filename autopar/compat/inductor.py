@@ -13,8 +13,8 @@ from torch._subclasses import FakeTensorMode
 Fused = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 """Of a list of operands, which it empties, to results."""
 
-MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-"""Those of `torch.compile`."""
+WITH_GRAPHS = ("reduce-overhead", "max-autotune")
+"""Modes of `torch.compile` that record CUDA graphs."""
 
 
 def fakes() -> FakeTensorMode:
