@@ -164,7 +164,8 @@ def compiled_halves(program: Program) -> Iterator[list[Node | Stretch]]:
 class Compiler(Protocol):
     """Compiles units. With `graphs`, programs without collectives run as CUDA graphs."""
 
-    graphs: bool
+    @property
+    def graphs(self) -> bool: ...
 
     def prepare(self, units: Iterable[tuple[str, Unit]]) -> None:
         """Compile units, each with words for it."""
@@ -241,8 +242,10 @@ class CompiledSource(ObservedSource):
         if not self.compiler.graphs or device is None or device.type != "cuda" or program.collectives():
             return halves
         roles = [i.role for i in program.inputs]
-        first, second = recorded(*halves.values(), roles, len(program.saved), roles.count("tangent"))
-        return dict(zip(halves, (first, second), strict=True))
+        first, second = recorded(
+            halves["forward"], halves["backward"], roles, len(program.saved), roles.count("tangent")
+        )
+        return {"forward": first, "backward": second}
 
     def statement(self, number: int, line: Line) -> str:
         instruction = line.instruction

@@ -47,7 +47,7 @@ def is_observed(tensor: torch.Tensor) -> bool:
 
 def memory_users(tensor: torch.Tensor) -> int:
     """How many tensors hold the memory of this one."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))  # type: ignore[attr-defined]
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 def by_tensor() -> MutableMapping[torch.Tensor, Any]:
