@@ -1,11 +1,11 @@
 """Compiled programs beside `torch.compile` of the model, on one rank: `python benchmarks/compiled.py [--json FILE]`.
 
     python benchmarks/compiled.py [--models llama gpt2] [--hidden 256 512 1024] [--rounds 15] [--json compiled.json]
-    python benchmarks/compiled.py --large [--layers 16] [--batch 8] [--sequence 2048]    # on a GPU: 0.9 billion
+    python benchmarks/compiled.py --large    # on a GPU: 0.9 billion parameters, 16 layers, batch 8 x 2048, bf16
 
 All variants live in one process (one thread on a CPU) and take turns, a step each a round, in one order and the other:
 eager, `torch.compile` of the model, autopar's program, and the same compiled. With `--large`, also FSDP2 around
-compiled layers and, with `--graphs`, modes with CUDA graphs. A step is forward, backward, and fused AdamW with
+compiled layers. A step is forward, backward, and fused AdamW with
 zero_grad. Reported are medians, the median over the rounds of each one's seconds over those of `torch.compile`,
 seconds until the second step is done, the peak on a GPU (of this variant alone), and what autopar predicted.
 """
@@ -211,9 +211,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", default=[*MODELS])
     parser.add_argument("--hidden", nargs="*", type=int, default=[256, 512, 1024])
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--sequence", type=int, default=128)
+    parser.add_argument("--layers", type=int, help="4, or 16 with --large")
+    parser.add_argument("--batch", type=int, help="4, or 8 with --large")
+    parser.add_argument("--sequence", type=int, help="128, or 2048 with --large")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--large", action="store_true")
     parser.add_argument("--profile", action="store_true")
@@ -221,6 +221,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
+    for name, small, large in (("layers", 4, 16), ("batch", 4, 8), ("sequence", 128, 2048)):
+        if getattr(options, name) is None:
+            setattr(options, name, large if options.large else small)
     device = "cuda" if options.large else "cpu"
     if device == "cpu":
         torch.set_num_threads(1)

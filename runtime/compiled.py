@@ -113,7 +113,7 @@ class ObservedSource(SourceWriter):
             return result
 
         self.bound |= {MARK: record_function, WATCH: watch, CLOCK: clocked}
-        plain = self.quickest(super().functions(source))
+        plain = super().functions(source)
         others = cache(lambda style: super(ObservedSource, self).functions(self.styled(style)))
 
         def runs(name: str) -> Half:
@@ -129,10 +129,6 @@ class ObservedSource(SourceWriter):
             return run
 
         return {name: runs(name) for name in plain}
-
-    def quickest(self, halves: dict[str, Half]) -> dict[str, Half]:
-        """The halves as they run when nobody looks."""
-        return halves
 
 
 compile = partial(compile_with, writer=ObservedSource)

@@ -50,10 +50,6 @@ class Inductor:
     failed: dict[str, str] = field(default_factory=dict)
     """What did not compile, and why."""
 
-    @property
-    def graphs(self) -> bool:
-        return self.mode in inductor.WITH_GRAPHS
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Inductor:
         return self
 

@@ -25,8 +25,7 @@ from autopar.ir.rewrite import reading
 from autopar.passes.lower.stretches import Stretch, stretches
 
 from .compiled import MARK, ObservedSource
-from .execute import Half, SourceWriter
-from .graphs import recorded
+from .execute import SourceWriter
 
 
 def laid_out(x: torch.Tensor, place: MemoryPlace) -> torch.Tensor:
@@ -162,10 +161,7 @@ def compiled_halves(program: Program) -> Iterator[list[Node | Stretch]]:
 
 
 class Compiler(Protocol):
-    """Compiles units. With `graphs`, programs without collectives run as CUDA graphs."""
-
-    @property
-    def graphs(self) -> bool: ...
+    """Compiles units."""
 
     def prepare(self, units: Iterable[tuple[str, Unit]]) -> None:
         """Compile units, each with words for it."""
@@ -236,16 +232,6 @@ class CompiledSource(ObservedSource):
                 reads = tuple(map(Ref, item.inputs))
                 written.append(Node(op=STRETCH, args=(function, *reads), outputs=item.outputs, module=item.module))
         return super().function(name, arguments, tuple(written), results, first)
-
-    def quickest(self, halves: dict[str, Half]) -> dict[str, Half]:
-        program, device = self.program, self.device
-        if not self.compiler.graphs or device is None or device.type != "cuda" or program.collectives():
-            return halves
-        roles = [i.role for i in program.inputs]
-        first, second = recorded(
-            halves["forward"], halves["backward"], roles, len(program.saved), roles.count("tangent")
-        )
-        return {"forward": first, "backward": second}
 
     def statement(self, number: int, line: Line) -> str:
         instruction = line.instruction

@@ -45,11 +45,6 @@ def is_observed(tensor: torch.Tensor) -> bool:
     return bool(tensor._backward_hooks) or bool(tensor.retains_grad and not tensor.is_leaf)
 
 
-def memory_users(tensor: torch.Tensor) -> int:
-    """How many tensors hold the memory of this one."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
-
-
 def by_tensor() -> MutableMapping[torch.Tensor, Any]:
     """A dictionary of tensors, by identity, that keeps none of them alive."""
     from torch.utils.weak import WeakTensorKeyDictionary

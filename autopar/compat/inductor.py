@@ -13,9 +13,6 @@ from torch._subclasses import FakeTensorMode
 Fused = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 """Of a list of operands, which it empties, to results."""
 
-WITH_GRAPHS = ("reduce-overhead", "max-autotune")
-"""Modes of `torch.compile` that record CUDA graphs."""
-
 
 def fakes() -> FakeTensorMode:
     """A mode under which tensors have shapes and strides, and no data. Inductor's folder is read in one that could have
@@ -26,10 +23,10 @@ def fakes() -> FakeTensorMode:
 
 
 def options_of(mode: str) -> dict[str, Any]:
-    """Inductor's options in a mode of `torch.compile`. Graphs of CUDA's are for whole programs, not for its parts."""
+    """Inductor's options in a mode of `torch.compile`."""
     from torch import _inductor
 
-    return {**_inductor.list_mode_options(mode), "triton.cudagraphs": False}
+    return dict(_inductor.list_mode_options(mode))
 
 
 def fused(function: Callable[..., Sequence[torch.Tensor]], operands: Sequence[torch.Tensor], mode: str) -> Fused:

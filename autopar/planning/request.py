@@ -36,8 +36,8 @@ Recompute = Literal["auto", "asked", "none"]
 """What backward makes again: what the planner chooses; what lies in the calls of `torch.utils.checkpoint` that the
 model makes, and nothing else; nothing."""
 
-COMPILED = ("default", "reduce-overhead", "max-autotune")
-"""Modes of `torch.compile` in which programs are compiled; `True` is the first."""
+COMPILED = ("default", "max-autotune-no-cudagraphs")
+"""Modes of `torch.compile` in which programs are compiled, those without CUDA graphs; `True` is the first."""
 
 Gathers = Literal["each", "once"]
 """When forward gathers parameters: in each micro-batch, or once a step, held until gradients are reduced."""
