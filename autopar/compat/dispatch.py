@@ -64,3 +64,11 @@ def annotated(func: Any, args: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
     if mean is None:
         return torch.ops.aten._native_batch_norm_legit.no_stats, (x, weight, bias, training, momentum, eps)
     return torch.ops.aten._native_batch_norm_legit.default, args
+
+
+def factors_as_it_lies(func: Any, args: Sequence[Any]) -> bool:
+    """Whether an operator factors a matrix that is not contiguous, where it factors the transpose of one that is, and
+    its derivative reads the factors as those of the one or of the other."""
+    if func not in (torch.ops.aten._linalg_det.default, torch.ops.aten._linalg_slogdet.default):
+        return False
+    return not args[0].is_contiguous() and not args[0].is_complex()

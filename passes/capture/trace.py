@@ -41,6 +41,7 @@ from .overrides import Generators, Overrides
 from .recorder import line_of
 from .refusals import refusal, unread_refusal
 from .repeat import RepeatedStep
+from .saved import watched_hooks
 from .step import ModelStep, Recording
 from .trace_device import TraceDevice
 from .witness import Witness, check_memory
@@ -237,6 +238,7 @@ class _WatchedStep:
                     python as identities,
                     generators.watched(self.witness.seen.generators),
                     without_checks(self.checks),
+                    watched_hooks(recorder),
                 ):
                     yield identities
 
