@@ -29,6 +29,7 @@ from .agree import all_alike, all_equal, coordinate_of, device_of, digest, locat
 from .compiled import compile
 from .execute import Executable, process_groups
 from .handshake import Handshake
+from .hooked import whole_gradient
 from .observed import Observed
 from .pending import Form, Pending
 from .placements import contiguous_stride, is_replicated, is_strided, local_slice, mismatch, placements_of, unpadded
@@ -107,8 +108,6 @@ class State:
         self.registered = RegisteredNames()
         self.mirrors: dict[int, nn.Module] = {}
         self.called = False
-        self.task = -1
-        """Which backward ran last."""
         self.lost = False
         """Whether gradients that forward computes by a `backward()` of its own were never given."""
         self.whole_outputs = False
@@ -353,6 +352,8 @@ def adopt(state: State, name: str, tensor: torch.Tensor) -> None:
     new = nn.Parameter(tensor, requires_grad=tensor.requires_grad) if is_parameter else tensor
     take_notes(new, state.value(name))
     state.registered.put(name, new)
+    if name in state.captured.hooked and new.requires_grad:
+        whole_gradient(name, new)
 
 
 def _wrapping(state: State, output: ProgramOutput) -> Callable[[torch.Tensor], DTensor]:

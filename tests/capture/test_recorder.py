@@ -632,6 +632,44 @@ def test_a_call_without_backward_loses_no_gradients_of_forwards_own() -> None:
         parallel(X).backward()
 
 
+@pytest.mark.parametrize("inside", ["forward", "backward"])
+def test_grad_takes_no_gradient_of_a_backward_within(inside: str) -> None:
+    """In eager it goes to `.grad`, whoever asks for the others."""
+
+    class Again(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, z: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+            ctx.function = function
+            ctx.save_for_backward(z)
+            return function(z)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+            z = ctx.saved_tensors[0].detach().requires_grad_()
+            with torch.enable_grad():
+                ctx.function(z).backward(gradient)
+            return z.grad, None
+
+    def forward(m: Net, x: torch.Tensor) -> torch.Tensor:
+        y = m.a(x)
+        if inside == "forward":
+            m.b(y.detach()).square().mean().backward()
+        return m.c(Again.apply(y, m.b) if inside == "backward" else y).square().mean()
+
+    model = net(forward)
+    with one_rank():
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("a",))
+        parallel = autopar.parallelize(copy.deepcopy(model), mesh, (X,))
+        for module in (model, parallel):
+            module(X).backward()
+        for name, parameter in parallel.named_parameters():
+            expected = model.get_parameter(name).grad
+            assert (parameter.grad is None) == (expected is None), name
+            assert expected is None or torch.equal(parameter.grad.full_tensor(), expected), name  # type: ignore
+        with pytest.raises(ValueError, match=r"something else than \.grad takes the gradient of b\.weight"):
+            torch.autograd.grad(parallel(X), [*parallel.parameters()], allow_unused=True)
+
+
 def test_hooks_of_gradients_see_one_call_at_a_time() -> None:
     """And stay when the module is captured again."""
 
@@ -662,8 +700,18 @@ def test_hooks_of_gradients_see_one_call_at_a_time() -> None:
         for name in ("weight", "bias"):
             found, expected = getattr(parallel.layer, name).grad, getattr(model.layer, name).grad
             assert torch.equal(found.full_tensor(), expected)
-        with pytest.raises(ValueError, match=r"a part of the gradient of layer\.weight comes from elsewhere"):
-            (parallel(X) + parallel.layer.weight.square().sum()).backward()
+        weight = parallel.layer.weight
+        penalties: tuple[Callable[[], Any], ...] = (
+            lambda: (parallel(X) + weight.square().sum()).backward(),
+            lambda: weight.square().sum().backward(),
+            lambda: torch.autograd.grad(parallel(X) + weight.square().sum(), weight),
+            lambda: torch.autograd.grad(weight.square().sum(), weight),
+        )
+        for penalty in penalties:
+            with pytest.raises(ValueError, match=r"a part of the gradient of layer\.weight comes from elsewhere"):
+                penalty()
+        (found,) = torch.autograd.grad(parallel(X), weight)
+        assert torch.equal(found.full_tensor(), torch.autograd.grad(model(X), model.layer.weight)[0])  # type: ignore
         for module in (model, parallel):
             module.zero_grad()
             module(X).backward()
