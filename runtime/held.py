@@ -95,7 +95,7 @@ class State:
         self.results = tuple(o for o in program.outputs if not o.backward)
         self.gradient_outputs = tuple(o for o in program.outputs if o.backward)
         self.gradients = {o.target: i for i, o in enumerate(self.gradient_outputs) if o.role == "gradient"}
-        self.trained = frozenset(o.target for o in self.gradient_outputs if o.role == "gradient" and o.name is not None)
+        self.trained = trained_by(captured)
         outputs = [(i, o) for i, o in enumerate(self.results) if o.role == "output" and o.name is not None]
         self.output_indices = tuple(i for i, _ in outputs)
         self.output_paths = tuple(o.target for _, o in outputs)
@@ -344,6 +344,11 @@ class State:
         """The gradient of an input or parameter, as the program places it."""
         wrapped = self.wrapped.get(name) or _wrapping(self, self.gradient_outputs[self.gradients[name]])
         return wrapped(local.contiguous())
+
+
+def trained_by(captured: Captured) -> frozenset[str]:
+    """What gets a gradient in a step. The program that serves it may compute others beside."""
+    return frozenset(o.target for o in captured.graph.outputs if o.role == "gradient" and o.name is not None)
 
 
 def adopt(state: State, name: str, tensor: torch.Tensor) -> None:

@@ -21,8 +21,8 @@ class Whereabouts:
     """What runs while a step is recorded. `modules` are the paths of the modules that are called, the innermost last;
     `node` is the sequence number of autograd's node that runs, None between two of them; `regions` are the numbers of
     the checkpoints around, the outermost first; `again` says that one of them runs its function again, and how.
-    `modes` are those that see the functions which Python calls, in backward too. `leaves` are the identities of those to
-    whose `.grad` a backward within a backward adds."""
+    `modes` are those that see the functions which Python calls, in backward too. `leaves` are the identities of
+    those to whose `.grad` a backward within a backward adds."""
 
     def __init__(self) -> None:
         self.modules: list[str] = [""]
