@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Placement
 from autopar.compat.distributed import dtensors_of, local_tensor, make_dtensor
 from autopar.compat.optimizing import fused_steps_on_shards
 from autopar.compat.outputs import Output, split_output, unviewed
-from autopar.compat.redistributing import full_tensor, redistributed
+from autopar.compat.redistributing import anomalies_of_shards, full_tensor, redistributed
 from autopar.compat.tensors import is_real, take_notes
 from autopar.ir.layout import Layout, Replicate, is_chunked, is_even, local_shape, pad, valid_shape
 from autopar.ir.program import Program, ProgramInput, ProgramOutput
@@ -75,6 +75,7 @@ class State:
         self, captured: Captured, program: Program, plan: object, mesh: DeviceMesh, handshake: Handshake | None = None
     ) -> None:
         fused_steps_on_shards()
+        anomalies_of_shards()
         self.captured, self.program, self.plan, self.mesh = captured, program, plan, mesh
         self.coordinate = coordinate_of(mesh)
         self.device = device_of(mesh)

@@ -55,7 +55,9 @@ def is_product(func: Any) -> bool:
 
 def annotated(func: Any, args: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
     """An operator of the same results whose schema says what it writes: that of batch norm on a CPU is silent of its
-    running statistics."""
+    running statistics. Tangents that are known to be zero are plain zeros: fakes lose the device of others."""
+    if func is torch.ops.aten._efficientzerotensor.default:
+        return torch.ops.aten.zeros.default, args
     if func is not torch.ops.aten.native_batch_norm.default:
         return func, args
     x, weight, bias, mean, var, training, momentum, eps = args

@@ -137,8 +137,6 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
             return self._dispatch(func, args, kwargs or {})
 
     def _dispatch(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        if func is aten._efficientzerotensor.default:
-            func = aten.zeros.default  # fakes lose the device of what is known to be zero
         kind = kind_of(func)
         if refusal := _refusal(func):
             raise ValueError(refusal)

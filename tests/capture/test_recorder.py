@@ -191,6 +191,12 @@ def normed_again(m: Net, x: torch.Tensor) -> torch.Tensor:
     return m.c(checkpoint(inner, m.a(x), use_reentrant=False) + checkpoint(inner, m.b(x), use_reentrant=True)).mean()
 
 
+def averaged_again(m: Net, x: torch.Tensor) -> torch.Tensor:
+    """A run that ends once it has what was saved, as soon as the norm does."""
+    m.norm.momentum = None  # type: ignore[assignment]
+    return m.c(checkpoint(lambda z: m.norm(m.b(z)), m.a(x).tanh(), use_reentrant=False)).square().mean()
+
+
 def asking_for_gradients(m: Net, x: torch.Tensor) -> torch.Tensor:
     """Of an input, which the next call is given without."""
     return m.c(checkpoint(lambda z: m.a(z).tanh(), x.requires_grad_(), use_reentrant=True)).square().mean()
@@ -394,7 +400,7 @@ def test_what_is_saved_may_be_written_where_hooks_keep_it() -> None:
         capture(net(forward), (X,))
 
 
-CLOSE = (forward_mode, normed_again, offloaded, scaled_for_backward, determinants)
+CLOSE = (forward_mode, normed_again, averaged_again, offloaded, scaled_for_backward, determinants)
 """Right but for the last bit."""
 
 # the caller's input, of which forward asks a gradient, gets one in eager alone
