@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from autopar.compat.patching import patched
-from autopar.compat.tensors import is_fake, is_real, is_transformed, memory_of, notes_of, unmodified
+from autopar.compat.tensors import is_fake, is_real, is_transformed, memory_of, notes_of, unmodified, untransformed
 from autopar.extensions import Plug, Table
 
 from .attention import attended
@@ -78,8 +78,8 @@ class Overrides(TorchFunctionMode):
             refuse(message)
         if name in _STRIDES and not is_library(file):
             return self.recorder.strides(name, args[0], func(*args, **kwargs))
-        if name in _VALUES and is_real(args[0]):
-            self.recorder.valued.add(memory_of(args[0]))
+        if name in _VALUES and is_real(valued := untransformed(args[0])):
+            self.recorder.valued.add(memory_of(valued))
         if (generator := kwargs.pop("generator", None)) is not None:
             self.generators.check(generator)
         return self.traced.get(func, func)(*args, **kwargs)

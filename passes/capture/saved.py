@@ -67,13 +67,13 @@ def is_hooked() -> bool:
 
 
 def _watched(
-    recorder: Recorder, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
-) -> tuple[Callable[[torch.Tensor], _Kept], Callable[[_Kept], torch.Tensor]]:
+    recorder: Recorder, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], Any]
+) -> tuple[Callable[[torch.Tensor], _Kept], Callable[[_Kept], Any]]:
     def packed(saved: torch.Tensor) -> _Kept:
         geometry, moment = geometry_of(saved), len(recorder.nodes)
         return _Kept(pack(saved), geometry, moment, line_shown(), _stands_in(sys._getframe(1)))
 
-    def unpacked(kept: _Kept) -> torch.Tensor:
+    def unpacked(kept: _Kept) -> Any:
         given = unpack(kept.value)
         if (kept.stands_in or _is_of_formula(sys._getframe(1))) and not _is_same(recorder, given, kept):
             refuse(CHANGING_SAVED, line=kept.line)
@@ -105,7 +105,7 @@ def _stands_in(frame: FrameType | None) -> bool:
     return module.startswith("autopar.") or code in _STEPS or any(code is cond.__code__ for code, _ in callers)
 
 
-def _is_same(recorder: Recorder, given: torch.Tensor, kept: _Kept) -> bool:
+def _is_same(recorder: Recorder, given: Any, kept: _Kept) -> bool:
     """Whether a tensor is what was saved, or a copy of it."""
     if not isinstance(given, torch.Tensor):
         return True  # which autograd refuses

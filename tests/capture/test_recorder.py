@@ -131,7 +131,9 @@ def overwritten(m: Net, x: torch.Tensor) -> torch.Tensor:
     held[:, :3], held[:, 3:] = y[:, :3], y[:, 3:] * 2
     held.view(-1)[::2].mul_(3)
     held.t()[1:4].diagonal().add_(1)
-    return m.c(held).square().mean()
+    turned = y * 1
+    turned.transpose_(0, 1).mul_(0.5)
+    return m.c(held).square().mean() + turned.t().view(-1).cumsum(0).mean()
 
 
 def hooked(m: Net, x: torch.Tensor) -> torch.Tensor:
@@ -145,7 +147,9 @@ def hooked(m: Net, x: torch.Tensor) -> torch.Tensor:
 def transformed(m: Net, x: torch.Tensor) -> torch.Tensor:
     rows = torch.func.vmap(lambda r: m.a(r).tanh().sum())(x).mean()
     slopes = torch.func.jacrev(lambda r: m.a(r).tanh())(x[0]).square().sum()
-    return rows + slopes + torch.func.grad(lambda r: m.b(r).sin().sum())(x[1]).square().sum()
+    sizes = torch.tensor([2, 4])
+    parts = torch.func.grad(lambda r: sum(i * part.cos().sum() for i, part in enumerate(r.split(sizes.tolist()))))(x[2])
+    return rows + slopes + (parts * torch.func.grad(lambda r: m.b(r).sin().sum())(x[1])).square().sum()
 
 
 def forward_mode(m: Net, x: torch.Tensor) -> torch.Tensor:
