@@ -220,7 +220,7 @@ class _Walk:
                     self.reach(f"{path}.{name}", held)
         if isinstance(fields, dict):
             self.ledger.classes.add(type(value))
-            if wanted is None:
+            if wanted is None and (fields or self.reads is None or not _is_of_library(value)):
                 self.sized(path, fields)
             for name in [*fields] if wanted is None else sorted(wanted):
                 if name in otherwise or is_torchs(str(name)):
@@ -303,6 +303,8 @@ class _Walk:
                 then = functools.partial(self._class_attribute, base, name, isinstance(held, _CODE))
                 if not name.startswith("__"):
                     self.when_named(name, then)
+                    if type(held) in _ATOMS:  # a name that is put together is in no code
+                        self.when_named("getattr", then)
                 elif name in self.called:
                     then()
 
@@ -379,6 +381,11 @@ def _rule_of(kind: type) -> _Rule | None:
         return None
     rule = next((_RULES[name] for name in names if name in _RULES), None)
     return rule or (_object if _native(kind) is object else _pickled)
+
+
+def _is_of_library(value: Any) -> bool:
+    """Whether it is a function on which nobody but a library notes anything."""
+    return isinstance(value, types.FunctionType) and is_library(value.__code__.co_filename)
 
 
 def _native(kind: type) -> type:

@@ -1390,6 +1390,7 @@ def _tried() -> float:
 UNSET: dict[str, tuple[Any, Callable[[Any], float]]] = {
     "of a function": (noted, lambda _: getattr(noted, "late", 1.0)),
     "of a class": (Config, lambda _: getattr(Config, "late", 1.0)),
+    "of a class, by a name that is put together": (Config, lambda _: getattr(Config, "la" + "te", 1.0)),
     "of a class, tried": (Config, lambda _: _tried()),
     "of the module's class": (Base, lambda model: getattr(model, "late", 1.0)),
     "of Python's module": (sys.modules[__name__], lambda _: getattr(sys.modules[__name__], "late", 1.0)),
