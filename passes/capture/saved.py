@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
@@ -47,7 +47,8 @@ class _Kept:
     stands_in: bool
 
 
-def watched_hooks(recorder: Recorder) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def watched_hooks(recorder: Recorder) -> Iterator[None]:
     """Within it hooks may not change what is saved for an operator that is recorded as others, or by another formula:
     its gradient would not be the one that eager computes from what they give back."""
 
@@ -57,7 +58,11 @@ def watched_hooks(recorder: Recorder) -> contextlib.AbstractContextManager[None]
             pack, unpack = _watched(recorder, pack, unpack)
         torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
-    return patched(saved_tensors_hooks, __enter__=enter)
+    kind: Any = torch._C._autograd.SavedTensor
+    register = kind.register_hooks
+    one = {"register_hooks": lambda saved, *hooks: register(saved, *_watched(recorder, *hooks))}
+    with patched(saved_tensors_hooks, __enter__=enter), patched(kind, **one):
+        yield
 
 
 def is_hooked() -> bool:

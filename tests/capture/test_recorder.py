@@ -388,6 +388,16 @@ def test_hooks_may_not_change_what_another_formula_reads(operator: Callable[[Net
         capture(net(forward), (X,))
 
 
+def test_hooks_of_one_saved_tensor_may_not_either() -> None:
+    def forward(m: Net, x: torch.Tensor) -> torch.Tensor:
+        y = m.a(x).prod(1)
+        y.grad_fn._raw_saved_self.register_hooks(lambda t: t * 2, lambda t: t)
+        return y.sum()
+
+    with pytest.raises(CaptureError, match="hooks change what is saved for backward"):
+        capture(net(forward), (X,))
+
+
 def test_what_is_saved_may_be_written_where_hooks_keep_it() -> None:
     def forward(m: Net, x: torch.Tensor) -> torch.Tensor:
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
