@@ -691,6 +691,18 @@ def test_grad_takes_no_gradient_of_a_backward_within(inside: str) -> None:
             torch.autograd.grad(parallel(X), [*parallel.parameters()], allow_unused=True)
 
 
+def test_anomaly_detection_looks_at_gradients_of_a_parallel_module() -> None:
+    with one_rank():
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("a",))
+        parallel = autopar.parallelize(net(lambda m, x: m.c(m.a(x).tanh()).square().mean()), mesh, (X,))
+        with torch.autograd.set_detect_anomaly(True):
+            parallel(X).backward()
+            with torch.no_grad():
+                parallel.a.weight.fill_(torch.nan)
+            with pytest.raises(RuntimeError, match="returned nan values"):
+                parallel(X).backward()
+
+
 def test_hooks_of_gradients_see_one_call_at_a_time() -> None:
     """And stay when the module is captured again."""
 
