@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from autopar.compat import calls
-from autopar.compat.calls import backward_running, is_observed, receiver
+from autopar.compat.calls import is_observed, receiver
 from autopar.compat.distributed import local_tensor
 from autopar.compat.tensors import is_real, storage_span
 from autopar.compat.watching import hooks_gradient
@@ -24,6 +24,7 @@ from autopar.passes.capture.source import presented
 from .agree import all_alike, digest, together
 from .gathers import Gathers
 from .held import State
+from .hooked import storage_of, whole_gradient
 from .inputs import Inputs
 from .pending import Receivers, can_wait, quietly
 from .placements import local_slice
@@ -108,6 +109,8 @@ def _prepared(state: State, inputs: Inputs) -> _Call:
         if source.requires_grad and i.target in state.trained:
             differentiable.append(source)
             sources.append(i)
+            if i.target in state.captured.hooked:
+                whole_gradient(i.target, source)
     return _Call(state=state, values=values, given=given, differentiable=tuple(differentiable), sources=tuple(sources))
 
 
@@ -214,8 +217,9 @@ class ProgramStep(torch.autograd.Function):
         with torch.no_grad(), handshake.running("backward pass"):
             results = ProgramStep.gradients(ctx, gradients, None if creates_graph else _receivers(ctx))
             handshake.settle()
-        if ctx.state.captured.hooked:
-            _refuse_parts(ctx, results[1:])
+        for (i, _), (node, _), gradient in zip(ctx.sources, ctx.next_functions, results[1:], strict=True):
+            if i.target in ctx.state.captured.hooked and gradient is not None:
+                whole_gradient(i.target, node.variable).expect(storage_of(gradient))
         if not torch.is_grad_enabled():
             return results
         # the caller asked for a graph of the gradients
@@ -344,12 +348,6 @@ def _refuse_written(read: Sequence[ProgramInput], given: Sequence[torch.Tensor],
             )
 
 
-def storage_of(tensor: torch.Tensor) -> int:
-    """The address of a tensor's memory."""
-    local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-    return local.untyped_storage().data_ptr()
-
-
 class _Answer:
     """Whether backward ran on what a call returned. A call that nobody differentiates loses what its forward computes
     by a `backward()` of its own: the next one says so."""
@@ -372,48 +370,12 @@ def _refuse_second(ctx: Any) -> None:
             f"backward() runs a second time on one call, whose program gives {listed(once)} what forward's own "
             f"backward() or a function's backward leaves there: call the module again"
         )
-    task = backward_running()
-    if state.captured.hooked and task == state.task:
-        raise ValueError(
-            f"one backward() runs through two calls, and hooks wait for the gradients of "
-            f"{listed(state.captured.hooked)}, of which a program gives them that of one call: call backward() on what "
-            f"each call returns, or register the hooks on the parallel module's parameters, after parallelize"
-        )
-    state.task = task
     for (i, _), (node, _) in zip(ctx.sources, ctx.next_functions, strict=True):
-        if i.target in state.captured.early and receiver(node)[1] is None:
+        if i.target in (*state.captured.early, *state.captured.late) and receiver(node)[1] is None:
             raise ValueError(
-                f"something else than .grad takes the gradient of {i.target}, to which a program adds what forward "
-                f"computes by a backward() of its own: call backward() on what the module returned"
-            )
-
-
-def _refuse_parts(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> None:
-    """A program gives hooks of parameters the gradient of its call. Where more comes from elsewhere in one backward, as
-    of a penalty on parameters, eager gives them the sum."""
-    for (i, _), (node, _), gradient in zip(ctx.sources, ctx.next_functions, gradients, strict=True):
-        _, parameter = receiver(node)
-        if parameter is not None and gradient is not None and i.target in ctx.state.captured.hooked:
-            _RefusedPart(i.target, gradient, parameter)
-
-
-class _RefusedPart:
-    """Waits for the gradient of a parameter in the backward that runs, and raises ValueError if it is not this one
-    alone."""
-
-    def __init__(self, name: str, gradient: torch.Tensor, parameter: torch.Tensor) -> None:
-        self.name, self.own, self.task = name, storage_of(gradient), backward_running()
-        self.handle = parameter.register_hook(self)  # type: ignore[no-untyped-call]
-
-    def __call__(self, gradient: torch.Tensor) -> None:
-        self.handle.remove()
-        # one that an error ended has left this behind
-        if backward_running() == self.task and storage_of(gradient) != self.own:
-            raise ValueError(
-                f"a part of the gradient of {self.name} comes from elsewhere than the module's call, such as a penalty "
-                f"on its parameters, and hooks of the model wait for it, to which a program gives the call's part "
-                f"alone: compute it in forward or in loss_fn=, or register the hooks on the parallel module's "
-                f"parameters, after parallelize"
+                f"something else than .grad takes the gradient of {i.target}, to which a program adds what forward, or "
+                f"a function's backward, computes by a backward() of its own: call backward() on what the module "
+                f"returned"
             )
 
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Placement
 from autopar.compat.distributed import dtensors_of, local_tensor, make_dtensor
 from autopar.compat.optimizing import fused_steps_on_shards
 from autopar.compat.outputs import Output, split_output, unviewed
-from autopar.compat.redistributing import full_tensor, redistributed
+from autopar.compat.redistributing import anomalies_of_shards, full_tensor, redistributed
 from autopar.compat.tensors import is_real, take_notes
 from autopar.ir.layout import Layout, Replicate, is_chunked, is_even, local_shape, pad, valid_shape
 from autopar.ir.program import Program, ProgramInput, ProgramOutput
@@ -29,6 +29,7 @@ from .agree import all_alike, all_equal, coordinate_of, device_of, digest, locat
 from .compiled import ObservedSource, compile
 from .execute import Executable, process_groups
 from .handshake import Handshake
+from .hooked import whole_gradient
 from .observed import Observed
 from .pending import Form, Pending
 from .placements import contiguous_stride, is_replicated, is_strided, local_slice, mismatch, placements_of, unpadded
@@ -81,6 +82,7 @@ class State:
         compiler: Compiler | None = None,
     ) -> None:
         fused_steps_on_shards()
+        anomalies_of_shards()
         self.captured, self.program, self.plan, self.mesh = captured, program, plan, mesh
         self.coordinate = coordinate_of(mesh)
         self.device = device_of(mesh)
@@ -102,7 +104,7 @@ class State:
         self.results = tuple(o for o in program.outputs if not o.backward)
         self.gradient_outputs = tuple(o for o in program.outputs if o.backward)
         self.gradients = {o.target: i for i, o in enumerate(self.gradient_outputs) if o.role == "gradient"}
-        self.trained = frozenset(o.target for o in self.gradient_outputs if o.role == "gradient" and o.name is not None)
+        self.trained = trained_by(captured)
         outputs = [(i, o) for i, o in enumerate(self.results) if o.role == "output" and o.name is not None]
         self.output_indices = tuple(i for i, _ in outputs)
         self.output_paths = tuple(o.target for _, o in outputs)
@@ -115,8 +117,6 @@ class State:
         self.registered = RegisteredNames()
         self.mirrors: dict[int, nn.Module] = {}
         self.called = False
-        self.task = -1
-        """Which backward ran last."""
         self.lost = False
         """Whether gradients that forward computes by a `backward()` of its own were never given."""
         self.whole_outputs = False
@@ -356,12 +356,19 @@ class State:
         return wrapped(local.contiguous())
 
 
+def trained_by(captured: Captured) -> frozenset[str]:
+    """What gets a gradient in a step. The program that serves it may compute others beside."""
+    return frozenset(o.target for o in captured.graph.outputs if o.role == "gradient" and o.name is not None)
+
+
 def adopt(state: State, name: str, tensor: torch.Tensor) -> None:
     """Have this rank's part of a value under all names that it has."""
     is_parameter = isinstance(state.value(name), nn.Parameter)
     new = nn.Parameter(tensor, requires_grad=tensor.requires_grad) if is_parameter else tensor
     take_notes(new, state.value(name))
     state.registered.put(name, new)
+    if name in state.captured.hooked and new.requires_grad:
+        whole_gradient(name, new)
 
 
 def _wrapping(state: State, output: ProgramOutput) -> Callable[[torch.Tensor], DTensor]:

@@ -26,7 +26,7 @@ from autopar.passes.capture.leaves import same_value
 from .agree import all_equal, telling, together
 from .guard import Guard, report_changed
 from .handshake import Intent
-from .held import State
+from .held import State, trained_by
 from .inputs import Form, Inputs, declared
 from .modes import Again, Mode
 from .padding import Padder
@@ -268,7 +268,12 @@ class Versions:
             raise
         if isinstance(program, int):
             served = [state for state in alike if state.program is alike[program].program]
-            same = [state for state in served if same_values(state.captured, captured)]
+            frozen = {name for name, *_ in self.parameters} - mode.trainable
+            same = [
+                state
+                for state in served
+                if same_values(state.captured, captured) and state.trained - frozen == trained_by(captured)
+            ]
             state = same[0] if same else self.base.with_program(captured, alike[program].program)
         else:
             state = self.base.with_program(captured, program)

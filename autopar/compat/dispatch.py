@@ -55,7 +55,9 @@ def is_product(func: Any) -> bool:
 
 def annotated(func: Any, args: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
     """An operator of the same results whose schema says what it writes: that of batch norm on a CPU is silent of its
-    running statistics."""
+    running statistics. Tangents that are known to be zero are plain zeros: fakes lose the device of others."""
+    if func is torch.ops.aten._efficientzerotensor.default:
+        return torch.ops.aten.zeros.default, args
     if func is not torch.ops.aten.native_batch_norm.default:
         return func, args
     x, weight, bias, mean, var, training, momentum, eps = args
@@ -64,3 +66,11 @@ def annotated(func: Any, args: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
     if mean is None:
         return torch.ops.aten._native_batch_norm_legit.no_stats, (x, weight, bias, training, momentum, eps)
     return torch.ops.aten._native_batch_norm_legit.default, args
+
+
+def factors_as_it_lies(func: Any, args: Sequence[Any]) -> bool:
+    """Whether an operator factors a matrix that is not contiguous, where it factors the transpose of one that is, and
+    its derivative reads the factors as those of the one or of the other."""
+    if func not in (torch.ops.aten._linalg_det.default, torch.ops.aten._linalg_slogdet.default):
+        return False
+    return not args[0].is_contiguous() and not args[0].is_complex()

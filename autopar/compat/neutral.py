@@ -50,13 +50,14 @@ def _averaged(self: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
         return _NORM_FORWARD(self, input)
     self._check_input_dim(input)  # type: ignore[no-untyped-call]
     now_mean, now_var = mean.clone(), var.clone()
-    result = nn.functional.batch_norm(input, now_mean, now_var, self.weight, self.bias, True, 1.0, self.eps)
-    with torch.no_grad():
-        count.add_(1)
-        for running, now in ((mean, now_mean), (var, now_var)):
-            share = 1.0 / count.to(running.dtype)
-            running.copy_((1.0 - share) * running + share * now)
-    return result
+    try:
+        return nn.functional.batch_norm(input, now_mean, now_var, self.weight, self.bias, True, 1.0, self.eps)
+    finally:  # a checkpoint that runs again stops once it has what was saved
+        with torch.no_grad():
+            count.add_(1)
+            for running, now in ((mean, now_mean), (var, now_var)):
+                share = 1.0 / count.to(running.dtype)
+                running.copy_((1.0 - share) * running + share * now)
 
 
 def _without_inference(self: Any) -> None:

@@ -21,7 +21,8 @@ class Whereabouts:
     """What runs while a step is recorded. `modules` are the paths of the modules that are called, the innermost last;
     `node` is the sequence number of autograd's node that runs, None between two of them; `regions` are the numbers of
     the checkpoints around, the outermost first; `again` says that one of them runs its function again, and how.
-    `modes` are those that see the functions which Python calls, in backward too."""
+    `modes` are those that see the functions which Python calls, in backward too. `leaves` are the identities of
+    those to whose `.grad` a backward within a backward adds."""
 
     def __init__(self) -> None:
         self.modules: list[str] = [""]
@@ -30,6 +31,7 @@ class Whereabouts:
         self.regions: tuple[int, ...] = ()
         self.again: Again | None = None
         self.modes: Sequence[TorchFunctionMode] = ()
+        self.leaves: set[int] = set()
         self._followed: dict[int, Any] = {}
         self._numbers: dict[tuple[tuple[int, ...], int], int] = {}
         self._within: Counter[Any] = Counter()  # how many checkpoints were entered within those around, in each run
@@ -68,6 +70,8 @@ class Whereabouts:
     def run_engine(self, roots: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         """Autograd's engine, whose nodes say when they run."""
         self._follow(roots)
+        if self.engines and kwargs.get("accumulate_grad"):
+            self.leaves.update(id(node.variable) for node in _nodes(roots, {}) if hasattr(node, "variable"))
         active = [*map(id, function_modes())]
         with contextlib.ExitStack() as stack:
             stack.enter_context(patched(self, node=None, engines=self.engines + 1))
@@ -78,16 +82,22 @@ class Whereabouts:
             return _RUN_ENGINE(roots, *args, **kwargs)
 
     def _follow(self, roots: Sequence[Any]) -> None:
-        waiting = [getattr(root, "grad_fn", None) or getattr(root, "node", None) for root in roots]
-        while waiting:
-            node = waiting.pop()
-            if node is None or id(node) in self._followed:
-                continue
-            self._followed[id(node)] = node
+        for node in _nodes(roots, self._followed):
             number = node._sequence_nr()
             node.register_prehook(lambda _, number=number: setattr(self, "node", number))
             node.register_hook(lambda *_: setattr(self, "node", None))
-            waiting += [following for following, _ in node.next_functions]
+
+
+def _nodes(roots: Sequence[Any], seen: dict[int, Any]) -> Iterator[Any]:
+    """Autograd's nodes from which tensors come, other than those that were seen."""
+    waiting = [getattr(root, "grad_fn", None) or getattr(root, "node", None) for root in roots]
+    while waiting:
+        node = waiting.pop()
+        if node is None or id(node) in seen:
+            continue
+        seen[id(node)] = node
+        yield node
+        waiting += [following for following, _ in node.next_functions]
 
 
 def function_modes() -> list[TorchFunctionMode]:

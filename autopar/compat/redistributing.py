@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
@@ -95,3 +95,12 @@ def _redistribute_undecodable() -> None:
         return planner.generate_greedy_transform_infos(source, target)
 
     redistribution.generate_graph_based_transform_infos = transforms
+
+
+def anomalies_of_shards() -> None:
+    """Have `torch.autograd.set_detect_anomaly` look at DTensors, in all of the process: torch has no rule for what it
+    asks of each gradient. All ranks look at the whole."""
+    from torch.distributed.tensor import DTensor
+
+    handlers: MutableMapping[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handlers.setdefault(torch.ops.aten._is_any_true.default, lambda op, args, kwargs: op(full_tensor(args[0])))

@@ -24,6 +24,13 @@ def is_differentiated(tensor: torch.Tensor) -> bool:
     return bool(torch._C._functorch.is_gradtrackingtensor(tensor))
 
 
+def untransformed(tensor: torch.Tensor) -> torch.Tensor:
+    """What a transform of `torch.func` wraps; the tensor itself, if none does."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def statistics_dtype(x: torch.Tensor) -> torch.dtype:
     """The dtype of mean and deviation of a layer or batch norm's input."""
     return torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype

@@ -30,8 +30,8 @@ class Captured:
     `autocast` is the dtype of the `torch.autocast` context in which it was captured. `reads` are the attributes that
     Python read while the model was traced. `pinned` is what Python read of the values of inputs: the graph is the step
     of calls in which that comes out the same. `checkpoints` counts the calls of `torch.utils.checkpoint`. `early` names
-    what forward gives gradients by a `backward()` of its own, `hooked` the parameters whose gradients hooks see.
-    `precision` says what is cast.
+    what forward gives gradients by a `backward()` of its own, `late` what a function's backward gives gradients so, and
+    `hooked` the parameters whose gradients hooks see. `precision` says what is cast.
     """
 
     graph: JointGraph
@@ -49,6 +49,7 @@ class Captured:
     pinned: Pinned = field(default_factory=Pinned, repr=False)
     checkpoints: int = 0
     early: tuple[str, ...] = ()
+    late: tuple[str, ...] = ()
     hooked: tuple[str, ...] = ()
     precision: Precision = AS_IS
 

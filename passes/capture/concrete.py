@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.utils._pytree as pytree
 
-from autopar.compat.dispatch import annotated, written_by
+from autopar.compat.dispatch import annotated, factors_as_it_lies, written_by
 from autopar.compat.recording import Whereabouts
 from autopar.compat.tensors import RECORDED, is_fake, is_plain, is_real, memory_of, unmodified, unseen
 from autopar.compat.watching import (
@@ -151,6 +151,9 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
             return args[0]
         if kind.indexes:
             args = self._placed(args)
+        if factors_as_it_lies(func, args):
+            # kernels of a program are given contiguous operands, and would factor the transpose
+            args = (self._dispatch(aten.transpose.int, (*args, -2, -1), {}),)
         func, args = annotated(func, args)
         kind = kind_of(func)
         if kind.writes:

@@ -125,7 +125,9 @@ class _Replay(Recorder):  # type: ignore[no-untyped-call]
         if self._looking and func is torch.ops.aten.clone.default:
             self.looked.append(self.known(args[0]))
             return func(*args, **(kwargs or {}))
-        result = func(*args, **(kwargs or {}))
+        # what was written in place may lie in memory in another way than it did
+        call = torch.reshape if func is torch.ops.aten.view.default else func
+        result = call(*args, **(kwargs or {}))
         if not self.ended and func is not torch.ops.prim.device.default:
             self.note(func, args, kwargs or {}, result)
         return result

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from autopar.compat.patching import patched
-from autopar.compat.tensors import is_fake, is_real, is_transformed, memory_of, notes_of, unmodified
+from autopar.compat.tensors import is_fake, is_real, is_transformed, memory_of, notes_of, unmodified, untransformed
 from autopar.extensions import Plug, Table
 
 from .attention import attended
@@ -34,6 +34,7 @@ from .refusals import (
     WRITING_GRADIENTS,
     refuse,
 )
+from .saved import is_hooked
 from .source import is_library
 from .trace_device import TraceDevice
 
@@ -77,8 +78,8 @@ class Overrides(TorchFunctionMode):
             refuse(message)
         if name in _STRIDES and not is_library(file):
             return self.recorder.strides(name, args[0], func(*args, **kwargs))
-        if name in _VALUES and is_real(args[0]):
-            self.recorder.valued.add(memory_of(args[0]))
+        if name in _VALUES and is_real(valued := untransformed(args[0])):
+            self.recorder.valued.add(memory_of(valued))
         if (generator := kwargs.pop("generator", None)) is not None:
             self.generators.check(generator)
         return self.traced.get(func, func)(*args, **kwargs)
@@ -319,8 +320,10 @@ def multilabel_margin_loss(
 
 
 def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """`torch.nn.functional.dropout`, as the operator of every device that keeps what it kept as truth values."""
-    if inplace or not training or not 0 < p < 1 or not input.is_floating_point() or is_transformed():
+    """`torch.nn.functional.dropout`, as the operator of every device that keeps what it kept as truth values. Hooks see
+    what a CPU keeps."""
+    is_plain = inplace or is_transformed() or is_hooked()
+    if is_plain or not training or not 0 < p < 1 or not input.is_floating_point():
         return F.dropout(input, p, training, inplace)
     result: Tensor = torch.ops.aten.native_dropout.default(input, p, True)[0]
     return result

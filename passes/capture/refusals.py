@@ -159,6 +159,11 @@ READING_VALUES = (
     "depend on parameters, buffers, random numbers or inputs that were given without values: return the tensor as an "
     "output, and print it or convert it outside of forward"
 )
+CHANGING_SAVED = (
+    "saved_tensors_hooks change what is saved for backward{line}, and a program computes this gradient by another "
+    "formula than eager, from other values: leave this operator out of the hooks' context, or have them give back what "
+    "they got"
+)
 PICKLING = (
     "forward pickles or copies a tensor{line} (pickle, torch.save, copy.copy), and a program would not do so again: "
     "save it outside of forward, and copy with clone(), detach() or copy.deepcopy()"

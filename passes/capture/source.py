@@ -50,9 +50,11 @@ def defaults_of(function: types.FunctionType) -> dict[str, Any]:
 
 
 def names_of(code: types.CodeType) -> set[str]:
-    """Names that a function's code mentions, functions inside of it too, and "is" if it compares identities (other than
-    with a constant: `x is None`)."""
+    """Names that a function's code mentions, functions inside of it too, as text if it asks for attributes so, and "is"
+    if it compares identities (other than with a constant: `x is None`)."""
     names = set(code.co_names)
+    if names & _BY_TEXT:
+        names.update(text for text in code.co_consts if isinstance(text, str) and text.isidentifier())
     if _IS in (ops := code.co_code[::2]) and any(b == _IS and a != _CONSTANT for a, b in itertools.pairwise(ops)):
         names.add("is")
     for constant in code.co_consts:
@@ -83,6 +85,7 @@ def _unwrapped(function: Any) -> types.FunctionType | None:
     return function if is_own else None
 
 
+_BY_TEXT = frozenset({"getattr", "hasattr", "attrgetter", "methodcaller", "vars", "globals", "__dict__"})
 _IS, _CONSTANT = dis.opmap["IS_OP"], dis.opmap["LOAD_CONST"]
 
 

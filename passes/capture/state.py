@@ -220,7 +220,7 @@ class _Walk:
                     self.reach(f"{path}.{name}", held)
         if isinstance(fields, dict):
             self.ledger.classes.add(type(value))
-            if wanted is None and (fields or self.reads is None or not isinstance(value, types.FunctionType)):
+            if wanted is None and (fields or self.reads is None or not _is_of_library(value)):
                 self.sized(path, fields)
             for name in [*fields] if wanted is None else sorted(wanted):
                 if name in otherwise or is_torchs(str(name)):
@@ -297,10 +297,14 @@ class _Walk:
             kept = dict(vars(base))
             if self.reads is None:
                 self.contents(base.__name__, base)
+            else:
+                self.entry(base.__name__, vars(base).__len__)
             for name, held in kept.items():
                 then = functools.partial(self._class_attribute, base, name, isinstance(held, _CODE))
                 if not name.startswith("__"):
                     self.when_named(name, then)
+                    if type(held) in _ATOMS:  # a name that is put together is in no code
+                        self.when_named("getattr", then)
                 elif name in self.called:
                     then()
 
@@ -335,6 +339,9 @@ class _Walk:
         """Globals that code names: its own, or those inside of a module; of torch and of Python's own library constants
         alone."""
         library = is_library_module(inside)
+        if self.reads is not None and not library and (id(namespace), "", False) not in self.compared:
+            self.compared.add((id(namespace), "", False))
+            self.entry(prefix, namespace.__len__)  # what code asks for may not be there yet
         # no code can say `@name`: instruments write such globals beside a person's (pytest, to explain an assert)
         for name in sorted(filter(str.isidentifier, names & namespace.keys())):
             held, key = namespace[name], (id(namespace), name, False)
@@ -392,6 +399,11 @@ def _rule_of(kind: type) -> _Rule | None:
         return None
     rule = next((_RULES[name] for name in names if name in _RULES), None)
     return rule or (_object if _native(kind) is object else _pickled)
+
+
+def _is_of_library(value: Any) -> bool:
+    """Whether it is a function on which nobody but a library notes anything."""
+    return isinstance(value, types.FunctionType) and is_library(value.__code__.co_filename)
 
 
 def _native(kind: type) -> type:

@@ -41,6 +41,7 @@ from .overrides import Generators, Overrides
 from .recorder import line_of
 from .refusals import refusal, unread_refusal
 from .repeat import RepeatedStep
+from .saved import watched_hooks
 from .step import ModelStep, Recording
 from .trace_device import TraceDevice
 from .witness import Witness, check_memory
@@ -189,6 +190,7 @@ def _capture(
         pinned=recorder.pinned(),
         checkpoints=watched.checkpoints,
         early=tuple(first.early),
+        late=watched.late,
         hooked=tuple(name for name, hooks in gradient_hooks(model).items() if hooks),
         precision=precision,
     )
@@ -209,6 +211,8 @@ class _WatchedStep:
         """Lines of code that look at data and raise."""
         self.checkpoints = 0
         """How many calls of `torch.utils.checkpoint` there were."""
+        self.late: tuple[str, ...] = ()
+        """What a backward within backward gives gradients."""
 
     def twice(self) -> tuple[Recording, StepRecorder, Functional]:
         """The step, recorded twice: the second time with the state that the first left. Raises CaptureError where the
@@ -237,6 +241,7 @@ class _WatchedStep:
                     python as identities,
                     generators.watched(self.witness.seen.generators),
                     without_checks(self.checks),
+                    watched_hooks(recorder),
                 ):
                     yield identities
 
@@ -249,6 +254,8 @@ class _WatchedStep:
 
             recording = self.step.record(recorder, watched(), operators)
         self.checkpoints = where.checkpoints
+        given = {**self.step.held(), **self.step.fakes}
+        self.late = tuple(name for name, tensor in given.items() if id(tensor) in where.leaves)
         return recording, recorder
 
     @property

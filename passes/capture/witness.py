@@ -22,7 +22,7 @@ from torch import nn
 
 from autopar.compat.patching import patched
 from autopar.compat.tensors import memory_of, notes_of, storage_span, unmodified
-from autopar.compat.watching import HOOKS, asking_for_inference, seeding
+from autopar.compat.watching import HOOKS, asking_for_inference, gradient_hooks, seeding
 from autopar.ir.rewrite import distinct
 from autopar.ir.tree import joined
 
@@ -171,10 +171,11 @@ class Witness:
         return look(self.modules, self.loss_fn)
 
     def _tensors(self) -> dict[str, tuple[Any, ...]]:
-        """Which memory each parameter and buffer has, and whether it requires a gradient."""
+        """Of each parameter and buffer: which it is, whether it requires a gradient, what people noted on it, and how
+        many hooks wait for its gradient."""
         with unmodified():
             return {
-                joined(path, key): (kind, tensor.requires_grad, notes_of(tensor))
+                joined(path, key): (kind, tensor.requires_grad, notes_of(tensor), len(gradient_hooks(tensor)))
                 for path, module in self.modules[""].named_modules()
                 for kind in ("_parameters", "_buffers")
                 for key, tensor in vars(module)[kind].items()
@@ -230,9 +231,14 @@ def _check_tensors(before: Mapping[str, tuple[Any, ...]], after: Mapping[str, tu
                 f"forward {'removes' if name in before else 'registers'} {name}: register modules, parameters and "
                 f"buffers in the constructor, and write them in forward"
             )
-        (kind, gradient, attributes), (_, gradient_now, attributes_now) = before[name], after[name]
+        (kind, gradient, attributes, hooks), (_, gradient_now, attributes_now, hooks_now) = before[name], after[name]
         if gradient != gradient_now and kind == "_parameters":
             raise CaptureError(f"forward calls requires_grad_() on parameter {name}: do so outside of forward")
+        if hooks != hooks_now:
+            raise CaptureError(
+                f"forward registers a hook on {name} in each call, and they pile up, in eager too: register it in the "
+                f"constructor, or remove() it within forward"
+            )
         changed = [
             key for key in {**attributes, **attributes_now} if attributes.get(key) is not attributes_now.get(key)
         ]

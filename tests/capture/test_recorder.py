@@ -131,7 +131,9 @@ def overwritten(m: Net, x: torch.Tensor) -> torch.Tensor:
     held[:, :3], held[:, 3:] = y[:, :3], y[:, 3:] * 2
     held.view(-1)[::2].mul_(3)
     held.t()[1:4].diagonal().add_(1)
-    return m.c(held).square().mean()
+    turned = y * 1
+    turned.transpose_(0, 1).mul_(0.5)
+    return m.c(held).square().mean() + turned.t().view(-1).cumsum(0).mean()
 
 
 def hooked(m: Net, x: torch.Tensor) -> torch.Tensor:
@@ -145,7 +147,9 @@ def hooked(m: Net, x: torch.Tensor) -> torch.Tensor:
 def transformed(m: Net, x: torch.Tensor) -> torch.Tensor:
     rows = torch.func.vmap(lambda r: m.a(r).tanh().sum())(x).mean()
     slopes = torch.func.jacrev(lambda r: m.a(r).tanh())(x[0]).square().sum()
-    return rows + slopes + torch.func.grad(lambda r: m.b(r).sin().sum())(x[1]).square().sum()
+    sizes = torch.tensor([2, 4])
+    parts = torch.func.grad(lambda r: sum(i * part.cos().sum() for i, part in enumerate(r.split(sizes.tolist()))))(x[2])
+    return rows + slopes + (parts * torch.func.grad(lambda r: m.b(r).sin().sum())(x[1])).square().sum()
 
 
 def forward_mode(m: Net, x: torch.Tensor) -> torch.Tensor:
@@ -154,9 +158,10 @@ def forward_mode(m: Net, x: torch.Tensor) -> torch.Tensor:
     with torch.autograd.forward_ad.dual_level():
         dual = m.c(torch.autograd.forward_ad.make_dual(x, x.sin()))
         tangent = torch.autograd.forward_ad.unpack_dual(dual).tangent
-    return (
-        along + slopes + torch.func.hessian(lambda r: m.b(r).tanh().sum())(x.mean(0)).mean() + tangent.square().mean()
-    )
+    # tangents that are known to be zero, of parameters
+    normed = torch.func.jvp(lambda r: F.layer_norm(r, (6,), m.kept, m.b.bias).tanh(), (x,), (x.cos(),))[1]
+    hessians = torch.vmap(torch.func.hessian(lambda r: m.b(r).tanh().sum()))(x)
+    return along + slopes + hessians.square().mean() + normed.square().mean() + tangent.square().mean()
 
 
 def checkpointed(m: Net, x: torch.Tensor) -> torch.Tensor:
@@ -188,6 +193,12 @@ def normed_again(m: Net, x: torch.Tensor) -> torch.Tensor:
         return F.dropout(m.norm(z), 0.3).tanh()
 
     return m.c(checkpoint(inner, m.a(x), use_reentrant=False) + checkpoint(inner, m.b(x), use_reentrant=True)).mean()
+
+
+def averaged_again(m: Net, x: torch.Tensor) -> torch.Tensor:
+    """A run that ends once it has what was saved, as soon as the norm does."""
+    m.norm.momentum = None  # type: ignore[assignment]
+    return m.c(checkpoint(lambda z: m.norm(m.b(z)), m.a(x).tanh(), use_reentrant=False)).square().mean()
 
 
 def asking_for_gradients(m: Net, x: torch.Tensor) -> torch.Tensor:
@@ -237,6 +248,26 @@ def complex_numbers(m: Net, x: torch.Tensor) -> torch.Tensor:
 def packed(m: Net, x: torch.Tensor) -> torch.Tensor:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 2, lambda t: t / 2):
         return m.c(m.a(x).tanh()).square().mean()
+
+
+def offloaded(m: Net, x: torch.Tensor) -> torch.Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        y = m.a(x)
+        attended = F.scaled_dot_product_attention(y[None, None], y[None, None], y[None, None])[0, 0]
+        return m.c(attended + m.lstm(y[:, None])[0][:, 0] * y.sigmoid().prod(1, keepdim=True)).square().mean()
+
+
+def scaled_for_backward(m: Net, x: torch.Tensor) -> torch.Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 0.75 if t.is_floating_point() else t, lambda t: t):
+        y = m.norm(F.layer_norm(m.a(x), (6,))).cumprod(1).softmax(1)
+        y = y * checkpoint(lambda z: z.exp().prod(1, keepdim=True), y, use_reentrant=False)
+        return m.c(y + torch.linalg.det((y @ y.t() + torch.eye(5).double())[:4, :4])).square().mean()
+
+
+def determinants(m: Net, x: torch.Tensor) -> torch.Tensor:
+    y = m.a(x) @ m.b(x).t() + 3 * torch.eye(5, dtype=x.dtype)
+    (g,) = torch.autograd.grad(torch.linalg.det(y), y, create_graph=True)
+    return torch.linalg.det(y.mT / 5) + torch.linalg.slogdet(y[:3, :3])[1] + (g / 100).square().sum()
 
 
 def through_data(m: Net, x: torch.Tensor) -> torch.Tensor:
@@ -325,11 +356,72 @@ def test_a_recorded_step_is_what_eager_does_bit_by_bit(forward: Callable[[Net, t
         assert torch.equal(made.get(("update", name), made.get(("mutation", name), held[name])), b), name  # type: ignore[arg-type]
 
 
+ANOTHER_FORMULA = (
+    lambda m, y: y.prod(),
+    lambda m, y: y.prod(1).sum(),
+    lambda m, y: torch.autograd.grad(y.cumprod(1).sum(), y, create_graph=True)[0].square().sum(),
+    lambda m, y: F.scaled_dot_product_attention(y[None], y[None], y[None]).sum(),
+    lambda m, y: F.multi_head_attention_forward(
+        y[:, None], y[:, None], y[:, None], 6, 2, m.lstm.weight_ih_l0[:18], None, None, None, False, 0.0,
+        m.b.weight, None, need_weights=False,
+    )[0].square().sum(),
+    lambda m, y: F.multilabel_margin_loss(y, torch.tensor([[1, 2, -1, 0, 0, 0]] * 5)),
+    lambda m, y: F.ctc_loss(y[:, None].log_softmax(-1), torch.tensor([[1, 2]]), torch.tensor([4]), torch.tensor([2])),
+    lambda m, y: torch.cond(y.sum() > 0, lambda z: z.sin() * z, lambda z: z.cos() * z.exp(), (y,)).sum(),
+    lambda m, y: m.lstm(y[:, None])[0].square().sum(),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("operator", ANOTHER_FORMULA)
+def test_hooks_may_not_change_what_another_formula_reads(operator: Callable[[Net, torch.Tensor], torch.Tensor]) -> None:
+    """Where a program's gradient is not computed from what eager saves, the line is named; a copy changes nothing."""
+
+    def forward(m: Net, x: torch.Tensor) -> torch.Tensor:
+        y = m.a(x)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            return operator(m, y)
+
+    pack: Callable[[torch.Tensor], torch.Tensor] = torch.clone
+    capture(net(forward), (X,))
+    pack = lambda t: t * 0.5 if t.is_floating_point() else t  # noqa: E731
+    with pytest.raises(CaptureError, match=r"hooks change what is saved for backward \(.*test_recorder\.py:\d+ in"):
+        capture(net(forward), (X,))
+
+
+def test_hooks_of_one_saved_tensor_may_not_either() -> None:
+    def forward(m: Net, x: torch.Tensor) -> torch.Tensor:
+        y = m.a(x).prod(1)
+        y.grad_fn._raw_saved_self.register_hooks(lambda t: t * 2, lambda t: t)
+        return y.sum()
+
+    with pytest.raises(CaptureError, match="hooks change what is saved for backward"):
+        capture(net(forward), (X,))
+
+
+def test_what_is_saved_may_be_written_where_hooks_keep_it() -> None:
+    def forward(m: Net, x: torch.Tensor) -> torch.Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            y = m.a(x).exp()
+            result = y[:, :3].prod(1).sum()
+            with torch.no_grad():
+                y[:, places].mul_(2.0)
+            return result
+
+    places = slice(3, 6)
+    capture(net(forward), (X,))
+    places = slice(2, 4)
+    with pytest.raises(CaptureError, match="hooks change what is saved for backward"):
+        capture(net(forward), (X,))
+
+
+CLOSE = (forward_mode, normed_again, averaged_again, offloaded, scaled_for_backward, determinants)
+"""Right but for the last bit."""
+
 # the caller's input, of which forward asks a gradient, gets one in eager alone
 TRAINED = [forward for forward in FORWARDS if forward is not asking_for_gradients]
 
 
-@pytest.mark.parametrize("forward", (scripted, *TRAINED, forward_mode, normed_again), ids=lambda f: f.__name__)
+@pytest.mark.parametrize("forward", (scripted, *TRAINED, *CLOSE), ids=lambda f: f.__name__)
 def test_programs_of_recorded_steps_train_as_eager_does(forward: Callable[[Net, torch.Tensor], torch.Tensor]) -> None:
     result = check(net(forward), {"a": 2}, (X,), steps=3, plans=2)
     assert result.equal, result
@@ -561,6 +653,56 @@ def test_a_call_without_backward_loses_no_gradients_of_forwards_own() -> None:
         parallel(X).backward()
 
 
+@pytest.mark.parametrize("inside", ["forward", "backward"])
+def test_grad_takes_no_gradient_of_a_backward_within(inside: str) -> None:
+    """In eager it goes to `.grad`, whoever asks for the others."""
+
+    class Again(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, z: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+            ctx.function = function
+            ctx.save_for_backward(z)
+            return function(z)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+            z = ctx.saved_tensors[0].detach().requires_grad_()
+            with torch.enable_grad():
+                ctx.function(z).backward(gradient)
+            return z.grad, None
+
+    def forward(m: Net, x: torch.Tensor) -> torch.Tensor:
+        y = m.a(x)
+        if inside == "forward":
+            m.b(y.detach()).square().mean().backward()
+        return m.c(Again.apply(y, m.b) if inside == "backward" else y).square().mean()
+
+    model = net(forward)
+    with one_rank():
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("a",))
+        parallel = autopar.parallelize(copy.deepcopy(model), mesh, (X,))
+        for module in (model, parallel):
+            module(X).backward()
+        for name, parameter in parallel.named_parameters():
+            expected = model.get_parameter(name).grad
+            assert (parameter.grad is None) == (expected is None), name
+            assert expected is None or torch.equal(parameter.grad.full_tensor(), expected), name  # type: ignore
+        with pytest.raises(ValueError, match=r"something else than \.grad takes the gradient of b\.weight"):
+            torch.autograd.grad(parallel(X), [*parallel.parameters()], allow_unused=True)
+
+
+def test_anomaly_detection_looks_at_gradients_of_a_parallel_module() -> None:
+    with one_rank():
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("a",))
+        parallel = autopar.parallelize(net(lambda m, x: m.c(m.a(x).tanh()).square().mean()), mesh, (X,))
+        with torch.autograd.set_detect_anomaly(True):
+            parallel(X).backward()
+            with torch.no_grad():
+                parallel.a.weight.fill_(torch.nan)
+            with pytest.raises(RuntimeError, match="returned nan values"):
+                parallel(X).backward()
+
+
 def test_hooks_of_gradients_see_one_call_at_a_time() -> None:
     """And stay when the module is captured again."""
 
@@ -591,8 +733,18 @@ def test_hooks_of_gradients_see_one_call_at_a_time() -> None:
         for name in ("weight", "bias"):
             found, expected = getattr(parallel.layer, name).grad, getattr(model.layer, name).grad
             assert torch.equal(found.full_tensor(), expected)
-        with pytest.raises(ValueError, match=r"a part of the gradient of layer\.weight comes from elsewhere"):
-            (parallel(X) + parallel.layer.weight.square().sum()).backward()
+        weight = parallel.layer.weight
+        penalties: tuple[Callable[[], Any], ...] = (
+            lambda: (parallel(X) + weight.square().sum()).backward(),
+            lambda: weight.square().sum().backward(),
+            lambda: torch.autograd.grad(parallel(X) + weight.square().sum(), weight),
+            lambda: torch.autograd.grad(weight.square().sum(), weight),
+        )
+        for penalty in penalties:
+            with pytest.raises(ValueError, match=r"a part of the gradient of layer\.weight comes from elsewhere"):
+                penalty()
+        (found,) = torch.autograd.grad(parallel(X), weight)
+        assert torch.equal(found.full_tensor(), torch.autograd.grad(model(X), model.layer.weight)[0])  # type: ignore
         for module in (model, parallel):
             module.zero_grad()
             module(X).backward()

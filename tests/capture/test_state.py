@@ -1084,8 +1084,7 @@ def test_a_hook_that_each_call_adds_is_refused() -> None:
             self.layer.weight.register_hook(lambda g: 2 * g)
             return h
 
-    message = refusal(Hooks())
-    assert "gradient layer.weight is another" in message and "from one call for the next" in message
+    assert "forward registers a hook on layer.weight in each call, and they pile up" in refusal(Hooks())
 
 
 def test_asking_for_inference_mode_is_refused_and_for_gradients_is_not(mesh: DeviceMesh) -> None:
@@ -1375,6 +1374,77 @@ CHANGES: dict[str, Callable[[int, Any], None]] = {
 @pytest.mark.parametrize("what", CHANGES)
 def test_what_is_changed_between_calls_is_what_runs(mesh: DeviceMesh, what: str) -> None:
     assert_equal(Knobs(), mesh, change=CHANGES[what])
+
+
+def noted() -> None:
+    """A function on which people note things."""
+
+
+def _tried() -> float:
+    try:
+        return float(Config.late)  # type: ignore[attr-defined]
+    except AttributeError:
+        return 1.0
+
+
+UNSET: dict[str, tuple[Any, Callable[[Any], float]]] = {
+    "of a function": (noted, lambda _: getattr(noted, "late", 1.0)),
+    "of a class": (Config, lambda _: getattr(Config, "late", 1.0)),
+    "of a class, by a name that is put together": (Config, lambda _: getattr(Config, "la" + "te", 1.0)),
+    "of a class, tried": (Config, lambda _: _tried()),
+    "of the module's class": (Base, lambda model: getattr(model, "late", 1.0)),
+    "of Python's module": (sys.modules[__name__], lambda _: getattr(sys.modules[__name__], "late", 1.0)),
+    "of the globals": (sys.modules[__name__], lambda _: globals().get("late", 1.0)),
+}
+
+
+@pytest.mark.parametrize("what", UNSET)
+def test_what_was_not_there_yet_is_read_once_it_is(
+    mesh: DeviceMesh, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holder, read = UNSET[what]
+
+    class Reading(Base):
+        def beside(self, h: torch.Tensor) -> torch.Tensor:
+            return h * read(self)
+
+    parallel = autopar.parallelize(Reading(), mesh, (batch(),))
+    before = parallel(batch())
+    monkeypatch.setattr(holder, "late", 2.0, raising=False)
+    torch.testing.assert_close(parallel(batch()), 4 * before)
+    monkeypatch.delattr(holder, "late")
+    assert torch.equal(parallel(batch()), before)
+
+
+def test_gradients_that_an_attribute_turns_off_are_none(mesh: DeviceMesh) -> None:
+    """A program that computes them serves such calls, and they get none of it."""
+
+    class Frozen(Base):
+        flows = True
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.last = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.set_grad_enabled(self.training and self.flows):
+                h = torch.tanh(self.layer(x))
+            return self.last(h).square().sum()
+
+    def train(model: Any) -> Iterator[list[torch.Tensor | None]]:
+        for flows in (True, False, True, False):
+            model.flows = flows
+            model.zero_grad()
+            model(batch()).backward()
+            yield [None if p.grad is None else _whole(p.grad) for p in model.parameters()]
+
+    for ours, theirs in zip(train(autopar.parallelize(Frozen(), mesh, (batch(),))), train(Frozen()), strict=True):
+        assert [g is None for g in ours] == [g is None for g in theirs]
+        torch.testing.assert_close([g for g in ours if g is not None], [g for g in theirs if g is not None])
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def test_what_is_set_on_the_model_itself_is_warned_of(mesh: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:

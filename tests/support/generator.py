@@ -476,13 +476,7 @@ def why_invalid(program: Program) -> str:
             return "rounding decides"
     if not program.is_plain and draws(program):
         return "it draws, and has a loop of its own"
-    if re.search(LOSSY, program.source) and re.search("[aA]ttention|Transformer", program.source):
-        return "what attention keeps, and loses, is each kernel's own"
     return ""
-
-
-LOSSY = r"saved_tensors_hooks\(lambda t: t\.(float|round|clone\(\), lambda t: t \*)"
-"""Hooks that change what is kept for backward."""
 
 
 def as_result(step: Step) -> StepResult:
