@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,10 +32,16 @@ def options_of(mode: str) -> dict[str, Any]:
 
 def fused(function: Callable[..., Sequence[torch.Tensor]], operands: Sequence[torch.Tensor], mode: str) -> Fused:
     """Kernels of a function, for operands of these shapes and strides (fake ones of one mode). What was compiled before
-    comes from Inductor's folder on disk.
+    comes from Inductor's folder on disk. What torch warns itself of is not said.
 
     Raises whatever Inductor raises where it cannot compile.
     """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _fused(function, operands, mode)
+
+
+def _fused(function: Callable[..., Sequence[torch.Tensor]], operands: Sequence[torch.Tensor], mode: str) -> Fused:
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table

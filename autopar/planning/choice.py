@@ -180,7 +180,7 @@ class Choice:
         priced.sort(key=lambda item: item[0])
         for (seconds, name, other), stage in zip(priced, request.stage.parts(len(priced)), strict=True):
             least = min((one.seconds for one in found), default=math.inf)
-            bound = least_seconds(self.space, other.assignment)
+            bound = 0.0 if self.steps.memory.fuses else least_seconds(self.space, other.assignment)
             if any(other.assignment == one.solved.assignment for one in found):
                 continue
             if bound >= least or seconds > self.effort.rival * least:

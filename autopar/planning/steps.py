@@ -166,8 +166,9 @@ class Steps:
 
     @cached_property
     def least_seconds(self) -> float:
-        """Seconds that no step undercuts, or 0 where prices are measured or other packages have lowerings."""
-        is_known = self.costs is None and not LOWERINGS.added
+        """Seconds that no step undercuts, or 0 where nobody knows: prices are measured, other packages have lowerings,
+        or a compiler fuses operators."""
+        is_known = self.costs is None and not LOWERINGS.added and not self.memory.fuses
         return least_step_seconds(self.space, self.effort) if is_known else 0.0
 
     def _correction(self, assignment: Assignment, bucket_bytes: int) -> float:
