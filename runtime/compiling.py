@@ -13,9 +13,9 @@ import pickle
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -25,9 +25,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.compat import inductor
+from autopar.compat.distributed import patient
 from autopar.report.telling import Ticker
 
 from .agree import exchange
+from .execute import process_groups
 from .stretches import Kernels, Unit
 
 FEW = 3
@@ -37,7 +39,7 @@ FEW = 3
 @dataclass(eq=False)
 class Inductor:
     """The compiler of a module's programs (`stretches.Compiler`), in a mode of `torch.compile`. With a `mesh`, one rank
-    of each machine compiles what no folder has, and the others wait for it."""
+    of each machine compiles what no folder has, and the others wait for it, where all ask `together`."""
 
     mode: str = "default"
     mesh: DeviceMesh | None = None
@@ -56,53 +58,61 @@ class Inductor:
     def kernels(self, unit: Unit) -> Kernels | None:
         return self.compiled[unit.key]
 
-    def prepare(self, units: Iterable[tuple[str, Unit]]) -> None:
+    def prepare(self, units: Iterable[tuple[str, Unit]], *, together: bool) -> None:
         named = {unit.key: (words, unit) for words, unit in units if unit.key not in self.compiled}
-        if not named:
+        mesh = self.mesh if together else None
+        if not named and mesh is None:
             return
-        first, total = self._is_first(), len(named)
-        what = f"autopar: compiling {total} stretches"
-        with Ticker(what, enabled=first, foresees=True) as ticker:
-
-            def told(done: int) -> None:
-                ticker.tell(what, done / total)
-
+        what, total = f"autopar: compiling {len(named)} stretches", len(named)
+        with Ticker(what, enabled=self._is_first(), foresees=True) as ticker:
             wanted = {key: unit for key, (_, unit) in named.items()}
-            if self.mesh is None or self._compiles(wanted):
-                _filled([*wanted.values()], self.mode, self.processes, told)
-            if self.mesh is not None:
-                exchange(None, self.mesh)
-            for number, (words, unit) in enumerate(named.values()):
-                ticker.tell(f"autopar: loading {total} stretches", number / total)
-                self._load(words, unit, first)
+            is_first = mesh is None or self._is_first_here(wanted, mesh)
+            if is_first:
+                processes = self.processes if together or self.mesh is None else 0
+                _filled([*wanted.values()], self.mode, processes, lambda done: ticker.tell(what, done / total))
+                self._load(named, ticker)
+            if mesh is not None:
+                _wait_for_all(mesh)
+            if not is_first:
+                self._load(named, ticker)
 
-    def _load(self, words: str, unit: Unit, warns: bool) -> None:
-        try:
-            self.compiled[unit.key] = Kernels(unit, _compiled(unit, self.mode, self.fake_mode, self.fuse))
-        except Exception as error:  # of any class: of a compiler, of a C++ compiler, of Triton
-            self.compiled[unit.key] = None
-            self.failed[unit.key] = _first_line(error)
-            if warns:
-                warnings.warn(
-                    f"a stretch of {words} runs uncompiled, since it does not compile: {_first_line(error)}",
-                    stacklevel=2,
-                )
+    def _load(self, named: Mapping[str, tuple[str, Unit]], ticker: Ticker) -> None:
+        for number, (words, unit) in enumerate(named.values()):
+            ticker.tell(f"autopar: loading {len(named)} stretches", number / len(named))
+            try:
+                self.compiled[unit.key] = Kernels(unit, _compiled(unit, self.mode, self.fake_mode, self.fuse))
+            except Exception as error:  # of any class: of a compiler, of a C++ compiler, of Triton
+                self.compiled[unit.key] = None
+                self.failed[unit.key] = _first_line(error)
+                if self._is_first():
+                    warnings.warn(
+                        f"a stretch of {words} runs uncompiled, since it does not compile: {_first_line(error)}",
+                        stacklevel=2,
+                    )
 
     def _is_first(self) -> bool:
         return self.mesh is None or not any(self.mesh.get_coordinate() or (1,))
 
-    def _compiles(self, wanted: dict[str, Unit]) -> bool:
-        """Whether this is the mesh's first rank on its machine; adds what other ranks there want. All ranks call it at
-        once."""
-        assert self.mesh is not None
+    @staticmethod
+    def _is_first_here(wanted: dict[str, Unit], mesh: DeviceMesh) -> bool:
+        """Whether this is the mesh's first rank on its machine; adds what other ranks there want, where they want other
+        units. All ranks call it at once."""
         here = (os.uname().nodename, str(inductor.folder()))
         own = [replace(unit) for unit in wanted.values() if unit.differs_by_rank]
-        neighbours = [
-            (pid, units) for *place, pid, units in exchange((*here, os.getpid(), own), self.mesh) if (*place,) == here
-        ]
+        everyone = exchange((here, os.getpid(), own), mesh)
+        neighbours = [(pid, units) for place, pid, units in everyone if place == here]
         for _, units in neighbours:
             wanted.update((unit.key, unit) for unit in units)
         return neighbours[0][0] == os.getpid()
+
+
+def _wait_for_all(mesh: DeviceMesh) -> None:
+    """Compiling takes longer than a step, for which a group's timeout may be meant."""
+    with ExitStack() as stack:
+        for group in process_groups(mesh):
+            if group is not None:
+                stack.enter_context(patient(group, torch.device(mesh.device_type)))
+        exchange(None, mesh)
 
 
 def _first_line(error: Exception) -> str:

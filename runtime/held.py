@@ -89,7 +89,7 @@ class State:
         self.nothing = torch.empty(0, device=self.device)
         self.groups = process_groups(mesh)
         self.compiler = compiler
-        self.executable = self.compiled(program)
+        self.executable = self.compiled(program, together=True)
         self.inputs = tuple(i for i in program.inputs if i.role not in ("tangent", "seed"))
         nodes = program.nodes
         self.read = {*(name for node in nodes for name in node.inputs), *(o.name for o in program.outputs)}
@@ -165,8 +165,11 @@ class State:
         parts = accumulation(self.program)
         return Parts(parts, *map(self.compiled, (parts.micro, parts.last, parts.rest)))
 
-    def compiled(self, program: Program) -> Executable:
-        writer = ObservedSource if self.compiler is None else partial(CompiledSource, compiler=self.compiler)
+    def compiled(self, program: Program, *, together: bool = False) -> Executable:
+        """A program as this rank runs it; `together`: all ranks ask for it at once."""
+        writer: Callable[..., ObservedSource] = ObservedSource
+        if self.compiler is not None:
+            writer = partial(CompiledSource, compiler=self.compiler, together=together)
         return compile(program, self.groups, device=self.device, around=located, writer=writer)
 
     @property

@@ -142,7 +142,7 @@ def _run_compiled(
         operands = [values[name] for name in stretch.inputs]
         device = operands[0].device if operands else torch.device("cpu")
         unit = unit_of(stretch, memory, program, coordinate, device)
-        compiler.prepare([(stretch.module, unit)])
+        compiler.prepare([(stretch.module, unit)], together=False)
         kernels = compiler.kernels(unit)
         results = unit(*operands) if kernels is None else kernels(operands)
         values.update(zip(stretch.outputs, results, strict=True))

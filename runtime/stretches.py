@@ -163,8 +163,8 @@ def compiled_halves(program: Program) -> Iterator[list[Node | Stretch]]:
 class Compiler(Protocol):
     """Compiles units."""
 
-    def prepare(self, units: Iterable[tuple[str, Unit]]) -> None:
-        """Compile units, each with words for it."""
+    def prepare(self, units: Iterable[tuple[str, Unit]], *, together: bool) -> None:
+        """Compile units, each with words for it; `together`: all ranks ask for the units of one program at once."""
 
     def kernels(self, unit: Unit) -> Kernels | None:
         """None for one that does not compile."""
@@ -184,9 +184,9 @@ STRETCH = "autopar.stretch"
 class CompiledSource(ObservedSource):
     """The source with stretches compiled."""
 
-    def __init__(self, *given: Any, compiler: Compiler) -> None:
+    def __init__(self, *given: Any, compiler: Compiler, together: bool = False) -> None:
         super().__init__(*given)
-        self.compiler = compiler
+        self.compiler, self.together = compiler, together
         self.halves: dict[str, _Half] = {}
         self.stretches: dict[str, Stretch] = {}
         """By the name of the function in the source."""
@@ -212,7 +212,7 @@ class CompiledSource(ObservedSource):
                     unit = unit_of(item, memory, program, self.coordinate, device)
                     found.append((f"{len(item.nodes)} operators of {item.module or 'no module'}", unit))
                 half.items.append((item, unit))
-        self.compiler.prepare(found)
+        self.compiler.prepare(found, together=self.together)
 
     def function(
         self, name: str, arguments: list[str], instructions: tuple[Node, ...], results: Iterable[str | None], first: int

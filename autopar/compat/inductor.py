@@ -43,7 +43,7 @@ def fused(function: Callable[..., Sequence[torch.Tensor]], operands: Sequence[to
 
 def _fused(function: Callable[..., Sequence[torch.Tensor]], operands: Sequence[torch.Tensor], mode: str) -> Fused:
     from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.compile_fx import _recursive_joint_graph_passes, compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -51,6 +51,7 @@ def _fused(function: Callable[..., Sequence[torch.Tensor]], operands: Sequence[t
     with torch.no_grad(), fake_mode:
         traced = make_fx(function, decomposition_table=select_decomp_table())(*operands)
     with torch.no_grad(), config.patch(options_of(mode)), _traced_by(fake_mode):
+        traced = _recursive_joint_graph_passes(traced) or traced
         compiled: Any = compile_fx_inner(traced, list(operands), is_inference=True, cudagraphs=None)
     return compiled.current_callable  # type: ignore[no-any-return]
 

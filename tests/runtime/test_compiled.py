@@ -329,7 +329,7 @@ def test_processes_fill_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         )
         wanted += units(program)
     compiler = Inductor(processes=2)
-    compiler.prepare([("a test", unit) for unit in wanted])
+    compiler.prepare([("a test", unit) for unit in wanted], together=True)
     assert len(compiler.compiled) == 2 and not compiler.failed
     assert len([*(tmp_path / "autopar").iterdir()]) == 2
     x = torch.randn(4)

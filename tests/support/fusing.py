@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._inductor import lowering as lowering  # of which decompositions ask
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar.compat.inductor import Fused, fakes
@@ -28,7 +29,6 @@ def plain(function: Callable[..., Sequence[torch.Tensor]], operands: Sequence[to
 
 def traced(function: Callable[..., Sequence[torch.Tensor]], operands: Sequence[torch.Tensor], mode: str) -> Fused:
     """The operators that Inductor gets, after its decompositions."""
-    import torch._inductor.lowering  # of which decompositions ask
     from torch._inductor.decomposition import select_decomp_table
 
     with operands[0].fake_mode if operands else fakes():  # type: ignore[attr-defined]
