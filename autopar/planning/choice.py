@@ -248,7 +248,7 @@ class Choice:
                 anew = [(part, None, False), (part, None, True)]
                 ways += anew if limit is None else [(0.0, shortest.solved, False)]
             for at, start, fast_first in ways:
-                near = None if self.effort.is_over else self._near(at, start, request, fast_first=fast_first)
+                near = None if self.effort.is_over else self._near(at, start, request, part, fast_first=fast_first)
                 if near is None or any(near.assignment == one.solved.assignment for one in found):
                     continue
                 found.append(self._estimated(AGAIN, near, limit, shortest.seconds))
@@ -259,13 +259,16 @@ class Choice:
                 break
         return found
 
-    def _near(self, part: float, start: Solved | None, request: Request, *, fast_first: bool) -> Solved | None:
+    def _near(
+        self, part: float, start: Solved | None, request: Request, hidden: float, *, fast_first: bool
+    ) -> Solved | None:
         """What a descent from another solution (None: from all replicated) finds if so much of the traffic in buckets
-        is hidden; None if nothing of it keeps the limit."""
+        is hidden; None if nothing of it keeps the limit, or it pays not where a part of `hidden` is."""
         share = self.effort.hidden_share if request.bytes_limit is None else self.effort.limited_preset
         search = self.searches.search(request, self.searches.hiding(part), share)
         try:
-            return self.flow.timed("others", search.near, start, fast_first=fast_first)
+            weighed = self.searches.hiding(hidden)
+            return self.flow.timed("others", search.near, start, weighed, fast_first=fast_first)
         except Infeasible as error:
             logger.info("no plan at a part of %.2f hidden: %s", part, error)
             return None
@@ -279,7 +282,8 @@ class Choice:
         sure, assignment = 1 - self.effort.unsure, solved.assignment
         seconds, exposed = self.flow.timed("steps", self.steps.estimated_seconds, assignment, limit)
         # what is written in parts saves no more than what is exposed
-        if (seconds - exposed) * sure <= least and seconds * (1 - self.effort.unsplit) <= least:
+        may_gain = (seconds - exposed) * sure <= least and seconds * (1 - self.effort.unsplit) <= least
+        if may_gain and self.steps.writer.is_split(assignment):
             seconds, _ = self.flow.timed("steps", self.steps.estimated_seconds, assignment, limit, split=True)
         logger.info("%s: a step of about %.3f ms", name, seconds * 1e3)
         self.stage.found(seconds)

@@ -22,6 +22,9 @@ from .progress import WHOLE, Stage
 from .shortfall import DoesNotFit
 from .solving import Solved
 
+PRICE_DIGITS = 9
+"""Of a price of memory that a pool gives: prices that differ by rounding lead to the same solves."""
+
 BytesOf = Callable[[Assignment], float]
 
 
@@ -68,6 +71,14 @@ class Limit:
     def best(self, *, sure: bool) -> Solved:
         """The best that keeps the limit, by estimated peaks; `sure` estimates them better."""
         return self._within_limit(sure=sure) if self._is_over(self.cheapest) else self.cheapest
+
+    def first(self) -> Solved | None:
+        """What a first mixture of the options of the cheapest plan comes to, if any is within the limit: that leaves
+        for the sum of bytes what the excess of the cheapest plan does."""
+        if not self._is_over(self.cheapest):
+            return self.cheapest
+        pool = _Pool(self.descent, self.cheapest, self.allowed)
+        return pool.solved(self.aim - self._excess(self.cheapest), self.descent.purse(self.effort.limit))
 
     def confirmed(self, best: Solved) -> Solved:
         """`best` if its exact peak keeps the limit, or the best whose exact peak does. If a peak is over, the next
@@ -131,7 +142,7 @@ class Limit:
                 if self._is_spent(purse):  # what needs the least memory is looked for in any case
                     price, purse = self._most, self.descent.purse(self.effort.descents)
             else:
-                price, fits = solved.price, True
+                price, fits = pool.price, True
             if solved is not None and (self.quick or self._is_spent(purse)):
                 if not corrected:
                     excess = self._corrected(solved, sure=sure)
@@ -297,7 +308,7 @@ class _Pool:
                 continue
             except Infeasible:
                 return None
-            self.price = solved.price
+            self.price = float(f"{solved.price:.{PRICE_DIGITS}g}")
             return solved
         raise AssertionError("one solution is not too wide")
 

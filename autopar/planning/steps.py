@@ -34,9 +34,6 @@ _SECONDS = ("seconds", "exposed_seconds")
 HIDDEN_DIGITS = 2
 """Of the part that is hidden: a finer one would be another space with tables of its own."""
 
-KEPT_ROUGHLY = 3
-"""Copies of each run in a rough estimate: one in the middle, between two like it."""
-
 
 @dataclass(eq=False)
 class Steps:
@@ -96,13 +93,12 @@ class Steps:
         self, assignment: Assignment, limit: float | None, buckets: Sequence[int], *, rough: bool = False
     ) -> Iterator[float]:
         """Peaks with smaller and smaller buckets, as `_peaks`; none if a program of fewer copies cannot be had."""
-        kept = KEPT_ROUGHLY if rough else KEPT
         if self.space.micro_batches > 1:
             return  # what waits to be reduced is of all copies
-        if (short := shortened(self.writer.space, assignment, kept)) is None:
+        if (short := shortened(self.writer.space, assignment)) is None:
             return
         for size in buckets:
-            bucketed = (self.writer.rough if rough else self.writer.unsplit)(assignment, size, kept)
+            bucketed = (self.writer.rough if rough else self.writer.unsplit)(assignment, size, KEPT)
             during = moments(bucketed, self.space.optimizer, self.kind_of_device, self.memory)
             peak_bytes = short.most(during, bucketed, self.space.optimizer)
             yield peak_bytes

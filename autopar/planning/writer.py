@@ -68,24 +68,38 @@ class Writer:
     def _made(self, assignment: Assignment, bucket_bytes: int, copies: int = 0) -> Made:
         if copies and shortened(self.space, assignment, copies) is None:
             copies = 0
+        if bucket_bytes < LIMIT_BYTES or not (taken := self._quickest(assignment)):
+            return self._unsplit(assignment, bucket_bytes, copies)
 
         def lowered() -> Made:
-            made = self._joined(assignment, bucket_bytes, copies)
-            if bucket_bytes >= LIMIT_BYTES:
-                made = self._lowered(self._quickest(assignment), made)
-            return self._finished(made, bucket_bytes)
+            return self._finished(self._lowered(taken, self._joined(assignment, bucket_bytes, copies)), bucket_bytes)
 
         return self._kept(assignment, (copies, "lowered", bucket_bytes, tuple(LOWERINGS.values())), lowered)
 
     def unsplit(self, assignment: Assignment, bucket_bytes: int, copies: int) -> Program:
         """As `written`, but with collectives unsplit."""
-        return self._finished(self._joined(assignment, bucket_bytes, copies), bucket_bytes)[0]
+        return self._unsplit(assignment, bucket_bytes, copies)[0]
+
+    def _unsplit(self, assignment: Assignment, bucket_bytes: int, copies: int) -> Made:
+        rows = (*lowerings("first"), *lowerings("last"))
+        return self._kept(
+            assignment,
+            (copies, "unsplit", bucket_bytes, rows),
+            lambda: self._finished(self._joined(assignment, bucket_bytes, copies), bucket_bytes),
+        )
+
+    def is_split(self, assignment: Assignment) -> bool:
+        """Whether `written` writes collectives in parts."""
+        return bool(self._quickest(assignment))
 
     def rough(self, assignment: Assignment, bucket_bytes: int, copies: int) -> Program:
         """As `unsplit`, but gathers are no further ahead of their readers than they must be."""
-        target = replace(self._target(bucket_bytes), trials=False)
-        made = self._after(lowerings("first"), self._plain(assignment, copies), target)[0]
-        return self._finished(made, bucket_bytes)[0]
+        rows, target = lowerings("first"), replace(self._target(bucket_bytes), trials=False)
+
+        def joined() -> Made:
+            return self._finished(self._after(rows, self._plain(assignment, copies), target)[0], bucket_bytes)
+
+        return self._kept(assignment, (copies, "rough", bucket_bytes, (*rows, *lowerings("last"))), joined)[0]
 
     def segment_program(self, assignment: Assignment, bucket_bytes: int) -> Program:
         """The program that measures an assignment: few copies of each of its segments."""
@@ -118,6 +132,11 @@ class Writer:
         (all) for an assignment without that many equal copies."""
         return LOOKED_AT if shortened(self.space, assignment, LOOKED_AT) is not None else 0
 
+    def _written_for(self, assignment: Assignment, copies: int) -> Assignment:
+        """What a program of so many copies is written for: assignments whose runs differ in length alone share it."""
+        short = shortened(self.space, assignment, copies) if copies else None
+        return assignment if short is None else short.assignment
+
     def _target(self, bucket_bytes: int) -> Target:
         redistributor = self.space.redistributor
         return Target(
@@ -138,7 +157,7 @@ class Writer:
             self._kept(assignment, (few, "joined", bucket_bytes, rows), lambda: made)
             return tuple((row, replace(adopted, given=made[0], program=None)) for row, adopted in taken)
 
-        return self._latest("first", (bucket_bytes, rows, assignment), adopted)
+        return self._latest("first", (bucket_bytes, rows, self._written_for(assignment, LOOKED_AT)), adopted)
 
     def _quickest(self, assignment: Assignment) -> Taken:
         """The combination of lowerings, in their order, with the shortest step; each member shortens it alone."""
@@ -157,7 +176,7 @@ class Writer:
             del ways[()]
             return min(ways.values(), key=lambda way: target.seconds(way[0][0]), default=(made, ()))[1]
 
-        return self._latest("where quicker", (rows, assignment), quickest)
+        return self._latest("where quicker", (rows, self._written_for(assignment, LOOKED_AT)), quickest)
 
     def _after(self, rows: Sequence[Lowering], made: Made, target: Target) -> tuple[Made, Taken]:
         """The program after those lowerings that are adopted, one after the other, and these lowerings."""
@@ -183,7 +202,7 @@ class Writer:
 
     def _kept(self, assignment: Assignment, form: Form, write: Callable[[], Made]) -> Made:
         """The cached program of an assignment, or a new one."""
-        made = _remembered(self.programs, (form, assignment), write)
+        made = _remembered(self.programs, (form, self._written_for(assignment, form[0])), write)
         lengths = accumulate(len(p.forward) + len(p.backward) for _, (p, _) in self.programs)
         del self.programs[max(2, sum(length <= LATEST_INSTRUCTIONS for length in lengths)) :]
         return made
