@@ -80,7 +80,7 @@ class Choice:
         solves presets while this one searches."""
         search, self.stage = self.searches.search(request), request.stage
         self.cheapest = cheapest = self.flow.timed("search", search.explore, bounded=False, known=self.cheapest)
-        if self.steps.peaks_of(None).rough(cheapest.assignment) > below * (1 + self.effort.limit_unsure):
+        if self.steps.peaks_of(None).rough(cheapest.assignment) > below:
             return None
         self.known, limit = {}, request.bytes_limit
         with forked(lambda: self._of_presets(request), worthwhile=search.is_large, until=self.effort.until) as find:
@@ -282,8 +282,7 @@ class Choice:
         sure, assignment = 1 - self.effort.unsure, solved.assignment
         seconds, exposed = self.flow.timed("steps", self.steps.estimated_seconds, assignment, limit)
         # what is written in parts saves no more than what is exposed
-        may_gain = (seconds - exposed) * sure <= least and seconds * (1 - self.effort.unsplit) <= least
-        if may_gain and self.steps.writer.is_split(assignment):
+        if (seconds - exposed) * sure <= least and self.steps.writer.is_split(assignment):
             seconds, _ = self.flow.timed("steps", self.steps.estimated_seconds, assignment, limit, split=True)
         logger.info("%s: a step of about %.3f ms", name, seconds * 1e3)
         self.stage.found(seconds)
@@ -291,11 +290,11 @@ class Choice:
         return Estimated(name=name, solved=solved, seconds=seconds, search=search)
 
     def _best_of(self, candidates: list[Estimated], request: Request, error: Infeasible | None) -> Plan:
-        """The plan with the shortest step. How far the estimate of the first was off says how far others may be. Raises
-        the `error`, or what else the search's own plan raises, if none fits."""
-        limit, best, doubt = request.bytes_limit, None, self.effort.unsure
+        """The plan with the shortest step: of candidates that are estimated to be longer no whole program is written.
+        Raises the `error`, or what else the search's own plan raises, if none fits."""
+        limit, best = request.bytes_limit, None
         for one, _ in zip(candidates, request.stage.writing.parts(len(candidates)), strict=True):
-            if best is not None and (self.effort.is_over or one.seconds * (1 - doubt) > best.seconds):
+            if best is not None and (self.effort.is_over or one.seconds >= best.seconds):
                 break
             try:
                 solved = self.flow.timed("search", self._confirmed, one.search) if one.search else one.solved
@@ -304,9 +303,6 @@ class Choice:
                 continue
             plan = self.flow.timed("describe", self.describe, self.searches.found(solved), request)
             self._tell(one.name, plan.seconds, "simulated", plan.bytes)
-            if solved.assignment == one.solved.assignment and plan.seconds:
-                wrong = abs(one.seconds / plan.seconds - 1)
-                doubt = min(doubt, max(self.effort.least_doubt, self.effort.doubt_rise * wrong))
             logger.info("%s: a step of %.3f ms, %d bytes", one.name, plan.seconds * 1e3, plan.bytes)
             if one.search is None and limit is not None and plan.bytes > limit:
                 continue

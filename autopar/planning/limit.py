@@ -87,8 +87,7 @@ class Limit:
             if (true := self._true_peak(best)) <= self.bytes_limit:
                 return best
             self.log(f"estimated peak {self._peak(best):.0f} bytes, exact peak {true:.0f}")
-            nearer = min(self.aim, self.bytes_limit - (true - self._peak(best)))
-            self.aim = nearer - max(true - self.bytes_limit, self.effort.limit_margin * self.bytes_limit)
+            self.aim = min(self.aim, self.bytes_limit - (true - self._peak(best))) - (true - self.bytes_limit)
             if left:
                 best = self.best(sure=True)
         if self.peaks is not None:
@@ -126,8 +125,7 @@ class Limit:
 
         Where nothing in the pool fits, prices rise until something does.
         """
-        cheapest = self.cheapest
-        excess, bound = self._excess(cheapest), cheapest.lower_bound
+        excess, bound = self._excess(self.cheapest), self.cheapest.lower_bound
         price, fits, corrected = 0.0, False, False
         while True:
             self.stage.part(0.0, 0.5).tell(purse.spent)
@@ -138,7 +136,8 @@ class Limit:
             if solved is None:
                 if price >= self._most:
                     break
-                price = min(self._most, max(self.effort.price_first * _unit(cheapest), self.effort.price_rise * price))
+                first = self.effort.price_first * _unit(self.cheapest)
+                price = min(self._most, max(first, self.effort.price_rise * price))
                 if self._is_spent(purse):  # what needs the least memory is looked for in any case
                     price, purse = self._most, self.descent.purse(self.effort.descents)
             else:
@@ -156,7 +155,7 @@ class Limit:
                 excess = self._excess(further)
                 continue
             least = min(_weighed(solved, price), solved.lower_bound + price * row)
-            is_done = not is_new or _weighed(further, price) >= least * (1 - self.effort.pool_gain)
+            is_done = not is_new or _weighed(further, price) >= least * (1 - self.effort.gain)
             if is_done and (corrected or self.peaks is None):
                 break
             if not corrected and self.peaks is not None:
