@@ -122,6 +122,10 @@ class Choice:
             return search.within(None)
         try:
             return search.within(self.steps.peaks_of(limit, BUCKETS[:1]))
+        except DoesNotFit as error:
+            if error.smallest_bytes > limit + self.effort.buckets_in_flight * BUCKETS[0]:
+                raise
+            return self._with_smaller_buckets(search, error)
         except Infeasible as error:
             return self._with_smaller_buckets(search, error)
 
@@ -145,7 +149,8 @@ class Choice:
     def _least(self, error: DoesNotFit, limit: float) -> DoesNotFit:
         """The error where nothing fits, of the preset's plan that needs the least, if it needs less."""
         peaks = self.steps.peaks_of(limit)
-        smallest = min((one.assignment for _, one in self.presets or ()), key=peaks.estimate, default=None)
+        may = [one for name, one in self.presets or () if self._resting_bytes(name) < error.smallest_bytes]
+        smallest = min((one.assignment for one in may), key=peaks.rough, default=None)
         if smallest is not None and (needed := peaks.exact(smallest)) < error.smallest_bytes:
             error.smallest_bytes, error.smallest = needed, smallest
         return error
@@ -187,7 +192,7 @@ class Choice:
                 self._tell(name, bound, "at least")
                 continue
             if limit is not None:
-                if not own and self._is_far(other, limit):
+                if not own and (self._resting_bytes(name) > limit or self._is_far(other, limit)):
                     continue
                 within = self._preset_within(name, other, replace(request, stage=stage), least)
                 if within is None:
@@ -206,6 +211,10 @@ class Choice:
         ratio = shortest.seconds / account(space, assignment).seconds
         return lambda assignment: ratio * account(space, assignment).seconds
 
+    def _resting_bytes(self, name: str) -> float:
+        """Bytes that no plan of a preset goes below."""
+        return resting_bytes(self.space, self.searches.preset(name))
+
     def _is_far(self, other: Solved, limit: float) -> bool:
         """Whether a rival needs so much more than the limit that it keeps none where the search does not."""
         return self.steps.peaks_of(limit).estimate(other.assignment) > limit * (1 + self.effort.limit_near)
@@ -214,7 +223,7 @@ class Choice:
         """The best of a preset under the limit, if there is one and its step may be shorter than `least` seconds, which
         its best without a limit says."""
         limit, allowed = request.bytes_limit, self.searches.preset(name)
-        if limit is not None and (needed := resting_bytes(self.space, allowed)) > limit:
+        if limit is not None and (needed := self._resting_bytes(name)) > limit:
             logger.info("%s: no less than %.0f bytes", name, needed)
             return None
         seconds, _ = self.flow.timed("steps", self.steps.estimated_seconds, free.assignment, None)

@@ -24,7 +24,7 @@ from .account import optimizer_seconds
 from .bound import least_step_seconds
 from .limit import Peaks
 from .micro import StepRun
-from .writer import Writer
+from .writer import LOOKED_AT, Writer
 
 BUCKETS = (LIMIT_BYTES, LIMIT_BYTES // 8, LIMIT_BYTES // 64, LIMIT_BYTES // 512)
 """Bytes of a bucket; a plan takes the largest that keep the memory limit."""
@@ -144,7 +144,7 @@ class Steps:
     def hidden_part(self, assignment: Assignment) -> float:
         """The part of what travels in buckets that passes while a rank computes, by the timeline of few copies of an
         assignment: of the seconds of all collectives that are not exchanges."""
-        copies = KEPT if shortened(self.writer.space, assignment) is not None else 0
+        copies = LOOKED_AT if shortened(self.writer.space, assignment, LOOKED_AT) is not None else 0
         total = hidden = 0.0
         for of_few, _, times in self.run.timelines(self.writer.unsplit(assignment, BUCKETS[0], copies)):
             for row in of_few.communication:

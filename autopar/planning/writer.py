@@ -11,13 +11,17 @@ from autopar.cost.streams import TimelineCache
 from autopar.ir.program import Program
 from autopar.passes.flow import CODEGEN, LOWERINGS, Flow, lowerings
 from autopar.passes.lower.lowering import LIMIT_BYTES, Adopted, Lowering, Target, When
-from autopar.passes.lower.shorten import KEPT as LOOKED_AT
+from autopar.passes.lower.shorten import KEPT as ESTIMATED_ON
 from autopar.passes.lower.shorten import shortened
 from autopar.passes.space.problem import Assignment
 from autopar.passes.space.space import Space
 
 KEPT = 2
 """Copies of a layer in a segment program: one that follows the head, one that precedes the tail."""
+
+LOOKED_AT = 5
+"""Copies of each run in the program on which parts are chosen, and what hides is seen: with fewer, what is in no layer
+weighs more. With three, the step of 8 layers of Llama within 6 GB is 0.8% longer."""
 
 LATEST_INSTRUCTIONS = 400_000
 """The most instructions of all cached programs."""
@@ -127,10 +131,10 @@ class Writer:
         """With the lowerings that come last."""
         return self._after(lowerings("last"), made, self._target(bucket_bytes))[0]
 
-    def _few(self, assignment: Assignment) -> int:
-        """How many copies to choose lowerings on, so that the choice costs the same at any depth: `LOOKED_AT`, or 0
-        (all) for an assignment without that many equal copies."""
-        return LOOKED_AT if shortened(self.space, assignment, LOOKED_AT) is not None else 0
+    def _few(self, assignment: Assignment, copies: int) -> int:
+        """How many copies to choose lowerings on, so that the choice costs the same at any depth: so many, or 0 (all)
+        for an assignment without that many equal copies."""
+        return copies if shortened(self.space, assignment, copies) is not None else 0
 
     def _written_for(self, assignment: Assignment, copies: int) -> Assignment:
         """What a program of so many copies is written for: assignments whose runs differ in length alone share it."""
@@ -152,19 +156,20 @@ class Writer:
         rows = lowerings("first")
 
         def adopted() -> Taken:
-            few = self._few(assignment)
+            few = self._few(assignment, ESTIMATED_ON)
             made, taken = self._after(rows, self._plain(assignment, few), self._target(bucket_bytes))
             self._kept(assignment, (few, "joined", bucket_bytes, rows), lambda: made)
             return tuple((row, replace(adopted, given=made[0], program=None)) for row, adopted in taken)
 
-        return self._latest("first", (bucket_bytes, rows, self._written_for(assignment, LOOKED_AT)), adopted)
+        return self._latest("first", (bucket_bytes, rows, self._written_for(assignment, ESTIMATED_ON)), adopted)
 
     def _quickest(self, assignment: Assignment) -> Taken:
         """The combination of lowerings, in their order, with the shortest step; each member shortens it alone."""
         rows = lowerings("where quicker")
 
         def quickest() -> Taken:
-            made, target = self._joined(assignment, LIMIT_BYTES, self._few(assignment)), self._target(LIMIT_BYTES)
+            few, target = self._few(assignment, LOOKED_AT), self._target(LIMIT_BYTES)
+            made = self._joined(assignment, LIMIT_BYTES, few)
             ways: dict[tuple[Lowering, ...], tuple[Made, Taken]] = {(): (made, ())}
             for number in range(1, len(rows) + 1):
                 for way in combinations(rows, number):

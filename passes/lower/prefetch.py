@@ -1,8 +1,8 @@
 """Prefetch: how far ahead of their readers the gathers of parameters start (Par4D IV-C).
 
 `bucket.py` starts a gather as early as a bound on the bytes in flight allows, and one gather ahead in any case.
-A larger bound hides more and keeps more in memory. This pass raises the bound as long as the simulated step gets
-shorter. (What backward gathers again, or keeps, is an option of each parameter in the
+A larger bound hides more and keeps more in memory. This pass tries bounds and takes the smallest one with which the
+simulated step is as short as with any. (What backward gathers again, or keeps, is an option of each parameter in the
 plan: Par4D IV-D.)
 """
 
@@ -32,7 +32,7 @@ def prefetch(program: Program, target: Target) -> Adopted:
 
 
 def _furthest(program: Program, target: Target) -> tuple[int, Program]:
-    """The smallest bound with which the step is as short as with the next one, and the program with it."""
+    """The smallest bound with which the step is as short as with any, and the program with it."""
     bound = AHEAD_BYTES[0]
     best = rewritten(program, _ahead(target, bound), target)
     of_parameters = _gathers(best)
@@ -45,9 +45,8 @@ def _furthest(program: Program, target: Target) -> tuple[int, Program]:
             break
         more = rewritten(program, _ahead(target, ahead), target)
         now = timeline(more, target.cluster, target.cache)
-        if now.seconds >= step.seconds * (1 - SHORTER):
-            break
-        bound, best, step, of_parameters = ahead, more, now, _gathers(more)
+        if now.seconds < step.seconds * (1 - SHORTER):
+            bound, best, step, of_parameters = ahead, more, now, _gathers(more)
     return bound, best
 
 
