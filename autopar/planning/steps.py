@@ -93,12 +93,13 @@ class Steps:
         self, assignment: Assignment, limit: float | None, buckets: Sequence[int], *, rough: bool = False
     ) -> Iterator[float]:
         """Peaks with smaller and smaller buckets, as `_peaks`; none if a program of fewer copies cannot be had."""
+        kept = KEPT if rough else LOOKED_AT
         if self.space.micro_batches > 1:
             return  # what waits to be reduced is of all copies
-        if (short := shortened(self.writer.space, assignment)) is None:
+        if (short := shortened(self.writer.space, assignment, kept)) is None:
             return
         for size in buckets:
-            bucketed = (self.writer.rough if rough else self.writer.unsplit)(assignment, size, KEPT)
+            bucketed = (self.writer.rough if rough else self.writer.unsplit)(assignment, size, kept)
             during = moments(bucketed, self.space.optimizer, self.kind_of_device, self.memory)
             peak_bytes = short.most(during, bucketed, self.space.optimizer)
             yield peak_bytes
@@ -130,7 +131,7 @@ class Steps:
                 if of_rank.bytes > limit:
                     return math.inf, 0.0
             return self.seconds(assignment, bucket_bytes)
-        tried = 1 if limit is None else len(list(self._estimates(assignment, limit, BUCKETS)))
+        tried = 1 if limit is None else len(list(self._estimates(assignment, limit, BUCKETS, rough=True)))
         bucket_bytes = BUCKETS[tried - 1]
         write = self.writer.written if split else self.writer.unsplit
         program = write(assignment, bucket_bytes, KEPT)

@@ -26,6 +26,7 @@ from autopar.planning.account import account
 from autopar.planning.options import taken
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
+from autopar.planning.writer import LOOKED_AT
 from autopar.solve.pricing import priced_at
 from autopar.solve.problem import Infeasible, evaluate
 from autopar.solve.solvers import solve
@@ -154,7 +155,7 @@ def test_fewer_copies_tell_the_peak_of_all(limit_bytes: int, ahead_bytes: int) -
     (copies,) = kept.copies
     again = (True,) * 6 + (False,) * (len(copies) - 6)
     for assignment in (kept, replace(kept, recompute=(again,))):
-        short = shortened(made.space, assignment)
+        short = shortened(made.space, assignment, LOOKED_AT)
         assert short is not None and len(short.assignment.copies[0]) < len(copies)
         small, whole = (
             bucket(codegen(space, decided), limit_bytes=limit_bytes, ahead_bytes=ahead_bytes)
