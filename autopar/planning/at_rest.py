@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from autopar.ir.layout import REPLICATE, Layout
 from autopar.passes.space.choices import AxisChoice, SiteChoice
 from autopar.passes.space.held import held
-from autopar.passes.space.problem import Assignment
+from autopar.passes.space.problem import Assignment, ProblemBuilder
 from autopar.passes.space.sites import Region, Site
 from autopar.passes.space.space import Space
 
@@ -77,7 +77,7 @@ def best_at_rest(space: Space, at_rest: Mapping[str, Layout], near: Decided | No
     layouts = {value: at_rest.get(name, replicated) for name, value in parameters.items()}
     copies = {names[0]: names for repeat in space.repeats for names in zip(*repeat.own, strict=True)}
     space = held(space, {value: [layouts[copy] for copy in copies.get(value, (value,))] for value in layouts})
-    search = Search(space, "dp", None, logger.info)
+    search = Search(ProblemBuilder(space), "dp", None, logger.info)
     if near is None or sum(ranks > 1 for ranks in space.mesh) < 2:
         best = search.run(bounded=False).assignment
     else:

@@ -80,7 +80,7 @@ class Choice:
         solves presets while this one searches."""
         search, self.stage = self.searches.search(request), request.stage
         self.cheapest = cheapest = self.flow.timed("search", search.explore, bounded=False, known=self.cheapest)
-        if self.steps.peaks_of(None).rough(cheapest.assignment) > below * (1 + self.effort.limit_unsure):
+        if self.steps.peaks_of(None).rough(cheapest.assignment) > below:
             return None
         self.known, limit = {}, request.bytes_limit
         with forked(lambda: self._of_presets(request), worthwhile=search.is_large, until=self.effort.until) as find:
@@ -122,6 +122,10 @@ class Choice:
             return search.within(None)
         try:
             return search.within(self.steps.peaks_of(limit, BUCKETS[:1]))
+        except DoesNotFit as error:
+            if error.smallest_bytes > limit + self.effort.buckets_in_flight * BUCKETS[0]:
+                raise
+            return self._with_smaller_buckets(search, error)
         except Infeasible as error:
             return self._with_smaller_buckets(search, error)
 
@@ -145,7 +149,8 @@ class Choice:
     def _least(self, error: DoesNotFit, limit: float) -> DoesNotFit:
         """The error where nothing fits, of the preset's plan that needs the least, if it needs less."""
         peaks = self.steps.peaks_of(limit)
-        smallest = min((one.assignment for _, one in self.presets or ()), key=peaks.estimate, default=None)
+        may = [one for name, one in self.presets or () if self._resting_bytes(name) < error.smallest_bytes]
+        smallest = min((one.assignment for one in may), key=peaks.rough, default=None)
         if smallest is not None and (needed := peaks.exact(smallest)) < error.smallest_bytes:
             error.smallest_bytes, error.smallest = needed, smallest
         return error
@@ -187,7 +192,7 @@ class Choice:
                 self._tell(name, bound, "at least")
                 continue
             if limit is not None:
-                if not own and self._is_far(other, limit):
+                if not own and (self._resting_bytes(name) > limit or self._is_far(other, limit)):
                     continue
                 within = self._preset_within(name, other, replace(request, stage=stage), least)
                 if within is None:
@@ -206,6 +211,10 @@ class Choice:
         ratio = shortest.seconds / account(space, assignment).seconds
         return lambda assignment: ratio * account(space, assignment).seconds
 
+    def _resting_bytes(self, name: str) -> float:
+        """Bytes that no plan of a preset goes below."""
+        return resting_bytes(self.space, self.searches.preset(name))
+
     def _is_far(self, other: Solved, limit: float) -> bool:
         """Whether a rival needs so much more than the limit that it keeps none where the search does not."""
         return self.steps.peaks_of(limit).estimate(other.assignment) > limit * (1 + self.effort.limit_near)
@@ -214,7 +223,7 @@ class Choice:
         """The best of a preset under the limit, if there is one and its step may be shorter than `least` seconds, which
         its best without a limit says."""
         limit, allowed = request.bytes_limit, self.searches.preset(name)
-        if limit is not None and (needed := resting_bytes(self.space, allowed)) > limit:
+        if limit is not None and (needed := self._resting_bytes(name)) > limit:
             logger.info("%s: no less than %.0f bytes", name, needed)
             return None
         seconds, _ = self.flow.timed("steps", self.steps.estimated_seconds, free.assignment, None)
@@ -248,7 +257,7 @@ class Choice:
                 anew = [(part, None, False), (part, None, True)]
                 ways += anew if limit is None else [(0.0, shortest.solved, False)]
             for at, start, fast_first in ways:
-                near = None if self.effort.is_over else self._near(at, start, request, fast_first=fast_first)
+                near = None if self.effort.is_over else self._near(at, start, request, part, fast_first=fast_first)
                 if near is None or any(near.assignment == one.solved.assignment for one in found):
                     continue
                 found.append(self._estimated(AGAIN, near, limit, shortest.seconds))
@@ -259,13 +268,16 @@ class Choice:
                 break
         return found
 
-    def _near(self, part: float, start: Solved | None, request: Request, *, fast_first: bool) -> Solved | None:
+    def _near(
+        self, part: float, start: Solved | None, request: Request, hidden: float, *, fast_first: bool
+    ) -> Solved | None:
         """What a descent from another solution (None: from all replicated) finds if so much of the traffic in buckets
-        is hidden; None if nothing of it keeps the limit."""
+        is hidden; None if nothing of it keeps the limit, or it pays not where a part of `hidden` is."""
         share = self.effort.hidden_share if request.bytes_limit is None else self.effort.limited_preset
         search = self.searches.search(request, self.searches.hiding(part), share)
         try:
-            return self.flow.timed("others", search.near, start, fast_first=fast_first)
+            weighed = self.searches.hiding(hidden)
+            return self.flow.timed("others", search.near, start, weighed, fast_first=fast_first)
         except Infeasible as error:
             logger.info("no plan at a part of %.2f hidden: %s", part, error)
             return None
@@ -279,7 +291,7 @@ class Choice:
         sure, assignment = 1 - self.effort.unsure, solved.assignment
         seconds, exposed = self.flow.timed("steps", self.steps.estimated_seconds, assignment, limit)
         # what is written in parts saves no more than what is exposed
-        if (seconds - exposed) * sure <= least and seconds * (1 - self.effort.unsplit) <= least:
+        if (seconds - exposed) * sure <= least and self.steps.writer.is_split(assignment):
             seconds, _ = self.flow.timed("steps", self.steps.estimated_seconds, assignment, limit, split=True)
         logger.info("%s: a step of about %.3f ms", name, seconds * 1e3)
         self.stage.found(seconds)
@@ -287,11 +299,11 @@ class Choice:
         return Estimated(name=name, solved=solved, seconds=seconds, search=search)
 
     def _best_of(self, candidates: list[Estimated], request: Request, error: Infeasible | None) -> Plan:
-        """The plan with the shortest step. How far the estimate of the first was off says how far others may be. Raises
-        the `error`, or what else the search's own plan raises, if none fits."""
-        limit, best, doubt = request.bytes_limit, None, self.effort.unsure
+        """The plan with the shortest step: of candidates that are estimated to be longer no whole program is written.
+        Raises the `error`, or what else the search's own plan raises, if none fits."""
+        limit, best = request.bytes_limit, None
         for one, _ in zip(candidates, request.stage.writing.parts(len(candidates)), strict=True):
-            if best is not None and (self.effort.is_over or one.seconds * (1 - doubt) > best.seconds):
+            if best is not None and (self.effort.is_over or one.seconds >= best.seconds):
                 break
             try:
                 solved = self.flow.timed("search", self._confirmed, one.search) if one.search else one.solved
@@ -300,9 +312,6 @@ class Choice:
                 continue
             plan = self.flow.timed("describe", self.describe, self.searches.found(solved), request)
             self._tell(one.name, plan.seconds, "simulated", plan.bytes)
-            if solved.assignment == one.solved.assignment and plan.seconds:
-                wrong = abs(one.seconds / plan.seconds - 1)
-                doubt = min(doubt, max(self.effort.least_doubt, self.effort.doubt_rise * wrong))
             logger.info("%s: a step of %.3f ms, %d bytes", one.name, plan.seconds * 1e3, plan.bytes)
             if one.search is None and limit is not None and plan.bytes > limit:
                 continue

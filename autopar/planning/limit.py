@@ -17,10 +17,13 @@ from autopar.solve.problem import Infeasible
 from autopar.solve.solvers import TooWide
 
 from .descent import Descent
-from .options import taken
+from .options import joint, resting_bytes, taken
 from .progress import WHOLE, Stage
 from .shortfall import DoesNotFit
 from .solving import Solved
+
+PRICE_DIGITS = 9
+"""Of a price of memory that a pool gives: prices that differ by rounding lead to the same solves."""
 
 BytesOf = Callable[[Assignment], float]
 
@@ -66,8 +69,29 @@ class Limit:
         self.estimated: dict[Assignment, tuple[Solved, float]] = {}
 
     def best(self, *, sure: bool) -> Solved:
-        """The best that keeps the limit, by estimated peaks; `sure` estimates them better."""
+        """The best that keeps the limit, by estimated peaks; `sure` estimates them better. Raises `Infeasible` if there
+        is none, and at once where what parameters need at rest is over the limit."""
+        if self._resting_bytes() > self.bytes_limit:
+            smallest = self.solve_at(self._most, self.cheapest, self.descent.purse(self.effort.descents))
+            return self._smallest(_Pool(self.descent, smallest, self.allowed), sure=sure)
         return self._within_limit(sure=sure) if self._is_over(self.cheapest) else self.cheapest
+
+    def _resting_bytes(self) -> float:
+        """Bytes that no plan goes below."""
+        options, allowed = self.descent.options, self.allowed
+        if allowed is None:
+            per_axis = options.everything()
+            parameters = (site for site in options.sites.values() if site.kind == "parameter")
+            allowed = {site.name: joint(site, per_axis[site.name], self.bytes_limit) for site in parameters}
+        return resting_bytes(self.descent.space, allowed)
+
+    def first(self) -> Solved | None:
+        """What a first mixture of the options of the cheapest plan comes to, if any is within the limit: that leaves
+        for the sum of bytes what the excess of the cheapest plan does."""
+        if not self._is_over(self.cheapest):
+            return self.cheapest
+        pool = _Pool(self.descent, self.cheapest, self.allowed)
+        return pool.solved(self.aim - self._excess(self.cheapest), self.descent.purse(self.effort.limit))
 
     def confirmed(self, best: Solved) -> Solved:
         """`best` if its exact peak keeps the limit, or the best whose exact peak does. If a peak is over, the next
@@ -76,8 +100,7 @@ class Limit:
             if (true := self._true_peak(best)) <= self.bytes_limit:
                 return best
             self.log(f"estimated peak {self._peak(best):.0f} bytes, exact peak {true:.0f}")
-            nearer = min(self.aim, self.bytes_limit - (true - self._peak(best)))
-            self.aim = nearer - max(true - self.bytes_limit, self.effort.limit_margin * self.bytes_limit)
+            self.aim = min(self.aim, self.bytes_limit - (true - self._peak(best))) - (true - self.bytes_limit)
             if left:
                 best = self.best(sure=True)
         if self.peaks is not None:
@@ -115,8 +138,7 @@ class Limit:
 
         Where nothing in the pool fits, prices rise until something does.
         """
-        cheapest = self.cheapest
-        excess, bound = self._excess(cheapest), cheapest.lower_bound
+        excess, bound = self._excess(self.cheapest), self.cheapest.lower_bound
         price, fits, corrected = 0.0, False, False
         while True:
             self.stage.part(0.0, 0.5).tell(purse.spent)
@@ -127,11 +149,12 @@ class Limit:
             if solved is None:
                 if price >= self._most:
                     break
-                price = min(self._most, max(self.effort.price_first * _unit(cheapest), self.effort.price_rise * price))
+                first = self.effort.price_first * _unit(self.cheapest)
+                price = min(self._most, max(first, self.effort.price_rise * price))
                 if self._is_spent(purse):  # what needs the least memory is looked for in any case
                     price, purse = self._most, self.descent.purse(self.effort.descents)
             else:
-                price, fits = solved.price, True
+                price, fits = pool.price, True
             if solved is not None and (self.quick or self._is_spent(purse)):
                 if not corrected:
                     excess = self._corrected(solved, sure=sure)
@@ -145,7 +168,7 @@ class Limit:
                 excess = self._excess(further)
                 continue
             least = min(_weighed(solved, price), solved.lower_bound + price * row)
-            is_done = not is_new or _weighed(further, price) >= least * (1 - self.effort.pool_gain)
+            is_done = not is_new or _weighed(further, price) >= least * (1 - self.effort.gain)
             if is_done and (corrected or self.peaks is None):
                 break
             if not corrected and self.peaks is not None:
@@ -297,7 +320,7 @@ class _Pool:
                 continue
             except Infeasible:
                 return None
-            self.price = solved.price
+            self.price = float(f"{solved.price:.{PRICE_DIGITS}g}")
             return solved
         raise AssertionError("one solution is not too wide")
 

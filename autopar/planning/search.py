@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from autopar.passes.space.problem import Allowed, Assignment
+from autopar.passes.space.problem import Allowed, Assignment, ProblemBuilder
 from autopar.passes.space.space import Space
 from autopar.solve.effort import EFFORT, Effort
 from autopar.solve.problem import Score
@@ -40,7 +40,7 @@ class Search:
 
     def __init__(
         self,
-        space: Space,
+        builder: ProblemBuilder,
         solver: str,
         bytes_limit: float | None,
         log: Callable[[str], None],
@@ -50,12 +50,13 @@ class Search:
         recompute: bool = True,
         stage: Stage = WHOLE,
     ) -> None:
-        """`recompute`: copies of segments may be."""
-        self.space, self.bytes_limit, self.peaks, self.log, self.effort = space, bytes_limit, peaks, log, effort
+        """Of the space of a builder, whose tables several searches share. `recompute`: copies of segments may be."""
+        self.space = space = builder.space
+        self.bytes_limit, self.peaks, self.log, self.effort = bytes_limit, peaks, log, effort
         self.options, self.stage = Options(space, pins or {}, bytes_limit), stage
         self.sites = self.options.sites
         recompute = recompute and bytes_limit is not None and peaks is not None
-        self.solve = Solves(space, log, effort, recompute=recompute)
+        self.solve = Solves(builder, log, effort, recompute=recompute)
         self.descent = Descent(self.options, self.solve, solver, effort=effort, log=log)
         self.cheapest: tuple[Solved, SolveAt] | None = None
         """The cheapest solution without a limit, and a function that solves at a price of memory."""
@@ -136,21 +137,28 @@ class Search:
         self.explore(allowed, bounded=False, known=cheapest)
         return self._limited(self.peaks, sure=False, quick=True)
 
-    def near(self, start: Solved | None, *, fast_first: bool = False) -> Solved | None:
+    def near(self, start: Solved | None, weighed: Space, *, fast_first: bool = False) -> Solved | None:
         """What one descent finds from a solution of another search of the space, or from all replicated, with slow axes
         freed first or fast ones; what mixes its options within the limit, where it is over that. Its peak is estimated,
-        roughly. None if it is much dearer than where it began, at the price that memory has there. Raises `Infeasible`
-        as `run`."""
+        roughly. None if it is much dearer than where it began, at the price that memory has there, or its first mixture
+        is dearer, at the prices of `weighed`. Raises `Infeasible` as `run`."""
         descent, purse = self.descent, self.descent.purse(self.effort.descents)
         first = self.options.replicated() if start is None else taken(self.space, start.assignment)
         found = descent.descend(first, descent.axes()[:: -1 if fast_first else 1], purse=purse)
-        if start is not None and start.price:
-            weighed = [
-                account(self.space, one.assignment).seconds + start.price * one.score.bytes for one in (found, start)
-            ]
-            if weighed[0] > self.effort.near_price * weighed[1]:
-                return None
         self.cheapest = found, descent.at_price
+        if self.bytes_limit is None or start is None:
+            return self._limited(self.peaks, sure=False, quick=True)
+        if start.price:
+            prices = (
+                account(self.space, one.assignment).seconds + start.price * one.score.bytes for one in (found, start)
+            )
+            if next(prices) > self.effort.near_price * next(prices):
+                return None
+        mixed = self._limit(found, descent.at_price, self.peaks, quick=True).first()
+        if mixed is not None:
+            seconds = (account(weighed, one.assignment).seconds for one in (mixed, start))
+            if next(seconds) > self.effort.near_mixed * next(seconds):
+                return None
         return self._limited(self.peaks, sure=False, quick=True)
 
     def within(self, peaks: Peaks | None) -> Solved:

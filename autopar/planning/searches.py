@@ -9,7 +9,7 @@ from autopar.cost.bucketed import HidingRedistributor
 from autopar.cost.redistribute import Redistributor
 from autopar.passes.blocks.block import Blocks
 from autopar.passes.flow import BLOCKS
-from autopar.passes.space.problem import Allowed
+from autopar.passes.space.problem import Allowed, ProblemBuilder
 from autopar.passes.space.space import Space
 from autopar.solve.effort import Effort
 from autopar.solve.problem import Score
@@ -33,7 +33,8 @@ class Searches:
         self.space, self.steps, self.effort, self.training = space, steps, effort, training
         self.presets: dict[Preset, Allowed] = {}
         """Preset -> the options that it leaves."""
-        self._hiding: dict[float, Space] = {}
+        self._hiding: dict[float, Space] = {0.0: space}
+        self._builders: dict[int, ProblemBuilder] = {}  # the spaces stay, and with them their identities
         self.blocks: Callable[[], Blocks] = cache(partial(steps.writer.flow.run, BLOCKS, space.graph, max(space.mesh)))
 
     def search(
@@ -48,7 +49,7 @@ class Searches:
         self.steps.forget()
         space, given = space or self.space, pins(self.space, request.constraints or {})
         return Search(
-            space,
+            self._builders.setdefault(id(space), ProblemBuilder(space)),
             request.exact_solver,
             request.bytes_limit,
             logger.info,

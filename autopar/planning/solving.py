@@ -7,7 +7,6 @@ from itertools import pairwise
 
 from autopar.passes.space.choices import SiteChoice
 from autopar.passes.space.problem import Allowed, Assignment, ProblemBuilder
-from autopar.passes.space.space import Space
 from autopar.solve.effort import Effort, Meter, Purse
 from autopar.solve.pricing import priced_at
 from autopar.solve.problem import Problem, Score, Solution, evaluate, in_runs
@@ -47,9 +46,10 @@ class Solves:
     since descents from several starts meet. Where memory has a price or a limit, copies of segments may be recomputed
     in backward, if it is said so."""
 
-    def __init__(self, space: Space, log: Callable[[str], None], effort: Effort, *, recompute: bool = False) -> None:
-        self.space, self.log, self.effort, self.recompute = space, log, effort, recompute
-        self.builder = ProblemBuilder(space)
+    def __init__(
+        self, builder: ProblemBuilder, log: Callable[[str], None], effort: Effort, *, recompute: bool = False
+    ) -> None:
+        self.builder, self.log, self.effort, self.recompute = builder, log, effort, recompute
         self.is_wide = False
         """Whether recomputation made a problem at a price too wide: the next ones are solved without it."""
         self.solved: dict[Question, Solved] = {}

@@ -24,7 +24,7 @@ from .account import optimizer_seconds
 from .bound import least_step_seconds
 from .limit import Peaks
 from .micro import StepRun
-from .writer import Writer
+from .writer import LOOKED_AT, Writer
 
 BUCKETS = (LIMIT_BYTES, LIMIT_BYTES // 8, LIMIT_BYTES // 64, LIMIT_BYTES // 512)
 """Bytes of a bucket; a plan takes the largest that keep the memory limit."""
@@ -33,9 +33,6 @@ _SECONDS = ("seconds", "exposed_seconds")
 
 HIDDEN_DIGITS = 2
 """Of the part that is hidden: a finer one would be another space with tables of its own."""
-
-KEPT_ROUGHLY = 3
-"""Copies of each run in a rough estimate: one in the middle, between two like it."""
 
 
 @dataclass(eq=False)
@@ -96,7 +93,7 @@ class Steps:
         self, assignment: Assignment, limit: float | None, buckets: Sequence[int], *, rough: bool = False
     ) -> Iterator[float]:
         """Peaks with smaller and smaller buckets, as `_peaks`; none if a program of fewer copies cannot be had."""
-        kept = KEPT_ROUGHLY if rough else KEPT
+        kept = KEPT if rough else LOOKED_AT
         if self.space.micro_batches > 1:
             return  # what waits to be reduced is of all copies
         if (short := shortened(self.writer.space, assignment, kept)) is None:
@@ -134,7 +131,7 @@ class Steps:
                 if of_rank.bytes > limit:
                     return math.inf, 0.0
             return self.seconds(assignment, bucket_bytes)
-        tried = 1 if limit is None else len(list(self._estimates(assignment, limit, BUCKETS)))
+        tried = 1 if limit is None else len(list(self._estimates(assignment, limit, BUCKETS, rough=True)))
         bucket_bytes = BUCKETS[tried - 1]
         write = self.writer.written if split else self.writer.unsplit
         program = write(assignment, bucket_bytes, KEPT)
@@ -148,7 +145,7 @@ class Steps:
     def hidden_part(self, assignment: Assignment) -> float:
         """The part of what travels in buckets that passes while a rank computes, by the timeline of few copies of an
         assignment: of the seconds of all collectives that are not exchanges."""
-        copies = KEPT if shortened(self.writer.space, assignment) is not None else 0
+        copies = LOOKED_AT if shortened(self.writer.space, assignment, LOOKED_AT) is not None else 0
         total = hidden = 0.0
         for of_few, _, times in self.run.timelines(self.writer.unsplit(assignment, BUCKETS[0], copies)):
             for row in of_few.communication:

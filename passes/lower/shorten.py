@@ -21,12 +21,8 @@ from autopar.passes.space.layers import LayeredSpace
 from autopar.passes.space.problem import Assignment
 from autopar.passes.space.space import Space
 
-KEPT = 5
-"""So many that what stands in the middle, and its neighbours, have like ones on both sides."""
-
-LONG_COPY, KEPT_OF_LONG = 400, 3
-"""Of copies of so many operators, such as periods of several layers, fewer are kept: what starts early does not reach
-beyond the neighbours."""
+KEPT = 3
+"""One in the middle, which stands for those that are missing, between two like it."""
 
 Place = tuple[int, int]
 """(repeat, kept copy), ascending in forward."""
@@ -173,7 +169,8 @@ def _held(program: Program, own: frozenset[str], optimizer: Optimizer) -> tuple[
 
 
 def shortened(space: Space, assignment: Assignment, most: int = KEPT) -> Short | None:
-    """With at most so many copies of each run of copies alike; None where that leaves none out."""
+    """With at most so many copies of each run of copies alike; None where that leaves none out. The first copies of the
+    model stand for those that are kept, so that runs of other lengths lead to the same fewer copies."""
     kept: list[list[int]] = []
     missing: list[Missing] = []
     for number, (repeat, copies) in enumerate(zip(space.repeats, assignment.copies, strict=True)):
@@ -181,20 +178,19 @@ def shortened(space: Space, assignment: Assignment, most: int = KEPT) -> Short |
         for copy in zip(copies, assignment.again(number), strict=True):
             ids.append(copy if not ids or ids[-1] != copy else ids[-1])
         here: list[int] = []
-        of_run = min(most, KEPT_OF_LONG) if len(repeat.copies[0]) >= LONG_COPY else most
         for _, run in groupby(range(repeat.count), key=lambda k: id(ids[k])):
             same = list(run)
-            if len(same) > of_run:
-                middle = of_run // 2
-                own = frozenset(repeat.own[same[middle]])
-                missing.append(Missing((number, len(here) + middle), len(same) - of_run, of_run // 2, own))
-                same = [*same[: middle + 1], *same[len(same) - (of_run - middle - 1) :]]
+            if len(same) > most:
+                middle = most // 2
+                own = frozenset(repeat.own[len(here) + middle])
+                missing.append(Missing((number, len(here) + middle), len(same) - most, most // 2, own))
+                same = [*same[: middle + 1], *same[len(same) - (most - middle - 1) :]]
             here += same
         kept.append(here)
     if not missing:
         return None
     return Short(
-        space=_with(space, kept),
+        space=_with(space, [range(len(here)) for here in kept]),
         assignment=Assignment(
             rest=assignment.rest,
             copies=tuple(tuple(c[k] for k in here) for c, here in zip(assignment.copies, kept, strict=True)),

@@ -19,7 +19,7 @@ from torch import nn
 from autopar.passes.codegen.program import codegen
 from autopar.passes.lower.bucket import bucket
 from autopar.passes.space.choices import KEEP, AxisChoice, SiteChoice
-from autopar.passes.space.problem import Assignment
+from autopar.passes.space.problem import Assignment, ProblemBuilder
 from autopar.passes.space.sites import Site
 from autopar.passes.space.space import Space
 from autopar.planning.account import account
@@ -45,7 +45,7 @@ def forced(space: Space, *axes: Force) -> Assignment:
         per_axis = [force(site, site.choices[n]) for force, n in zip(axes, space.mesh, strict=True)]
         policy = KEEP if site.kind == "parameter" else ""
         allowed[name] = [SiteChoice(axes, policy) for axes in product(*per_axis)]
-    return Search(space, "dp", None, lambda _: None).run(allowed).assignment
+    return Search(ProblemBuilder(space), "dp", None, lambda _: None).run(allowed).assignment
 
 
 def splitting(*periods: int, avoid: str = "$^") -> Force:

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from autopar.passes.space.problem import ProblemBuilder
 from autopar.planning.options import joint, resting_bytes
 from autopar.planning.planner import Planner
 from autopar.planning.presets import PRESETS
@@ -102,7 +103,7 @@ def test_what_was_solved_with_more_work_is_not_taken_for_what_less_finds() -> No
     made = planner()
 
     def found(*works: float) -> list[tuple[float, bool]]:
-        search = Search(made.space, "dp", None, lambda _: None)
+        search = Search(ProblemBuilder(made.space), "dp", None, lambda _: None)
         whole = {name: site.choices[2][:2] for name, site in search.sites.items()}
         allowed = {n: joint(search.sites[n], [c, c], None) for n, c in whole.items()}
         allowed = {n: [c for c in cs if made.space.option(search.sites[n], c) is not None] for n, cs in allowed.items()}
