@@ -117,11 +117,16 @@ def shortest(attempts: Sequence[Callable[[], Plan]]) -> Plan:
 
 
 def check_measured(training: Training) -> None:
-    """Raises ValueError for several micro-batches, of which programs that are measured know nothing."""
+    """Raises ValueError for what programs that are measured know nothing of: several micro-batches, and a compiler."""
     if training.micro_batches > 1:
         raise ValueError(
             f"micro_batches is {training.micro_batches} with cost='profiled', which measures steps of one batch: use "
             f"'analytical' or 'hybrid'"
+        )
+    if training.compile:
+        raise ValueError(
+            f"compile is {training.compile!r} with measured costs, which time operators one by one: use 'analytical', "
+            f"whose prices are those of fused kernels"
         )
 
 
