@@ -2,6 +2,7 @@
 
     python benchmarks/step_time.py [--quick] [--ranks 1 2 4] [--hidden 256 512 1024] [--json step_time.json]
     python benchmarks/step_time.py --presets ddp --ranks 2 4 --runs 2    # ddp against DDP, every cell twice
+    python benchmarks/step_time.py --compile    # all of them compiled: autopar by compile=True, the others' layers
 
 All variants live in the same gloo ranks (one thread each) and take turns, one step each a round, in one order and the
 other, so that whatever disturbs the machine disturbs them alike. A step is timed in two parts, each begun
@@ -51,6 +52,7 @@ class Settings:
     sequence: int
     rounds: int
     warmup: int
+    compile: bool = False
     presets: tuple[str, ...] = ()
     """Those that are compared; all that there are for so many ranks if none are named."""
 
@@ -113,17 +115,23 @@ def variants(settings: Settings, batch: Mapping[str, Any]) -> dict[str, tuple[An
     def model() -> Any:
         return llama(settings.hidden, settings.layers)
 
+    def layers_compiled(of: Any) -> Any:
+        for layer in of.model.layers if settings.compile else ():
+            layer.compile()
+        return of
+
+    compiles = {"compile": True} if settings.compile else {}
     mesh = init_device_mesh("cpu", (settings.ranks,), mesh_dim_names=("ranks",))
     if settings.ranks == 1:
         return {
-            "autopar": (autopar.parallelize(model(), mesh, kwargs=batch, solver="ddp"), batch),
-            "eager": (model(), batch),
+            "autopar": (autopar.parallelize(model(), mesh, kwargs=batch, solver="ddp", **compiles), batch),
+            "eager": (layers_compiled(model()), batch),
         }
     part = {key: value.chunk(settings.ranks)[get_rank()].clone() for key, value in batch.items()}
 
     def fsdp() -> Any:
         sharded = model()
-        for layer in sharded.model.layers:
+        for layer in layers_compiled(sharded).model.layers:
             fully_shard(layer, mesh=mesh)
         return fully_shard(sharded, mesh=mesh)
 
@@ -134,16 +142,16 @@ def variants(settings: Settings, batch: Mapping[str, Any]) -> dict[str, tuple[An
             styles[name] = ColwiseParallel
         for layer in split.model.layers:
             parallelize_module(layer, mesh, {name: style() for name, style in styles.items()})
-        return split
+        return layers_compiled(split)
 
     competitors: dict[str, tuple[Callable[[], Any], Mapping[str, Any]]] = {
-        "DDP": (lambda: DistributedDataParallel(model()), part),
+        "DDP": (lambda: DistributedDataParallel(layers_compiled(model())), part),
         "FSDP2": (fsdp, part),
         "parallelize_module": (tensor_parallel, batch),
     }
     modules: dict[str, tuple[Any, Mapping[str, Any]]] = {}
     for preset, competitor in settings.pairs:
-        modules[preset] = (autopar.parallelize(model(), mesh, kwargs=batch, solver=preset), batch)
+        modules[preset] = (autopar.parallelize(model(), mesh, kwargs=batch, solver=preset, **compiles), batch)
         make, inputs = competitors[competitor]
         modules[competitor] = (make(), inputs)
     return modules
@@ -354,6 +362,7 @@ def main(report: Callable[[str], None] = print) -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--presets", nargs="+", default=[], choices=["autopar", *(preset for preset, _ in PAIRS[2])])
+    parser.add_argument("--compile", action="store_true", help="all variants compiled")
     parser.add_argument("--runs", type=int, default=1, help="how often each cell is run, in ranks of its own")
     parser.add_argument("--json", default="step_time.json", help="where the numbers are written")
     options = parser.parse_args()
@@ -387,6 +396,7 @@ def main(report: Callable[[str], None] = print) -> None:
                     sequence=options.sequence,
                     rounds=options.rounds,
                     warmup=options.warmup,
+                    compile=options.compile,
                     presets=tuple(options.presets),
                 )
                 for row in compare(settings, TIMEOUT_SECONDS):

@@ -419,5 +419,5 @@ def test_a_mode_that_there_is_not(mode: Any) -> None:
 
 def test_prices_that_are_measured_are_of_operators_one_by_one() -> None:
     made = case("mlp with loss_fn")
-    with pytest.raises(ValueError, match="compile is 'default' with measured costs.*use 'analytical'"):
+    with pytest.raises(ValueError, match=r"compile is 'default' with measured costs.*use 'analytical'"):
         autopar.plan(made.model, {"dp": 2}, made.args, made.kwargs, loss_fn=made.loss_fn, compile=True, cost="hybrid")
