@@ -255,7 +255,8 @@ class ProgramStep(torch.autograd.Function):
         if form != "step":
             executable = state.parts.micro if form == "micro" else state.parts.last
         # what backward drops is not kept for the look at it; tangents are, since the caller may hold other ones
-        look = form not in state.overlapping
+        seen = form, tuple(x.stride() for x in arguments[given:])
+        look = seen not in state.overlapping
         kept = [(weakref.ref(x.untyped_storage()), storage_span(x)) for x in arguments] if look else []
         held = arguments[given:] if look else []
         unreduced = pending.left(state, receivers) if form == "last" and receivers is not None else None
@@ -266,11 +267,11 @@ class ProgramStep(torch.autograd.Function):
             computed = list(executable.backward(arguments))
             made += computed
         if look:
-            state.overlapping[form] = overlapping(computed, kept)
+            state.overlapping[seen] = overlapping(computed, kept)
             held.clear()
         state.write_back(computed, state.updates)
         # an optimizer writes into gradients: no two may share memory
-        for index in state.overlapping[form]:
+        for index in state.overlapping[seen]:
             value = computed[index]
             assert value is not None
             computed[index] = value.clone(memory_format=torch.contiguous_format)

@@ -78,10 +78,10 @@ class ObservedSource(SourceWriter):
     style: Style = "plain"
 
     def styled(self, style: Style) -> str:
-        """The source in another style."""
-        self.style = style
+        """The source in another style, whose lines are its own."""
+        self.style, self.lines = style, {}
         source = self.source()
-        self.style = "plain"
+        self.style, self.lines_of[style] = "plain", self.lines
         return source
 
     def statement(self, number: int, line: Line) -> str:
@@ -96,17 +96,18 @@ class ObservedSource(SourceWriter):
         return call
 
     def functions(self, source: str) -> dict[str, Half]:
+        self.lines_of: dict[Style, dict[int, Node]] = {}
         begun = {name: node for node in self.program.nodes if node.collective for name in node.outputs}
 
         def watch(number: int, *values: Any) -> None:
             watcher = _watcher.get()
             assert watcher is not None
-            watcher(self.lines[number], values)
+            watcher(self.lines_of["watched"][number], values)
 
         def clocked(number: int, pending: Pending) -> torch.Tensor:
             clock = _clock.get()
             assert clock is not None
-            of = begun[self.lines[number].args[0].name]
+            of = begun[self.lines_of["clocked"][number].args[0].name]
             clock.begin()
             result = wait(pending)
             clock.end(str(of.collective), self.program.axes[of.args[-1]])

@@ -15,7 +15,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -29,6 +29,7 @@ from autopar.compat.distributed import patient
 from autopar.report.telling import Ticker
 
 from .agree import exchange
+from .agree import together as raised_together
 from .execute import process_groups
 from .stretches import Kernels, Unit
 
@@ -65,16 +66,23 @@ class Inductor:
             return
         what, total = f"autopar: compiling {len(named)} stretches", len(named)
         with Ticker(what, enabled=self._is_first(), foresees=True) as ticker:
-            wanted = {key: unit for key, (_, unit) in named.items()}
-            is_first = mesh is None or self._is_first_here(wanted, mesh)
-            if is_first:
-                processes = self.processes if together or self.mesh is None else 0
-                _filled([*wanted.values()], self.mode, processes, lambda done: ticker.tell(what, done / total))
+            if mesh is None:
+                processes = 0 if self.mesh is not None else self.processes
+                _filled([unit for _, unit in named.values()], self.mode, processes, lambda done: None)
                 self._load(named, ticker)
-            if mesh is not None:
-                _wait_for_all(mesh)
-            if not is_first:
-                self._load(named, ticker)
+                return
+            with patiently(mesh):
+                wanted = {key: unit for key, (_, unit) in named.items()}
+                with raised_together(mesh):  # the others wait for the first
+                    if self._is_first_here(wanted, mesh):
+                        told = lambda done: ticker.tell(what, done / total)  # noqa: E731
+                        _filled([*wanted.values()], self.mode, self.processes, told)
+                        if mesh.device_type == "cpu":
+                            self._load(named, ticker)
+                self._load({key: of for key, of in named.items() if key not in self.compiled}, ticker)
+                # ranks run the same kernels, so that what is equal on them stays equal to the last bit
+                for failed in exchange(set(self.failed), mesh):
+                    self.compiled.update(dict.fromkeys(failed & self.compiled.keys()))
 
     def _load(self, named: Mapping[str, tuple[str, Unit]], ticker: Ticker) -> None:
         for number, (words, unit) in enumerate(named.values()):
@@ -106,13 +114,14 @@ class Inductor:
         return neighbours[0][0] == os.getpid()
 
 
-def _wait_for_all(mesh: DeviceMesh) -> None:
+@contextmanager
+def patiently(mesh: DeviceMesh) -> Iterator[None]:
     """Compiling takes longer than a step, for which a group's timeout may be meant."""
     with ExitStack() as stack:
         for group in process_groups(mesh):
             if group is not None:
                 stack.enter_context(patient(group, torch.device(mesh.device_type)))
-        exchange(None, mesh)
+        yield
 
 
 def _first_line(error: Exception) -> str:
@@ -154,7 +163,8 @@ def _filled(units: Sequence[Unit], mode: str, processes: int, told: Callable[[in
                     unit = waiting.get_nowait()
                 except Empty:
                     return
-                ask(unit)
+                if not ask(unit):
+                    return  # the process is gone: this one will compile the unit
                 done.put(None)
                 told(done.qsize())
 
@@ -165,25 +175,29 @@ def _filled(units: Sequence[Unit], mode: str, processes: int, told: Callable[[in
 
 
 @contextmanager
-def _process(mode: str) -> Iterator[Callable[[Unit], None]]:
-    """A process that compiles; ends with the block. What it cannot compile, this one will try."""
+def _process(mode: str) -> Iterator[Callable[[Unit], bool]]:
+    """A process that compiles, and says whether it lives; ends with the block. What it cannot compile, this one will
+    try."""
     command = [sys.executable, "-m", __name__, mode, str(torch.get_num_threads())]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     assert process.stdin is not None and process.stdout is not None
     asked, answers = process.stdin, process.stdout
 
-    def ask(unit: Unit) -> None:
-        if process.poll() is None:
-            pickle.dump(replace(unit), asked)  # without what it has worked out
+    def ask(unit: Unit) -> bool:
+        try:
+            asked.write(pickle.dumps(replace(unit)))  # without what it has worked out
             asked.flush()
-            answers.readline()
+        except BrokenPipeError:
+            return False
+        return answers.readline() != b""
 
     try:
         yield ask
     finally:
         process.kill()
         process.wait()
-        asked.close()
+        with suppress(BrokenPipeError):  # of what the process did not read
+            asked.close()
         answers.close()
 
 

@@ -121,8 +121,9 @@ class State:
         """Whether gradients that forward computes by a `backward()` of its own were never given."""
         self.whole_outputs = False
         """Whether the caller gets split outputs gathered, as plain tensors."""
-        self.overlapping: dict[Form, tuple[int, ...]] = {}
-        """Gradients to be copied, once they have been looked at (`overlapping`)."""
+        self.overlapping: dict[tuple[Form, tuple[tuple[int, ...], ...]], tuple[int, ...]] = {}
+        """Gradients to be copied, by the form of a backward and the strides of its tangents, once they have been looked
+        at (`overlapping`)."""
         self.pending, self.observed = Pending(), Observed[State]()
         self.holds = False
         """Whether what forward gathers is held from one micro-batch to the next."""

@@ -8,6 +8,7 @@ of the user's, say) is laid out first. A watched program runs its instructions o
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -33,7 +34,11 @@ def laid_out(x: torch.Tensor, place: MemoryPlace) -> torch.Tensor:
     sizes = zip(place.shape, x.stride(), place.stride, strict=True)
     if all(n == 1 or is_ == wanted for n, is_, wanted in sizes):
         return x
-    return torch.empty_strided(place.shape, place.stride, dtype=place.dtype, device=x.device).copy_(x)
+    for dim, stride in enumerate(place.stride):
+        if stride == 0 and place.shape[dim] > 1:  # one element along it stands for all
+            x = x.narrow(dim, 0, 1)
+    laid = torch.empty_strided(x.shape, place.stride, dtype=place.dtype, device=x.device)
+    return laid.copy_(x).expand(place.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +69,9 @@ class Unit:
     @cached_property
     def key(self) -> str:
         """Equal for units of the same text, operands and device."""
-        text = f"{self._written[0]}\n{self.operands} {self.shared} {self.device.type}"
+        source, bound = self._written
+        values = [(name, repr(value)) for name, value in bound.items() if not callable(value)]
+        text = f"{source}\n{values} {self.operands} {self.shared} {self.device.type}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def __call__(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -92,15 +99,6 @@ def _of_rank(value: Any) -> bool:
     return isinstance(value, RankIndex) or (isinstance(value, tuple) and any(map(_of_rank, value)))
 
 
-def sharing(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """The position of the first tensor that lies in the same memory as each."""
-    first: dict[int, int] = {}
-    places = []
-    for position, x in enumerate(tensors):
-        places.append(first.setdefault(memory_of(x), position) if x.numel() else position)
-    return places
-
-
 def unit_of(
     stretch: Stretch, memory: Memory, program: Program, coordinate: tuple[int, ...], device: torch.device
 ) -> Unit:
@@ -126,7 +124,7 @@ def unit_of(
 @dataclass(eq=False)
 class Kernels:
     """A unit, compiled: lays out operands that lie otherwise than it was compiled for, and copies results that share
-    memory where those of eager do not."""
+    memory where those of eager do not, or keep more of it than they have."""
 
     unit: Unit
     fused: Fused
@@ -145,11 +143,19 @@ class Kernels:
         return results
 
     def _first(self, operands: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        given = [*operands]
+        """The first run, which looks at where results lie, and keeps no operand for that."""
+        memories = [weakref.ref(x.untyped_storage()) for x in operands]
+        places = {memory_of(x): position for position, x in reversed([*enumerate(operands)])}
         results = self.fused(operands)
-        places = sharing([*given, *results])[len(given) :]
-        allowed = zip(places, self.unit.shared, strict=True)
-        self.copied = [k for k, (is_, in_eager) in enumerate(allowed) if is_ not in (in_eager, len(given) + k)]
+        there = {place for place, of in enumerate(memories) if of() is not None}
+        self.copied = []
+        for k, (x, in_eager) in enumerate(zip(results, self.unit.shared, strict=True)):
+            own = len(memories) + k
+            place = places.setdefault(memory_of(x), own)
+            shares = place not in (in_eager, own) and (place in there or place >= len(memories)) and x.numel()
+            larger = in_eager == own and x.untyped_storage().nbytes() > x.numel() * x.itemsize
+            if shares or larger:
+                self.copied.append(k)
         return [x.clone() if k in self.copied else x for k, x in enumerate(results)]
 
 

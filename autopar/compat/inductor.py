@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch._subclasses import FakeTensorMode
 
+from .neutral import without_autocast
+
 Fused = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 """Of a list of operands, which it empties, to results."""
 
@@ -32,11 +34,12 @@ def options_of(mode: str) -> dict[str, Any]:
 
 def fused(function: Callable[..., Sequence[torch.Tensor]], operands: Sequence[torch.Tensor], mode: str) -> Fused:
     """Kernels of a function, for operands of these shapes and strides (fake ones of one mode). What was compiled before
-    comes from Inductor's folder on disk. What torch warns itself of is not said.
+    comes from Inductor's folder on disk. What torch warns itself of is not said, and what the caller casts is not cast.
 
     Raises whatever Inductor raises where it cannot compile.
     """
-    with warnings.catch_warnings():
+    kind = operands[0].device.type if operands else "cpu"
+    with warnings.catch_warnings(), without_autocast(kind), torch.inference_mode(False):
         warnings.simplefilter("ignore")
         return _fused(function, operands, mode)
 
@@ -51,6 +54,9 @@ def _fused(function: Callable[..., Sequence[torch.Tensor]], operands: Sequence[t
     with torch.no_grad(), fake_mode:
         traced = make_fx(function, decomposition_table=select_decomp_table())(*operands)
     with torch.no_grad(), config.patch(options_of(mode)), _traced_by(fake_mode):
+        (output,) = traced.graph.find_nodes(op="output")
+        # results lie as in eager: neither padded nor with channels last
+        output.meta["user_visible_output_idxs"] = [*range(len(output.args[0]))]
         traced = _recursive_joint_graph_passes(traced) or traced
         compiled: Any = compile_fx_inner(traced, list(operands), is_inference=True, cudagraphs=None)
     return compiled.current_callable  # type: ignore[no-any-return]

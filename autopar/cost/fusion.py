@@ -13,6 +13,7 @@ from autopar.ir.graph import CAST, CONTIGUOUS, RESHAPE, JointGraph, Node, Tensor
 from autopar.ir.own import FUNCTIONS
 from autopar.ir.pointwise import is_pointwise
 from autopar.ir.program import Program
+from autopar.ops.kinds import BY_INDEX
 from autopar.ops.rule import call_of
 from autopar.ops.rules import rule_of
 
@@ -50,9 +51,17 @@ def is_elementwise(op: str) -> bool:
     return is_view(op) or (op.startswith("aten.") and (op == CAST or is_pointwise(op)))
 
 
+def stays(node: Node, uneven: Collection[str]) -> bool:
+    """Whether an instruction runs by itself, where the schedule put it: a collective or a wait for one, an operator of
+    autopar's own, or one with rows that only the run counts. Between two such, operators run as one function."""
+    if node.op.startswith("collective.") or node.op in FUNCTIONS:
+        return True
+    return any(name in uneven for name in (*node.inputs, *node.outputs))
+
+
 def fuses(node: Node, metas: Mapping[str, TensorMeta]) -> bool:
     """Whether an operator becomes part of a kernel with others: it has no arithmetic to speak of, and is torch's."""
-    if not node.op.startswith("aten.") or node.op in FUNCTIONS:
+    if not node.op.startswith("aten.") or node.op in BY_INDEX:
         return False
     if is_elementwise(node.op):
         return True
@@ -62,10 +71,10 @@ def fuses(node: Node, metas: Mapping[str, TensorMeta]) -> bool:
 
 @dataclass(eq=False)
 class _Kernel:
-    """Members, in their order, and what they loop over."""
+    """Members, in their order, and what they loop over; after how many products, and within which function."""
 
     size: int
-    depth: int
+    place: tuple[int, int]
     nodes: list[Node] = field(default_factory=list)
 
 
@@ -81,7 +90,7 @@ class Fusion:
 def fusion(program: Program) -> Fusion:
     """What of a program a compiler fuses."""
     kept = {*program.saved, *(o.name for o in program.outputs if o.name is not None)}
-    return _fusion(program.halves, program.metas, kept)
+    return _fusion(program.halves, program.metas, kept, program.uneven)
 
 
 def saved_part(graph: JointGraph, device: Device) -> float:
@@ -89,7 +98,7 @@ def saved_part(graph: JointGraph, device: Device) -> float:
     kept = {o.name for o in graph.outputs if o.name is not None}
     first, second = graph.halves
     kept.update({name for node in second for name in node.inputs}.intersection(producers(first)))
-    found = _fusion((first, second), graph.metas, kept)
+    found = _fusion((first, second), graph.metas, kept, ())
     alone = together = 0.0
     for node in graph.nodes:
         if (part := found.parts.get(node.name)) is not None:
@@ -100,11 +109,13 @@ def saved_part(graph: JointGraph, device: Device) -> float:
     return max(0.0, 1.0 - together / alone) if alone else 0.0
 
 
-def _fusion(halves: Iterable[Sequence[Node]], metas: Mapping[str, TensorMeta], kept: Collection[str]) -> Fusion:
+def _fusion(
+    halves: Iterable[Sequence[Node]], metas: Mapping[str, TensorMeta], kept: Collection[str], uneven: Collection[str]
+) -> Fusion:
     parts: dict[str, Fused] = {}
     inside: set[str] = set()
     for half in halves:
-        _of_half(half, metas, kept, parts, inside)
+        _of_half(half, metas, kept, uneven, parts, inside)
     return Fusion(parts, frozenset(inside))
 
 
@@ -112,6 +123,7 @@ def _of_half(
     half: Sequence[Node],
     metas: Mapping[str, TensorMeta],
     kept: Collection[str],
+    uneven: Collection[str],
     parts: dict[str, Fused],
     inside: set[str],
 ) -> None:
@@ -121,25 +133,28 @@ def _of_half(
     kernels: dict[str, _Kernel] = {}  # by base
     ordered: list[_Kernel] = []
     readers: dict[str, list[_Kernel | None]] = {}  # by base; None: something else than a kernel
+    function = 0
     for node in half:
+        by_itself = stays(node, uneven)
+        function += by_itself
         sources = list(dict.fromkeys(base.get(name, name) for name in node.inputs))
         depth = max((depths.get(name, 0) for name in sources), default=0)
         names = [name for name in node.outputs if name]
         if not names:
             continue
-        if is_view(node.op) and sources:
+        if is_view(node.op) and sources and not by_itself:
             base[names[0]] = sources[0]
             base.update(dict.fromkeys(names[1:], sources[0]))
             continue
-        if not fuses(node, metas):
+        if by_itself or not fuses(node, metas):
             for name in sources:
                 readers.setdefault(name, []).append(None)
             depths.update(dict.fromkeys(names, depth + 1))
             continue
         size = max(metas[name].numel for name in (*node.inputs, *names))
-        kernel = _joined(sources, kernels, readers, size, depth)
+        kernel = _joined(sources, kernels, readers, size, (depth, function))
         if kernel is None:
-            kernel = _Kernel(size, depth)
+            kernel = _Kernel(size, (depth, function))
             ordered.append(kernel)
         kernel.nodes.append(node)
         for name in sources:
@@ -161,12 +176,12 @@ def _joined(
     kernels: Mapping[str, _Kernel],
     readers: Mapping[str, Sequence[_Kernel | None]],
     size: int,
-    depth: int,
+    place: tuple[int, int],
 ) -> _Kernel | None:
     """The kernel that an operator becomes part of: that of what it reads, or of another reader of it."""
     producers = [kernels[name] for name in sources if name in kernels]
     others = [kernel for name in sources for kernel in readers.get(name, ()) if kernel is not None]
-    return next((k for k in (*reversed(producers), *others) if k.size == size and k.depth == depth), None)
+    return next((k for k in (*reversed(producers), *others) if k.size == size and k.place == place), None)
 
 
 def _parts(

@@ -13,6 +13,12 @@ from .aten import SLICE
 
 ADD, CAT, CLONE, EXPAND = "aten.add.Tensor", "aten.cat.default", "aten.clone.default", "aten.expand.default"
 SPLIT = "aten.split_with_sizes.default"
+_SCATTERS = "embedding_dense_backward.default index_add.default index_put.default scatter.src scatter.value"
+_SCATTERS += " scatter_add.default scatter_reduce.two"
+_SORTS = "kthvalue.default sort.default sort.stable topk.default"
+BY_INDEX = frozenset(f"aten.{op}" for op in f"{_SCATTERS} {_SORTS}".split())
+"""Operators that write where data says: no kernel computes their results while it reads them."""
+
 SUM, LOWER_TRIANGLE = "aten.sum.dim_IntList", "aten.tril.default"
 
 AND = ("aten.bitwise_and.Tensor", "aten.logical_and.default")

@@ -15,11 +15,14 @@ from ortools.graph.python import max_flow
 
 from autopar.cost.fusion import fuses, is_elementwise, is_view
 from autopar.ir.emitter import Emitter
-from autopar.ir.graph import Node, producers, readers
+from autopar.ir.graph import producers, readers
 from autopar.ir.program import Program
 from autopar.ir.rewrite import living, needed, reading
 
 from .lowering import Adopted, Rewrite, Target, always
+
+CHAIN = 64
+"""A recurrence that is unrolled is one chain of element-wise operators: made again as a whole, it would run twice."""
 
 
 @dataclass(frozen=True)
@@ -50,16 +53,18 @@ def rematerialized(program: Program) -> Program:
     writer = Emitter(metas=dict(program.metas), taken=inputs)
     renamed: dict[str, str] = {}
 
-    def make(name: str) -> None:
-        """The chain from what is kept to a value."""
-        if name in renamed or name in kept or name not in made:
-            return
-        node = program.forward[made[name]]
-        for source in node.inputs:
-            make(source)
-        outputs = tuple(_copied(writer, o) if o else "" for o in node.outputs)
-        writer.written.append(replace(reading(node, renamed), outputs=outputs, backward=True))
-        renamed.update((o, copy) for o, copy in zip(node.outputs, outputs, strict=True) if o)
+    def make(wanted: str) -> None:
+        """The chain from what is kept to a value, in forward's order."""
+        places, waiting = set[int](), [wanted]
+        while waiting:
+            name = waiting.pop()
+            if name not in renamed and name not in kept and name in made and made[name] not in places:
+                places.add(made[name])
+                waiting += program.forward[made[name]].inputs
+        for node in (program.forward[place] for place in sorted(places)):
+            outputs = tuple(_copied(writer, o) if o else "" for o in node.outputs)
+            writer.written.append(replace(reading(node, renamed), outputs=outputs, backward=True))
+            renamed.update((o, copy) for o, copy in zip(node.outputs, outputs, strict=True) if o)
 
     for node in program.backward:
         for name in dict.fromkeys(node.inputs):
@@ -108,23 +113,21 @@ def _cut(program: Program, made: Mapping[str, int], wanted: Collection[str], fix
     flow, numbers = max_flow.SimpleMaxFlow(), dict[str, int]()
     source, sink = 0, 1
     without_limit = 1 + sum(program.metas[name].bytes for name in made)
+    remade = _remade(program, fixed)
     waiting = list(wanted)
     for name in waiting:  # which grows: what leads to what is read
         if name in numbers:
             continue
         into = numbers[name] = 2 + 2 * len(numbers)
         flow.add_arc_with_capacity(into, into + 1, program.metas[name].bytes)
-        node = program.forward[made[name]]
-        if name in fixed or name in program.uneven or not _remade(node):
-            flow.add_arc_with_capacity(source, into, without_limit)
+        if name in remade:
+            waiting += [operand for operand in program.forward[made[name]].inputs if operand in made]
         else:
-            waiting += [operand for operand in node.inputs if operand in made]
+            flow.add_arc_with_capacity(source, into, without_limit)
     for name, into in numbers.items():
-        node = program.forward[made[name]]
-        if name not in fixed and name not in program.uneven and _remade(node):
-            for operand in dict.fromkeys(node.inputs):
-                if operand in numbers:
-                    flow.add_arc_with_capacity(numbers[operand] + 1, into, without_limit)
+        for operand in dict.fromkeys(program.forward[made[name]].inputs if name in remade else ()):
+            if operand in numbers:
+                flow.add_arc_with_capacity(numbers[operand] + 1, into, without_limit)
     for name in wanted:
         flow.add_arc_with_capacity(numbers[name] + 1, sink, without_limit)
     status = flow.solve(source, sink)
@@ -133,5 +136,13 @@ def _cut(program: Program, made: Mapping[str, int], wanted: Collection[str], fix
     return {name for name, into in numbers.items() if into + 1 in below and into not in below}
 
 
-def _remade(node: Node) -> bool:
-    return is_elementwise(node.op) and sum(map(bool, node.outputs)) == 1
+def _remade(program: Program, fixed: Collection[str]) -> set[str]:
+    """Values that backward may make again, if it does not need `CHAIN` operators in a row for it."""
+    lengths: dict[str, int] = {}
+    for node in program.forward:
+        names = [name for name in node.outputs if name]
+        length = 1 + max((lengths.get(name, 0) for name in node.inputs), default=0)
+        is_made = is_elementwise(node.op) and len(names) == 1 and length < CHAIN
+        if is_made and names[0] not in fixed and names[0] not in program.uneven:
+            lengths[names[0]] = length
+    return set(lengths)

@@ -14,8 +14,8 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
+from autopar.cost.fusion import stays
 from autopar.ir.graph import VIEWS, Node, TensorMeta
-from autopar.ir.own import FUNCTIONS
 from autopar.ir.program import Program
 from autopar.ir.rewrite import last_reads, living, needed
 
@@ -48,19 +48,13 @@ def stretches(program: Program, half: Sequence[Node], results: Collection[str | 
     stretches. Every instruction is in one of them, or stands by itself; those that nobody reads are left out."""
     last = last_reads(half) | dict.fromkeys((name for name in results if name is not None), len(half))
     begin = 0
-    for end in (*(i for i, node in enumerate(half) if not _fuses(program, node)), len(half)):
+    for end in (*(i for i, node in enumerate(half) if stays(node, program.uneven)), len(half)):
         for first, behind in _cuts(half[begin:end], program.metas):
             first, behind = begin + first, begin + behind
             made = [name for node in half[first:behind] for name in node.outputs if name]
             yield from _part(half[first:behind], tuple(name for name in made if last.get(name, -1) >= behind))
         yield from half[end : end + 1]
         begin = end + 1
-
-
-def _fuses(program: Program, node: Node) -> bool:
-    if node.op.startswith("collective.") or node.op in FUNCTIONS:
-        return False
-    return program.uneven.isdisjoint((*node.inputs, *node.outputs))
 
 
 def _part(nodes: Sequence[Node], makes: tuple[str, ...]) -> Sequence[Node | Stretch]:

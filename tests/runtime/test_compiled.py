@@ -22,7 +22,7 @@ from torch.profiler import profile
 
 import autopar
 from autopar.cost.fusion import fusion
-from autopar.cost.liveness import Memory
+from autopar.cost.liveness import Memory, MemoryPlace
 from autopar.ir.graph import Node, Ref, TensorMeta
 from autopar.ir.layout import Replicate
 from autopar.ir.program import Program, ProgramInput, ProgramOutput
@@ -33,7 +33,7 @@ from autopar.passes.lower.stretches import Stretch
 from autopar.runtime.compiled import watched_by
 from autopar.runtime.compiling import Inductor
 from autopar.runtime.execute import Executable, compile
-from autopar.runtime.stretches import CompiledSource, Unit, compiled_halves, unit_of
+from autopar.runtime.stretches import CompiledSource, Unit, compiled_halves, laid_out, unit_of
 
 planner = models.planners(case)
 
@@ -252,6 +252,67 @@ def test_a_result_that_a_compiler_lets_share_memory_is_copied() -> None:
     for _ in range(2):
         (one, other), _ = executable.forward([torch.zeros(4)])
         assert one.data_ptr() != other.data_ptr()
+
+
+def test_the_callers_autocast_is_not_compiled_in() -> None:
+    nodes = op("mm.default", "x", "y", out="a"), op("exp.default", "a", out="b")
+    program = small(*nodes, results=("b",), **{name: meta(4, 4) for name in "xyab"})
+    x, y = torch.randn(4, 4), torch.randn(4, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        executable = compiled_with(program, Inductor(processes=0))
+    (found,), _ = executable.forward([x, y])
+    assert found is not None and found.dtype == torch.float32
+    torch.testing.assert_close(found, (x @ y).exp())
+
+
+def test_a_copy_that_a_compiler_drops_keeps_no_larger_tensor() -> None:
+    m, part = meta(64), meta(4)
+    nodes = (
+        op("exp.default", "x", out="a"),
+        op("slice.Tensor", "a", 0, 0, 4, out="b"),
+        op("clone.default", "b", out="c"),
+    )
+    program = small(*nodes, results=("c",), x=m, a=m, b=part, c=part)
+    executable = compiled_with(program, Inductor(processes=0))
+    for _ in range(2):
+        (found,), _ = executable.forward([torch.zeros(64)])
+        assert found is not None and found.untyped_storage().nbytes() == 16
+
+
+def test_an_operand_that_eager_expands_is_laid_out() -> None:
+    place = MemoryPlace((3, 4), (0, 1), 0, torch.float32)
+    x = torch.arange(4.0).repeat(3, 1)
+    laid = laid_out(x, place)
+    assert laid.stride() == (0, 1) and torch.equal(laid, x) and laid_out(laid, place) is laid
+
+
+def test_styles_have_lines_of_their_own() -> None:
+    """A watched program has more lines than a compiled one: errors after it still name the right instruction."""
+    program = program_of(2)
+    given = values(program)
+    lines: list[Any] = []
+
+    def around(half: Any, program: Program, groups: Any, of: Any) -> Any:
+        lines.append(of)
+        return half
+
+    writer = partial(CompiledSource, compiler=quick_compiler())
+    executable = compile(program, [None], writer=writer, around=around)
+    before = dict(lines[0])
+    with watched_by(lambda node, values: None):
+        step(executable, given)
+    assert lines[0] == before and lines[0] is not lines[-1]
+
+
+def test_a_long_recurrence_is_not_made_again_as_a_whole() -> None:
+    names = [f"h{number}" for number in range(1500)]
+    nodes = [op("sin.default", before, out=name) for before, name in zip(["x", *names], names, strict=False)]
+    back = op("mul.Tensor", "h1400", "h700", out="g", backward=True)
+    metas = {name: meta(4) for name in (*names, "x", "g", "out")}
+    last = op("exp.default", names[-1], out="out")
+    program = small(*nodes, last, back, saved=("h700", "h1400"), results=("out", "g"), **metas)
+    again = rematerialized(program)
+    assert len(again.backward) < 3 * 64
 
 
 def test_what_does_not_compile_runs_as_it_is_and_is_named() -> None:
