@@ -65,8 +65,9 @@ def _fused(function: Callable[..., Sequence[torch.Tensor]], operands: Sequence[t
 @contextlib.contextmanager
 def _traced_by(fake_mode: FakeTensorMode) -> Iterator[None]:
     from torch._guards import TracingContext, tracing
+    from torch._inductor.virtualized import V
 
-    with tracing(TracingContext(fake_mode)):
+    with tracing(TracingContext(fake_mode)), V.set_fake_mode(fake_mode):
         yield
 
 

@@ -17,7 +17,7 @@ from autopar.solve.problem import Infeasible
 from autopar.solve.solvers import TooWide
 
 from .descent import Descent
-from .options import joint, resting_bytes, taken
+from .options import taken
 from .progress import WHOLE, Stage
 from .shortfall import DoesNotFit
 from .solving import Solved
@@ -69,21 +69,8 @@ class Limit:
         self.estimated: dict[Assignment, tuple[Solved, float]] = {}
 
     def best(self, *, sure: bool) -> Solved:
-        """The best that keeps the limit, by estimated peaks; `sure` estimates them better. Raises `Infeasible` if there
-        is none, and at once where what parameters need at rest is over the limit."""
-        if self._resting_bytes() > self.bytes_limit:
-            smallest = self.solve_at(self._most, self.cheapest, self.descent.purse(self.effort.descents))
-            return self._smallest(_Pool(self.descent, smallest, self.allowed), sure=sure)
+        """The best that keeps the limit, by estimated peaks; `sure` estimates them better."""
         return self._within_limit(sure=sure) if self._is_over(self.cheapest) else self.cheapest
-
-    def _resting_bytes(self) -> float:
-        """Bytes that no plan goes below."""
-        options, allowed = self.descent.options, self.allowed
-        if allowed is None:
-            per_axis = options.everything()
-            parameters = (site for site in options.sites.values() if site.kind == "parameter")
-            allowed = {site.name: joint(site, per_axis[site.name], self.bytes_limit) for site in parameters}
-        return resting_bytes(self.descent.space, allowed)
 
     def first(self) -> Solved | None:
         """What a first mixture of the options of the cheapest plan comes to, if any is within the limit: that leaves

@@ -51,7 +51,7 @@ from .searches import Searches, hidden_buckets
 from .shortfalls import fitting
 from .steps import Steps
 from .training import GATHERS, Training, named_optimizer
-from .writer import Writer
+from .writer import LOOKED_AT, Writer
 
 logger = logging.getLogger("autopar")
 
@@ -225,7 +225,7 @@ class Planner:
             plan,
             self.space,
             assignment,
-            lambda training: self.trained(training).steps.estimated_seconds(assignment, None)[0],
+            lambda training: self.trained(training).steps.estimated_seconds(assignment, None, kept=LOOKED_AT)[0],
         )
 
     def limit(self, request: Request) -> float | None:

@@ -118,12 +118,12 @@ class Steps:
                 return
 
     def estimated_seconds(
-        self, assignment: Assignment, limit: float | None, *, split: bool = False
+        self, assignment: Assignment, limit: float | None, *, split: bool = False, kept: int = KEPT
     ) -> tuple[float, float]:
-        """The seconds of an assignment's step, and for how many of them a rank stalls, estimated from the program of
-        fewer copies, with collectives unsplit unless `split`. If there is none, they are exact, and infinite if the
-        peak is over the limit."""
-        short = shortened(self.writer.space, assignment)
+        """The seconds of an assignment's step, and for how many of them a rank stalls, estimated from the program that
+        keeps so many copies, with collectives unsplit unless `split`. If there is none, they are exact, and infinite if
+        the peak is over the limit."""
+        short = shortened(self.writer.space, assignment, kept)
         if short is None:
             bucket_bytes = BUCKETS[0]
             if limit is not None:
@@ -134,7 +134,7 @@ class Steps:
         tried = 1 if limit is None else len(list(self._estimates(assignment, limit, BUCKETS, rough=True)))
         bucket_bytes = BUCKETS[tried - 1]
         write = self.writer.written if split else self.writer.unsplit
-        program = write(assignment, bucket_bytes, KEPT)
+        program = write(assignment, bucket_bytes, kept)
         parts = self.run.timelines(program)
         step = sum(times * short.seconds(of_few, part) for of_few, part, times in parts)
         step *= self._correction(assignment, bucket_bytes)

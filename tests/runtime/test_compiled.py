@@ -265,6 +265,29 @@ def test_the_callers_autocast_is_not_compiled_in() -> None:
     torch.testing.assert_close(found, (x @ y).exp())
 
 
+class Classifier(nn.Module):
+    """Whose loss Inductor's passes rewrite before anything else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(64, 16), nn.Linear(16, 64)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(self.head(torch.tanh(self.table(ids))), ids)
+
+
+def test_a_loss_of_labels_compiles() -> None:
+    torch.manual_seed(0)
+    ids, compiler = torch.randint(64, (32,)), Inductor(processes=0)
+    made = autopar.planning.planner.Planner(Classifier(), {"a": 1}, (ids,), compile=True)
+    program = made.program(made.plan(cost="serial"))
+    given = {i.name: torch.randn(i.meta.shape) if i.meta.dtype.is_floating_point else ids for i in program.inputs}
+    plain, compiled = step(compile(program, [None]), given), step(compiled_with(program, compiler), given)
+    assert compiler.compiled and not compiler.failed
+    for one, other in zip(plain, compiled, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_a_copy_that_a_compiler_drops_keeps_no_larger_tensor() -> None:
     m, part = meta(64), meta(4)
     nodes = (
