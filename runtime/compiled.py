@@ -8,7 +8,7 @@ traces (`autopar.report.simulation`).
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -77,6 +77,11 @@ class ObservedSource(SourceWriter):
 
     style: Style = "plain"
 
+    @cached_property
+    def lines_of(self) -> dict[Style, dict[int, Node]]:
+        """Of each style that was written, the instruction on each line."""
+        return {}
+
     def styled(self, style: Style) -> str:
         """The source in another style, whose lines are its own."""
         self.style, self.lines = style, {}
@@ -96,7 +101,6 @@ class ObservedSource(SourceWriter):
         return call
 
     def functions(self, source: str) -> dict[str, Half]:
-        self.lines_of: dict[Style, dict[int, Node]] = {}
         begun = {name: node for node in self.program.nodes if node.collective for name in node.outputs}
 
         def watch(number: int, *values: Any) -> None:
