@@ -18,7 +18,6 @@ from autopar.passes.capture.source import presented
 from autopar.planning.at_rest import Decided
 from autopar.planning.checks import check_mesh
 from autopar.planning.meshes import mesh_of, meshes
-from autopar.planning.micro import check_measured
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
 from autopar.planning.presets import PRESETS
@@ -265,8 +264,6 @@ def parallelize(
             planner = Planner(model, mesh_of(mesh), args, kwargs, loss_fn=loss_fn, request=request)
             if plan is not None:
                 planner.check(plan)
-            elif planner.asked.cost == "profiled":
-                check_measured(planner.training)
         if isinstance(verify, bool) or not isinstance(verify, int) or verify < 0:
             raise ValueError(f"verify is {verify!r}: give the number of first steps to check, or 0")
     except Exception as raised:  # of any class: the model's own too

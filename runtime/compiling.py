@@ -66,16 +66,19 @@ class Inductor:
             return
         what, total = f"autopar: compiling {len(named)} stretches", len(named)
         with Ticker(what, enabled=self._is_first(), foresees=True) as ticker:
+
+            def told(done: int) -> None:
+                ticker.tell(what, done / total)
+
             if mesh is None:
                 processes = 0 if self.mesh is not None else self.processes
-                _filled([unit for _, unit in named.values()], self.mode, processes, lambda done: None)
+                _filled([unit for _, unit in named.values()], self.mode, processes, told)
                 self._load(named, ticker)
                 return
             with patiently(mesh):
                 wanted = {key: unit for key, (_, unit) in named.items()}
                 with raised_together(mesh):  # the others wait for the first
                     if self._is_first_here(wanted, mesh):
-                        told = lambda done: ticker.tell(what, done / total)  # noqa: E731
                         _filled([*wanted.values()], self.mode, self.processes, told)
                         if mesh.device_type == "cpu":
                             self._load(named, ticker)

@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.ir.garbage import uncollected
 from autopar.planning.candidates import Candidates, Profiled
 from autopar.planning.costs import COSTS, CostMode
+from autopar.planning.micro import check_measured
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
 from autopar.planning.request import Request
@@ -30,6 +31,7 @@ def profiled(
     The first rank keeps what is measured in the planner's database, and tells `report` the part of the rounds that is
     done, and what is measured next. Raises ValueError, on every rank, as `plan`, and where the database is none.
     """
+    check_measured(planner.training)
     optimizer = planner.optimizer.name
     bench = (
         bench_alone(planner.kind_of_device, planner.example_values, optimizer)

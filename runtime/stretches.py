@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -135,28 +135,35 @@ class Kernels:
         for k, place in enumerate(self.unit.operands):
             if operands[k].stride() != place.stride:
                 operands[k] = laid_out(operands[k], place)
+        memories = self._memories(operands) if self.copied is None else []
+        results = self.fused(operands)
         if self.copied is None:
-            return self._first(operands)
-        results = self.fused(operands)
-        if self.copied:
-            results = [x.clone() if k in self.copied else x for k, x in enumerate(results)]
-        return results
+            self.copied = self._shared(memories, results)
+        if not self.copied:
+            return results
+        return [x.clone() if k in self.copied else x for k, x in enumerate(results)]
 
-    def _first(self, operands: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """The first run, which looks at where results lie, and keeps no operand for that."""
-        memories = [weakref.ref(x.untyped_storage()) for x in operands]
-        places = {memory_of(x): position for position, x in reversed([*enumerate(operands)])}
-        results = self.fused(operands)
-        there = {place for place, of in enumerate(memories) if of() is not None}
-        self.copied = []
+    @staticmethod
+    def _memories(operands: Sequence[torch.Tensor]) -> list[tuple[int, weakref.ref[torch.UntypedStorage]]]:
+        """Where operands lie; none is kept for that."""
+        return [(memory_of(x), weakref.ref(x.untyped_storage())) for x in operands]
+
+    def _shared(
+        self, memories: Sequence[tuple[int, weakref.ref[torch.UntypedStorage]]], results: Sequence[torch.Tensor]
+    ) -> list[int]:
+        """The results that are to be copied. Memory of operands that are gone may be that of results."""
+        places: dict[int, int] = {}
+        for position, (memory, storage) in enumerate(memories):
+            if storage() is not None:
+                places.setdefault(memory, position)
+        copied = []
         for k, (x, in_eager) in enumerate(zip(results, self.unit.shared, strict=True)):
             own = len(memories) + k
-            place = places.setdefault(memory_of(x), own)
-            shares = place not in (in_eager, own) and (place in there or place >= len(memories)) and x.numel()
+            shares = places.setdefault(memory_of(x), own) not in (in_eager, own) and x.numel()
             larger = in_eager == own and x.untyped_storage().nbytes() > x.numel() * x.itemsize
             if shares or larger:
-                self.copied.append(k)
-        return [x.clone() if k in self.copied else x for k, x in enumerate(results)]
+                copied.append(k)
+        return copied
 
 
 def compiled_halves(program: Program) -> Iterator[list[Node | Stretch]]:
@@ -176,13 +183,6 @@ class Compiler(Protocol):
         """None for one that does not compile."""
 
 
-@dataclass(eq=False)
-class _Half:
-    items: list[tuple[Node | Stretch, Unit | None]] = field(default_factory=list)
-    in_place: set[str] = field(default_factory=set)
-    """Results of all-reduces that work in their operands."""
-
-
 STRETCH = "autopar.stretch"
 """The op of the instruction that stands for a stretch."""
 
@@ -193,12 +193,15 @@ class CompiledSource(ObservedSource):
     def __init__(self, *given: Any, compiler: Compiler, together: bool = False) -> None:
         super().__init__(*given)
         self.compiler, self.together = compiler, together
-        self.halves: dict[str, _Half] = {}
+        self.items: dict[str, list[tuple[Node | Stretch, Unit | None]]] = {}
+        """By the name of a half, what it consists of."""
+        self.in_place: set[str] = set()
+        """Results of all-reduces that work in their operands."""
         self.stretches: dict[str, Stretch] = {}
         """By the name of the function in the source."""
 
     def source(self) -> str:
-        if not self.halves:
+        if not self.items:
             self._find()
         return super().source()
 
@@ -210,14 +213,14 @@ class CompiledSource(ObservedSource):
         for name, instructions, items in halves:
             results = (*program.saved, *(o.name for o in program.outputs))
             lines = lifetimes((), instructions, results)[1]
-            half = self.halves[name] = _Half()
-            half.in_place = {output for line in lines if line.in_place for output in line.instruction.outputs}
+            self.in_place.update(output for line in lines if line.in_place for output in line.instruction.outputs)
+            self.items[name] = []
             for item in items:
                 unit = None
                 if isinstance(item, Stretch):
                     unit = unit_of(item, memory, program, self.coordinate, device)
                     found.append((f"{len(item.nodes)} operators of {item.module or 'no module'}", unit))
-                half.items.append((item, unit))
+                self.items[name].append((item, unit))
         self.compiler.prepare(found, together=self.together)
 
     def function(
@@ -226,7 +229,7 @@ class CompiledSource(ObservedSource):
         if self.style == "watched":
             return super().function(name, arguments, instructions, results, first)
         written: list[Node] = []
-        for item, unit in self.halves[name].items:
+        for item, unit in self.items[name]:
             kernels = None if unit is None else self.compiler.kernels(unit)
             if isinstance(item, Node):
                 written.append(item)
@@ -242,8 +245,8 @@ class CompiledSource(ObservedSource):
     def statement(self, number: int, line: Line) -> str:
         instruction = line.instruction
         if instruction.op != STRETCH:
-            in_place = any(instruction.outputs[0] in half.in_place for half in self.halves.values())
-            return super().statement(number, replace(line, in_place=in_place and bool(instruction.collective)))
+            in_place = bool(instruction.collective) and instruction.outputs[0] in self.in_place
+            return super().statement(number, replace(line, in_place=in_place))
         function, *reads = instruction.args
         # what nobody reads any more lies in the list alone, which the function empties
         dead = "".join(f"{self.local(name)} = " for name in line.dead if name in instruction.inputs)

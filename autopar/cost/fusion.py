@@ -29,9 +29,13 @@ class Fused:
     launches: bool
     bytes: int
 
+    def moved_bytes(self, metas: Mapping[str, TensorMeta]) -> int:
+        """What the part reads and writes in memory."""
+        return sum(metas[name].bytes for name in (*self.reads, *self.writes))
+
     def seconds(self, device: Device, metas: Mapping[str, TensorMeta]) -> float:
         """The kernel's seconds by the bytes that the part moves, and its launch."""
-        moved = sum(metas[name].bytes for name in (*self.reads, *self.writes))
+        moved = self.moved_bytes(metas)
         moving = device.moving_seconds(self.bytes) * moved / self.bytes if moved else 0.0
         return moving + device.seconds_per_op * self.launches
 

@@ -69,7 +69,7 @@ class LocalOperators:
     def cost(self, instruction: Node) -> Cost:
         if (part := self.fusion.parts.get(instruction.name)) is not None:
             self.memory.local(instruction)
-            return self._of_kernel(instruction, part)
+            return self._of_kernel(part)
         placed, outputs = self.memory.local(instruction), instruction.outputs
         # an op may leave out results that nobody reads
         wanted = outputs if len(outputs) == 1 else self.read.intersection(outputs) or outputs
@@ -80,14 +80,10 @@ class LocalOperators:
             self._costs[key] = self._cost(instruction, placed.copies, call)
         return self._costs[key]
 
-    def _of_kernel(self, instruction: Node, part: Fused) -> Cost:
-        """Of a part of a kernel: what was measured of the operator alone counts for the bytes that it still moves."""
-        seconds = part.seconds(self.device, self.metas)
-        operands, results = input_and_output_metas(instruction, self.metas)
-        size = sum(self.metas[name].bytes for name in (*part.reads, *part.writes))
-        if (measured := self._measured(instruction)) is not None:
-            seconds = measured * size / max(1, sum(meta.bytes for meta in (*operands, *results)))
-        return Cost(seconds, 1.0 if size else 0.0, size, 0.0)
+    def _of_kernel(self, part: Fused) -> Cost:
+        """Of a part of a kernel. (Of compiled programs nothing is measured: `planning.micro.check_measured`.)"""
+        size = part.moved_bytes(self.metas)
+        return Cost(part.seconds(self.device, self.metas), 1.0 if size else 0.0, size, 0.0)
 
     def _cost(self, instruction: Node, copies: bool, call: Call) -> Cost:
         op, device = instruction.op, self.device

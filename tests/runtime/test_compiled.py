@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import profile
 
 import autopar
+from autopar.compat.tensors import memory_of
 from autopar.cost.fusion import fusion
 from autopar.cost.liveness import Memory, MemoryPlace
 from autopar.ir.graph import Node, Ref, TensorMeta
@@ -33,7 +35,7 @@ from autopar.passes.lower.stretches import Stretch
 from autopar.runtime.compiled import watched_by
 from autopar.runtime.compiling import Inductor
 from autopar.runtime.execute import Executable, compile
-from autopar.runtime.stretches import CompiledSource, Unit, compiled_halves, laid_out, unit_of
+from autopar.runtime.stretches import CompiledSource, Kernels, Unit, compiled_halves, laid_out, unit_of
 
 planner = models.planners(case)
 
@@ -336,6 +338,17 @@ def test_a_long_recurrence_is_not_made_again_as_a_whole() -> None:
     program = small(*nodes, last, back, saved=("h700", "h1400"), results=("out", "g"), **metas)
     again = rematerialized(program)
     assert len(again.backward) < 3 * 64
+
+
+def test_memory_of_an_operand_that_is_gone_may_be_that_of_two_results() -> None:
+    """They share it all the same, where eager's do not."""
+    m = meta(4)
+    nodes = op("exp.default", "x", out="a"), op("clone.default", "a", out="b")
+    (unit,) = units(small(*nodes, results=("a", "b"), x=m, a=m, b=m))
+    result, gone = torch.zeros(4), torch.zeros(4)
+    memories = [(memory_of(result), weakref.ref(gone.untyped_storage()))]
+    del gone
+    assert Kernels(unit, lambda given: ())._shared(memories, [result, result.view(4)]) == [1]
 
 
 def test_what_does_not_compile_runs_as_it_is_and_is_named() -> None:
