@@ -155,6 +155,8 @@ class Link:
     launch_seconds: float = 0.0
     algorithms: Entries = ALGORITHMS
     factors: Factors = field(default=(), hash=False)
+    in_time: bool = False
+    """Whether the ranks are micro-batches, one after the other, which only add up."""
 
     def factor(self, kind: str, size: float) -> float:
         """Measured seconds of collectives of that size over those of the formula, by `interpolated`."""

@@ -13,6 +13,7 @@ from .aten import SLICE
 
 ADD, CAT, CLONE, EXPAND = "aten.add.Tensor", "aten.cat.default", "aten.clone.default", "aten.expand.default"
 SPLIT = "aten.split_with_sizes.default"
+SELECT, STACK = "aten.select.int", "aten.stack.default"
 _SCATTERS = "embedding_dense_backward.default index_add.default index_put.default scatter.src scatter.value"
 _SCATTERS += " scatter_add.default scatter_reduce.two"
 _SORTS = "kthvalue.default sort.default sort.stable topk.default"

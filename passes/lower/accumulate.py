@@ -94,7 +94,7 @@ def tail(program: Program) -> tuple[Node, ...]:
         named = [name for name in instruction.outputs if name]
         followed = (program.backward[k].name for name in named for k in every.get(name, ()))
         if (
-            _is_linear(instruction, program.metas)
+            is_linear(instruction, program.metas)
             and others.isdisjoint(named)
             and all(name in results or name in every for name in named)
             and all(reader in only for reader in followed)
@@ -115,7 +115,8 @@ def _narrows(instruction: Node, metas: Mapping[str, TensorMeta]) -> bool:
     return instruction.op == CAST and sizes[0] > sizes[-1]
 
 
-def _is_linear(instruction: Node, metas: Mapping[str, TensorMeta]) -> bool:
+def is_linear(instruction: Node, metas: Mapping[str, TensorMeta]) -> bool:
+    """Whether an instruction makes of a sum the sum of what it makes of the parts."""
     kind = instruction.collective
     if kind in ("all_reduce", "reduce_scatter", "reduce"):
         return bool(instruction.args[1] == "sum")

@@ -95,7 +95,7 @@ def strategies(
     optimizer: Optimizer = OPTIMIZERS["adamw"],
 ) -> LayeredSpace:
     """The search space of a graph on a mesh (axis name -> size)."""
-    builder = LayerBuilder(graph, segments)
+    builder = LayerBuilder(graph, segments, cluster.stages > 1)
     rest = builder.rest()
     bodies = tuple(builder.body(repeat) for repeat in segments.repeats)
     ends = tuple(
@@ -134,7 +134,7 @@ class LayerBuilder(SiteBuilder):
     redistributor = BucketingRedistributor
     propagation = RoutedPropagation
 
-    def __init__(self, graph: JointGraph, segments: Segments) -> None:
+    def __init__(self, graph: JointGraph, segments: Segments, in_time: bool = False) -> None:
         self.segments = segments
         home: dict[int, int] = {}
         crossing: dict[str, str] = {}
@@ -147,7 +147,7 @@ class LayerBuilder(SiteBuilder):
             for border in repeat.borders:
                 crossing.update({value: border_name(value) for value in border.values})
         self.layers = LayerRoots(graph, crossing, home, entering)
-        super().__init__(graph, self.layers)
+        super().__init__(graph, self.layers, in_time)
         self.metas |= {name: graph.metas[value] for value, name in crossing.items()}
         shared = self._shared_roots(name for repeat in segments.repeats for name in repeat.shared)
         self.made = made_where_read(graph, segments, shared)
@@ -186,7 +186,16 @@ class LayerBuilder(SiteBuilder):
         home = self.layers.home[repeat.copies[0][0]]
         sites = [self.input(name, home) for name in repeat.own[0]]
         for name in self._shared_roots(repeat.from_outside(0)):
-            sites.append(Site(name=f"{name}|shared", kind="shared", makes=(name,), meta=self.metas[name]))
+            sites.append(
+                Site(
+                    name=f"{name}|shared",
+                    kind="shared",
+                    makes=(name,),
+                    meta=self.metas[name],
+                    in_time=self.in_time,
+                    fixed=self.in_time,
+                )
+            )
         before = len(self.without_rule)
         sites += self.operators(repeat.copies[0], home)
         for index in self.without_rule[before:]:

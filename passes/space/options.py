@@ -43,9 +43,12 @@ def _stored_option(setting: Setting, site: Site, choice: SiteChoice) -> Option |
 
 
 def _unsplit_option(setting: Setting, site: Site, choice: SiteChoice) -> Option | None:
-    if any(on_axis != REPLICATED for on_axis in choice.axes):
-        return None
-    return _stored_option(setting, site, choice)
+    return _stored_option(setting, site, choice) if _is_unsplit(setting, choice) else None
+
+
+def _is_unsplit(setting: Setting, choice: SiteChoice) -> bool:
+    """Whether nothing is split but by micro-batches."""
+    return all(on_axis == REPLICATED for on_axis in choice.axes[setting.in_time :])
 
 
 def _replicated_option(setting: Setting, site: Site, choice: SiteChoice) -> Option | None:
@@ -60,6 +63,8 @@ def _replicated_option(setting: Setting, site: Site, choice: SiteChoice) -> Opti
 
 def _op_option(setting: Setting, site: Site, choice: SiteChoice) -> Option | None:
     """What is made where it is read is priced there."""
+    if site.in_time and not _is_unsplit(setting, choice):
+        return None
     option = operator_option(setting, site, choice)
     return replace(option, seconds=0.0) if option is not None and site.made else option
 

@@ -55,6 +55,8 @@ class Site:
     meta: TensorMeta | None = None
     fixed: bool = False
     """Replicated because every copy of a repeat reads it, or because it is made where it is read."""
+    in_time: bool = False
+    """Fixed, but for micro-batches, which split it."""
     made: bool = False
     """An operator that runs wherever its results are read (`making`)."""
     zeros: tuple[bool, ...] = ()

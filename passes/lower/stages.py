@@ -1,0 +1,580 @@
+"""Stages: a program whose first mesh axis is time, cut into the programs of a pipeline.
+
+A pipeline runs the micro-batches of a step one after the other. They are the ranks of a mesh axis, the first, which
+lies in time: each holds a part of the batch, and what is added up over that axis is added up as micro-batches pass. So
+a step equals that of the whole batch by construction: a mean divides by the count of all labels, and a random number
+is that of its global index. What a program computes falls into kinds:
+
+- *constant*: the same in all micro-batches, such as casts of parameters; a stage computes what of it it reads;
+- *free*: of a micro-batch, and of no parameter (masks, positions); a stage computes what of it it reads;
+- *counted*: what micro-batches read of all of them, such as how many labels there are: sums of free values, added up
+  before the first micro-batch;
+- *of a stage*: all else that forward and backward compute of a micro-batch;
+- *rest*: what follows the sums over micro-batches, once: the loss, and reductions of gradients (`accumulate.tail`).
+
+Forward is cut where it stands: a stage has what lies between two cuts. An operator of backward runs on the last of the
+stages, up to where its gradients are from, that has all of forward that it reads. So backward passes the stages in the
+opposite order, and a value goes from any stage to any that reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Literal
+
+from autopar.ir.emitter import Emitter
+from autopar.ir.graph import WAIT, InputRole, Node, OutputRole, Ref, is_view, map_references, producers, readers
+from autopar.ir.layout import Replicate
+from autopar.ir.program import Program, ProgramInput, ProgramOutput, RankIndex
+from autopar.ir.rewrite import living, needed, reading
+from autopar.ops.kinds import SELECT, STACK
+from autopar.ops.losses import APART
+from autopar.ops.traced import Traced
+
+from .accumulate import is_linear, tail
+
+TIME = 0
+"""The mesh axis that lies in time."""
+
+Half = Literal["forward", "backward"]
+HALVES: tuple[Half, Half] = ("forward", "backward")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """A value of each micro-batch that goes from a half of the step of a stage to a half of that of another."""
+
+    name: str
+    source: int
+    made: Half
+    target: int
+    read: Half
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Handed:
+    """A value that goes from a stage to another once a step: a parameter before it, or a sum behind it."""
+
+    name: str
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """The programs of one stage, on the mesh of the whole, whose first coordinate is the number of a micro-batch.
+
+    `step` is run of every micro-batch, forward and backward. Among its outputs are what it sends, what the model
+    returns of a micro-batch, and what is `summed`. `counts` gives what of a micro-batch is counted, before the first
+    one, and `counted` what micro-batches read of the sums, which are its inputs called `totals`. `rest` is run once, on
+    sums under the names of what they add up: its forward gives outputs and mutations, its backward gradients.
+    """
+
+    number: int
+    counts: Program
+    totals: tuple[str, ...]
+    counted: Program
+    step: Program
+    summed: tuple[str, ...]
+    rest: Program
+
+
+@dataclass(frozen=True, kw_only=True)
+class Staged:
+    """The stages of a program, and what goes from one to another: `messages` of each micro-batch, `parameters` that
+    several stages use before a step, and `sums` behind it."""
+
+    program: Program
+    stages: tuple[Stage, ...]
+    messages: tuple[Message, ...]
+    parameters: tuple[Handed, ...]
+    sums: tuple[Handed, ...]
+
+    @property
+    def micro_batches(self) -> int:
+        return self.program.mesh[TIME]
+
+
+def staged(program: Program, cuts: Sequence[str]) -> Staged:
+    """The program, whose first axis is time, in stages, each but the first of which begins with the operator that
+    serves a node of a cut. Raises ValueError where micro-batches need one another in the midst of a step, or a cut is
+    no place of forward."""
+    return _Cutter(unstacked(program), tuple(cuts)).staged()
+
+
+def unstacked(program: Program) -> Program:
+    """The program in which numbers that are added up over ranks side by side travel alone, and results that need not
+    all of their operators' operands are had without: they may be needed at other times."""
+    emitter = Emitter(metas=dict(program.metas), mesh=program.mesh)
+    parts: dict[str, tuple[str, ...]] = {}
+    same: dict[str, str] = {}
+    every = readers(program.nodes)
+
+    def is_apart(name: str) -> bool:
+        """Whether all that reads a value takes one of its numbers, or adds it up over ranks."""
+        following = [program.nodes[k] for k in every.get(name, ())]
+        return bool(following) and all(
+            (node.op == SELECT and node.args[1] == 0)
+            or ((node.op == WAIT or node.collective == "all_reduce") and is_apart(node.name))
+            for node in following
+        )
+
+    kept = {o.name for o in program.outputs} | set(program.saved)
+
+    def written(nodes: Sequence[Node]) -> tuple[Node, ...]:
+        emitter.written = []
+        for node in nodes:
+            source = node.inputs[0] if node.inputs else ""
+            emitter.about = {"module": node.module, "serves": node.serves}
+            if node.op == STACK and len(node.args) == 1 and is_apart(node.name) and node.name not in kept:
+                parts[node.name] = tuple(same.get(name, name) for name in node.inputs)
+            elif source in parts and node.op == SELECT:
+                same[node.name] = parts[source][node.args[2]]
+            elif source in parts:
+                parts[node.name] = tuple(emitter.emit(node.op, (Ref(part), *node.args[1:])) for part in parts[source])
+            elif node.op in APART and node.outputs[APART[node.op][0]]:
+                number, function = APART[node.op]
+                values = map_references(node.args, lambda name: Traced(emitter, name))
+                same[node.outputs[number]] = function(*values).name
+                outputs = tuple("" if k == number else name for k, name in enumerate(node.outputs))
+                emitter.written.append(reading(node, same, outputs=outputs))
+            else:
+                emitter.written.append(reading(node, same))
+        return tuple(emitter.written)
+
+    forward, backward = written(program.forward), written(program.backward)
+    outputs = tuple(replace(o, name=same.get(o.name or "", o.name)) for o in program.outputs)
+    saved = tuple(dict.fromkeys(same.get(name, name) for name in program.saved))
+    return replace(program, forward=forward, backward=backward, outputs=outputs, saved=saved, metas=emitter.metas)
+
+
+def _in_time(node: Node) -> bool:
+    return node.collective is not None and node.args[-1] == TIME
+
+
+def _tells_time(value: object) -> bool:
+    """Whether a number in an argument differs by micro-batch."""
+    if isinstance(value, RankIndex):
+        return any(axis == TIME for axis, _ in value.terms)
+    return isinstance(value, tuple) and any(map(_tells_time, value))
+
+
+class _Cutter:
+    """Cuts one program. `varying` values differ by micro-batch, `trained` ones depend on a parameter, and `summed` ones
+    follow a sum over micro-batches. Nodes, which go by their first result, are of the `tail`, `late` (what results of
+    the step alone read of sums), `early` (what micro-batches read of sums), of a stage, or else computed where they are
+    read."""
+
+    def __init__(self, program: Program, cuts: tuple[str, ...]) -> None:
+        self.program, self.cuts = program, cuts
+        self.numbers = range(len(cuts) + 1)
+        self.made, self.read = producers(program.nodes), readers(program.nodes)
+        self.given = {i.name: i for i in program.inputs}
+        self.tangents = {i.name for i in program.inputs if i.role == "tangent"}
+        self.everywhere = (Replicate(),) * len(program.mesh)
+        self.varying = {i.name for i in program.inputs if not isinstance(i.layout[TIME], Replicate)}
+        self.trained = {i.name for i in program.inputs if i.role == "parameter"}
+        self.summed = set[str]()
+        self.totals: dict[str, str] = {}
+        """A sum over micro-batches -> what it adds up."""
+        self._follow()
+        self.tail = {node.name for node in tail(program)}
+        self.late = self._late()
+        self.early = {n.name for n in program.forward if self._is_sum(n) and n.name not in self.late}
+        self._refuse_between()
+        self.parameters = {i.target: i.name for i in program.inputs if i.role == "parameter"}
+        self.stage_of: dict[str, int] = {}
+        self._place_forward()
+        self.there = self._availability()
+        self._place_backward()
+        self._put_off()
+        self.homes = {name: min(self.there[name]) for name in self.parameters.values()}
+        self.messages: dict[Message, None] = {}
+
+    # ---- kinds of nodes
+
+    def _follow(self) -> None:
+        for node in self.program.nodes:
+            names = [name for name in node.outputs if name]
+            if not self.trained.isdisjoint(node.inputs):
+                self.trained.update(names)
+            if _in_time(node) or not self.summed.isdisjoint(node.inputs):
+                self.summed.update(names)
+            if _in_time(node) or (node.op == WAIT and node.inputs[0] in self.totals):
+                self.totals[node.name] = self.totals.get(node.inputs[0], node.inputs[0])
+            elif not self.varying.isdisjoint(node.inputs) or _tells_time((node.args, node.kwargs)):
+                self.varying.update(names)
+
+    def _is_sum(self, node: Node) -> bool:
+        """Whether a node follows sums, and so is the same in all micro-batches."""
+        return node.name in self.summed and node.name not in self.varying
+
+    def _late(self) -> set[str]:
+        late = set[str]()
+        for node in reversed(self.program.nodes):
+            after = [self.program.nodes[k].name for name in node.outputs for k in self.read.get(name, ())]
+            if self._is_sum(node) and late.issuperset(after):
+                late.add(node.name)
+        return late
+
+    def _refuse_between(self) -> None:
+        """Raises ValueError where a micro-batch reads what others compute with parameters, or writes."""
+        for k, node in enumerate(self.program.nodes):
+            if not _in_time(node):
+                continue
+            is_forward = k < len(self.program.forward)
+            is_end = node.name in self.late or node.name in self.tail
+            is_count = is_forward and node.name not in self.trained
+            if not (node.collective == "all_reduce" and node.args[1] == "sum" and (is_end or is_count)):
+                raise ValueError(
+                    f"{node.module or 'the model'} needs all micro-batches of a step at once ({node.op} for "
+                    f"{node.serves}), and a pipeline has one after the other: take a layer that treats each sample "
+                    f"alone, as LayerNorm and GroupNorm do, or a mesh without stages"
+                )
+        for o in self.program.outputs:
+            if o.role == "update" or (o.role == "mutation" and o.name in self.varying):
+                raise ValueError(f"{o.target} is written by each micro-batch, and a pipeline writes once a step")
+
+    # ---- places
+
+    def _starts(self) -> list[int]:
+        """Where in forward each stage begins."""
+        first: dict[str, int] = {}
+        for k, node in enumerate(self.program.forward):
+            first.setdefault(node.serves, k)
+        for cut in self.cuts:
+            if cut not in first:
+                raise ValueError(f"a stage is to begin with {cut!r}, and forward has no operator that is called so")
+        starts = [0, *(first[cut] for cut in self.cuts)]
+        if starts != sorted(set(starts)):
+            raise ValueError(f"stages begin with {', '.join(self.cuts)}: name operators in the order of forward")
+        return starts
+
+    def _is_of_stage(self, node: Node) -> bool:
+        """Whether a stage computes it of each micro-batch: it varies, and depends on a parameter. A view is made where
+        it is read."""
+        of_end = node.name in self.tail or node.name in self.late or node.name in self.early
+        return not of_end and not is_view(node) and any(n in self.varying and n in self.trained for n in node.outputs)
+
+    def _place_forward(self) -> None:
+        starts = self._starts()
+        for number, (first, end) in enumerate(pairwise((*starts, len(self.program.forward)))):
+            for node in self.program.forward[first:end]:
+                if self._is_of_stage(node):
+                    self.stage_of[node.name] = number
+
+    def _availability(self) -> dict[str, set[int]]:
+        """Value that a parameter leads to -> the stages whose forward makes or reads it; all, if none does."""
+        there: dict[str, set[int]] = {name: set() for name in self.trained}
+        for node in reversed(self.program.forward):
+            results = [name for name in node.outputs if name in there]
+            if node.name in self.stage_of:
+                here = {self.stage_of[node.name]}
+                for name in results:
+                    there[name] |= here
+            else:
+                here = set().union(*(there[name] for name in results))
+            for name in node.inputs:
+                if name in there:
+                    there[name] |= here
+        return {name: stages or set(self.numbers) for name, stages in there.items()}
+
+    def _place_backward(self) -> None:
+        for node in self.program.backward:
+            if not self._is_of_stage(node):
+                continue
+            read = list(map(self._viewed, node.inputs))
+            behind = [self._place(name) for name in read if self._is_late(name)]
+            most = min((number for number in behind if number is not None), default=self.numbers[-1])
+            saved = [self.there[name] for name in read if name in self.there and not self._is_late(name)]
+            fitting = [number for number in range(most + 1) if saved and all(number in at for at in saved)]
+            self.stage_of[node.name] = max(fitting, default=most)
+
+    def _put_off(self) -> None:
+        """Adds to the tail what adds up parts of gradients that several stages make."""
+        for node in reversed(self.program.backward):
+            after = {self.program.nodes[k].name for name in node.outputs for k in self.read.get(name, ())}
+            makers = {self._place(name) for name in node.inputs}
+            if len(makers) > 1 and after and after <= self.tail | self.late and is_linear(node, self.program.metas):
+                self.tail.add(node.name)
+                self.stage_of.pop(node.name, None)
+
+    def _is_late(self, name: str) -> bool:
+        """Whether backward makes a value."""
+        return self.made.get(name, -1) >= len(self.program.forward)
+
+    def _is_end(self, node: Node) -> bool:
+        return node.name in self.tail or node.name in self.late
+
+    def _viewed(self, name: str) -> str:
+        """What a value is a view of: itself, if it is none."""
+        node = self._maker(name)
+        return name if node is None or not is_view(node) else self._viewed(node.inputs[0])
+
+    def _place(self, name: str | None) -> int | None:
+        """The stage that computes a value, if that is one."""
+        node = None if name is None else self._maker(self._viewed(name))
+        return None if node is None else self.stage_of.get(node.name)
+
+    def _end(self, o: ProgramOutput) -> int:
+        """The stage that gives what a step returns once: that which holds the parameter, or the last that leads to
+        it."""
+        if o.target in self.parameters:
+            return self.homes[self.parameters[o.target]]
+        at, seen, waiting = 0, set[str](), [o.name or ""]
+        while waiting:
+            name = waiting.pop()
+            node = self._maker(name)
+            if name not in seen and node is not None:
+                seen.add(name)
+                place = self._place(name)
+                at = max(at, place or 0)
+                waiting += node.inputs if place is None else ()
+        return at
+
+    def _maker(self, name: str | None) -> Node | None:
+        return self.program.nodes[self.made[name]] if name in self.made else None
+
+    # ---- programs
+
+    def staged(self) -> Staged:
+        rests = [self._rest(number) for number in self.numbers]
+        sums: dict[Handed, None] = {}
+        for number, (_, entries) in enumerate(rests):
+            for name in entries:
+                at = self._place(name)
+                sums[Handed(name=name, source=number if at is None else at, target=number)] = None
+        stages = []
+        for number, (rest, _) in enumerate(rests):
+            summed = list(dict.fromkeys(h.name for h in sums if h.source == number))
+            step = self._step(number, summed)
+            counts, totals, counted = self._counts([i.name for p in (step, rest) for i in p.inputs])
+            stages.append(
+                Stage(
+                    number=number, counts=counts, totals=totals, counted=counted, step=step,
+                    summed=tuple(summed), rest=rest,
+                )
+            )  # fmt: skip
+        guests = {
+            Handed(name=i.name, source=self.homes[i.name], target=stage.number): None
+            for stage in stages
+            for program in (stage.step, stage.rest)
+            for i in program.inputs
+            if i.role == "parameter" and self.homes[i.name] != stage.number
+        }
+        return Staged(
+            program=self.program,
+            stages=tuple(stages),
+            messages=tuple(self.messages),
+            parameters=tuple(guests),
+            sums=tuple(handed for handed in sums if handed.source != handed.target),
+        )
+
+    def _step(self, number: int, summed: Sequence[str]) -> Program:
+        def is_here(o: ProgramOutput) -> bool:
+            return o.name in self.varying and o.target not in self.parameters and (self._place(o.name) or 0) == number
+
+        of_model = [o for o in self.program.outputs if is_here(o)]
+        handed = dict.fromkeys((*self._sent(number), *summed))
+        halves: tuple[list[str], list[str]] = ([], [])
+        for name in handed:
+            halves[self._is_late(name)].append(name)
+        own = [node for node in self.program.nodes if self.stage_of.get(node.name) == number]
+        return self._program(own, *halves, once=False, results=of_model)
+
+    def _rest(self, number: int) -> tuple[Program, list[str]]:
+        """The rest of a stage, and what it reads of sums."""
+        outputs = self.program.outputs
+        results = [o for o in outputs if o.name and o.name not in self.varying and self._end(o) == number]
+        program = self._program([], [], [], once=True, results=results)
+        entries = [i.name for i in program.inputs if i.name in self.made and not self._is_early(i.name)]
+        return program, sorted(entries, key=self.made.__getitem__)
+
+    def _counts(self, read: Iterable[str]) -> tuple[Program, tuple[str, ...], Program]:
+        """What is counted of each micro-batch, the sums, and what follows from these of what is read."""
+        names = [name for name in dict.fromkeys(read) if self._is_early(name)]
+        taken, waiting = set[str](), list(names)
+        while waiting:
+            node = self._maker(waiting.pop())
+            if node is not None and node.name in self.early and node.name not in taken:
+                taken.add(node.name)
+                waiting += node.inputs
+        own = [node for node in self.program.forward if node.name in taken and node.name not in self.totals]
+        totals = [n.name for n in self.program.forward if n.name in taken and n.name in self.totals and n.op == WAIT]
+        counts = self._program([], [self.totals[name] for name in totals], [], once=False)
+        for i in counts.inputs:
+            if self._is_early(i.name):
+                raise ValueError(f"{i.name} is counted over a step, and what follows from it is counted again")
+        counted = self._program(own, names, [], once=True, entries=totals)
+        return counts, tuple(totals), counted
+
+    def _is_early(self, name: str) -> bool:
+        node = self._maker(name)
+        return node is not None and node.name in self.early
+
+    def _sent(self, number: int) -> list[str]:
+        """What a stage sends, in order; to whom, is noted."""
+        sent: dict[str, None] = {}
+        for target in self.numbers:
+            for read, names in zip(HALVES, self._needs[target], strict=True):
+                for name in names:
+                    maker = self._maker(name)
+                    assert maker is not None
+                    made = HALVES[self._is_late(name)]
+                    is_there = (made, read) == HALVES and name in self._needs[target][0]
+                    if target != number and self.stage_of[maker.name] == number and not is_there:
+                        sent[name] = None
+                        message = Message(name=name, source=number, made=made, target=target, read=read)
+                        self.messages[message] = None
+        return sorted(sent, key=self.made.__getitem__)
+
+    @cached_property
+    def _needs(self) -> list[tuple[dict[str, None], dict[str, None]]]:
+        """What each stage's forward, and its backward, read of what stages compute, directly or by way of what they
+        compute where it is read."""
+        found = []
+        for number in self.numbers:
+            here = [[n for n in half if self.stage_of.get(n.name) == number] for half in self.program.halves]
+            found.append((dict.fromkeys(self._leaves(here[0])), dict.fromkeys(self._leaves(here[1]))))
+        return found
+
+    def _leaves(self, own: Iterable[Node]) -> Iterator[str]:
+        seen, waiting = set[str](), [name for node in own for name in node.inputs]
+        while waiting:
+            name = waiting.pop()
+            node = self._maker(name)
+            if name in seen or node is None or node.name in self.early:
+                continue
+            seen.add(name)
+            if node.name in self.stage_of:
+                yield name
+            else:
+                waiting += node.inputs
+
+    def _program(
+        self,
+        own: Sequence[Node],
+        forward_handed: Sequence[str],
+        backward_handed: Sequence[str],
+        *,
+        once: bool,
+        results: Sequence[ProgramOutput] = (),
+        entries: Sequence[str] = (),
+    ) -> Program:
+        """The program of own nodes that hands on values of its halves, and has results of the whole, with what these
+        need of what is computed where it is read: `once`, of what does not vary. Of sums, it reads what they add up
+        under its name, but for `entries`."""
+        totals = {name: of for name, of in self.totals.items() if once and name not in entries}
+        chosen = {node.name for node in own if node.name not in self.totals}
+
+        def closed(half: Sequence[Node], wanted: Iterable[str]) -> tuple[Node, ...]:
+            within = {node.name for node in half}
+            waiting = [*(name for node in half if node.name in chosen for name in node.inputs), *wanted]
+            while waiting:
+                node = self._maker(waiting.pop())
+                if node is None or node.name in chosen or node.name not in within or self._is_placed(node):
+                    continue
+                if node.name in totals:
+                    waiting += node.inputs
+                elif not once or self._is_end(node) or self.varying.isdisjoint(filter(None, node.outputs)):
+                    chosen.add(node.name)
+                    waiting += node.inputs
+            return tuple(reading(node, totals) for node in half if node.name in chosen)
+
+        results = [replace(o, name=totals.get(o.name or "", o.name)) for o in results]
+        first = [*forward_handed, *(o.name for o in results if o.name and not o.backward)]
+        second = [*backward_handed, *(o.name for o in results if o.name and o.backward)]
+        backward = closed(self.program.backward, second)
+        late = needed(backward, second)
+        forward = closed(self.program.forward, [*first, *(name for name in late if not self._is_late(name))])
+        made = {name for node in forward for name in node.outputs}
+        ahead = [n for n in late if n in made or self._is_early(n) or (n in self.given and n not in self.tangents)]
+        reads = needed(forward, [*first, *ahead])
+        behind = [name for name in late if name not in reads and name not in made]
+        return replace(
+            self.program,
+            inputs=(
+                *(self.given.get(name) or self._received(name, "input") for name in reads),
+                *(self.given.get(name) or self._received(name, "tangent") for name in behind),
+            ),
+            forward=forward,
+            backward=backward,
+            saved=tuple(name for name in late if name in reads or name in made),
+            outputs=(
+                *(self._handed(name, "output") for name in forward_handed),
+                *(self._handed(name, "gradient") for name in backward_handed),
+                *results,
+            ),
+        )
+
+    def _is_placed(self, node: Node) -> bool:
+        return node.name in self.stage_of or node.name in self.early
+
+    def _received(self, name: str, role: InputRole) -> ProgramInput:
+        """What comes from another stage, or from sums, as this rank has it."""
+        return ProgramInput(name=name, role=role, target=name, meta=self.program.metas[name], layout=self.everywhere)
+
+    def _handed(self, name: str, role: OutputRole) -> ProgramOutput:
+        return ProgramOutput(name=name, role=role, target=name, meta=None, layout=self.everywhere)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Units:
+    """What a stage runs, each a program whose forward alone counts, and which gives what others need: `counts` and
+    `forward` of a micro-batch; backward in two parts, `inputs`, which leads to what is sent, and `weights`; and
+    `counted` and `rest` once a step."""
+
+    counts: Program
+    counted: Program
+    forward: Program
+    inputs: Program
+    weights: Program
+    rest: Program
+
+
+def units(stage: Stage, sent: Collection[str]) -> Units:
+    """Those of a stage that sends these values, among others."""
+    step, rest = stage.step, stage.rest
+    results = [o.name for o in step.outputs if o.name is not None]
+    made_by = producers(step.backward)
+    waiting, soon = [name for name in results if name in sent and name in made_by], set[int]()
+    while waiting:
+        at = made_by.get(waiting.pop())
+        if at is not None and at not in soon:
+            soon.add(at)
+            waiting += step.backward[at].inputs
+    halves = [[node for at, node in enumerate(step.backward) if (at in soon) == first] for first in (True, False)]
+    ahead = {*needed(halves[1]), *results}
+    made = [name for node in halves[0] for name in node.outputs if name in ahead]
+    return Units(
+        counts=unit(stage.counts, stage.counts.forward, [o.name for o in stage.counts.outputs]),
+        counted=unit(stage.counted, stage.counted.forward, [o.name for o in stage.counted.outputs]),
+        forward=unit(step, step.forward, [*(name for name in results if name not in made_by), *step.saved]),
+        inputs=unit(step, halves[0], made),
+        weights=unit(step, halves[1], [name for name in results if name in made_by and name not in made]),
+        rest=unit(rest, rest.nodes, [o.name for o in rest.outputs]),
+    )
+
+
+def unit(program: Program, nodes: Sequence[Node], results: Iterable[str | None]) -> Program:
+    """The program of these nodes alone, as a forward."""
+    names = [name for name in dict.fromkeys(results) if name is not None]
+    kept = living(nodes, names)
+    given, everywhere = {i.name: i for i in program.inputs}, (Replicate(),) * len(program.mesh)
+    metas = program.metas
+    return replace(
+        program,
+        inputs=tuple(
+            given.get(name) or ProgramInput(name=name, role="input", target=name, meta=metas[name], layout=everywhere)
+            for name in needed(kept, names)
+        ),
+        forward=kept,
+        backward=(),
+        saved=(),
+        outputs=tuple(
+            ProgramOutput(name=name, role="output", target=name, meta=None, layout=everywhere) for name in names
+        ),
+    )
