@@ -174,7 +174,7 @@ def simulate_pipeline(
                 if message.source == action.stage and message.name in made:
                     sent[message, action.micro_batch] = made[message.name]
     for handed in staged.sums:
-        stages[handed.target].sums[handed.name] = stages[handed.source].sums.pop(handed.name)
+        stages[handed.target].sums[handed.name] = stages[handed.source].sums[handed.name]
     return _together(staged, stages, tolerance)
 
 
