@@ -1,7 +1,7 @@
 """A step of a pipeline: what each device does for its stages, micro-batch by micro-batch.
 
-The same code runs ranks that are simulated in one process, and those of a mesh: they differ in what a value is, and in
-how messages go (`Line`).
+The same code runs ranks that are simulated in one process, and those of a mesh (`pipelined`): they differ in what a
+value is (`Machine`), and in how messages go.
 """
 
 from __future__ import annotations
@@ -55,7 +55,12 @@ class StageRun(Generic[V]):
         number = self.stage.number
         self.sent = {m.name for m in self.staged.messages if m.source == number}
         self.units = units(self.stage, self.sent)
-        self.own = {o.name for o in self.stage.step.outputs if o.name and (o.meta is not None)}
+        self.returned = {o.name for o in self.stage.step.outputs if o.name and o.meta is not None}
+
+    def begin(self) -> None:
+        """Forgets the last step."""
+        self.once, self.sums = {}, {}
+        self.kept, self.results = defaultdict(dict), defaultdict(dict)
 
     def count(self) -> None:
         """Counts all micro-batches."""
@@ -78,7 +83,7 @@ class StageRun(Generic[V]):
             program = {FORWARD: self.units.forward, INPUTS: self.units.inputs, WEIGHTS: self.units.weights}[kind]
             made = self._run(program, kept, k)
             self._add(self.sums, {name: made[name] for name in self.stage.summed if name in made})
-            self.results[k] |= {name: made[name] for name in self.own if name in made}
+            self.results[k] |= {name: made[name] for name in self.returned if name in made}
             sent |= {name: made[name] for name in self.sent if name in made}
             left = {FORWARD: (self.units.inputs, self.units.weights), INPUTS: (self.units.weights,), WEIGHTS: ()}[kind]
             wanted = {i.name for later in left for i in later.inputs}

@@ -19,7 +19,7 @@ opposite order, and a value goes from any stage to any that reads it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -92,6 +92,8 @@ class Staged:
     messages: tuple[Message, ...]
     parameters: tuple[Handed, ...]
     sums: tuple[Handed, ...]
+    homes: Mapping[str, int]
+    """Value of a parameter -> the stage that holds it."""
 
     @property
     def micro_batches(self) -> int:
@@ -155,8 +157,12 @@ def _in_time(node: Node) -> bool:
     return node.collective is not None and node.args[-1] == TIME
 
 
+def tells_time(node: Node) -> bool:
+    """Whether a number that a node is given differs by micro-batch."""
+    return _tells_time((node.args, node.kwargs))
+
+
 def _tells_time(value: object) -> bool:
-    """Whether a number in an argument differs by micro-batch."""
     if isinstance(value, RankIndex):
         return any(axis == TIME for axis, _ in value.terms)
     return isinstance(value, tuple) and any(map(_tells_time, value))
@@ -205,7 +211,7 @@ class _Cutter:
                 self.summed.update(names)
             if _in_time(node) or (node.op == WAIT and node.inputs[0] in self.totals):
                 self.totals[node.name] = self.totals.get(node.inputs[0], node.inputs[0])
-            elif not self.varying.isdisjoint(node.inputs) or _tells_time((node.args, node.kwargs)):
+            elif not self.varying.isdisjoint(node.inputs) or tells_time(node):
                 self.varying.update(names)
 
     def _is_sum(self, node: Node) -> bool:
@@ -371,6 +377,7 @@ class _Cutter:
             messages=tuple(self.messages),
             parameters=tuple(guests),
             sums=tuple(handed for handed in sums if handed.source != handed.target),
+            homes=self.homes,
         )
 
     def _step(self, number: int, summed: Sequence[str]) -> Program:
@@ -563,7 +570,8 @@ def unit(program: Program, nodes: Sequence[Node], results: Iterable[str | None])
     """The program of these nodes alone, as a forward."""
     names = [name for name in dict.fromkeys(results) if name is not None]
     kept = living(nodes, names)
-    given, everywhere = {i.name: i for i in program.inputs}, (Replicate(),) * len(program.mesh)
+    given = {i.name: replace(i, role="input") if i.role == "tangent" else i for i in program.inputs}
+    everywhere = (Replicate(),) * len(program.mesh)
     metas = program.metas
     return replace(
         program,
