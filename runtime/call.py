@@ -120,7 +120,7 @@ def _local_input(state: State, i: ProgramInput, source: torch.Tensor) -> torch.T
     if source.device_mesh != state.mesh:
         raise ValueError(f"input {i.target} is a DTensor on {source.device_mesh}; the module is on {state.mesh}")
     with torch.no_grad():
-        return state.padded(state.placed(source, i.layout), i)
+        return state.padded(state.placed(source, state.whole_place(i.layout)), i)
 
 
 def _refuse_buffer(state: State, i: ProgramInput, source: torch.Tensor) -> None:
@@ -302,7 +302,7 @@ def _receivers(ctx: Any) -> Receivers | None:
     gradient, or a hook wants to see it now. All ranks come to the same."""
     state: State = ctx.state
     pending, handshake = state.pending, state.handshake
-    if (pending.reduces and not pending.waits) or ctx.check is not None:
+    if (pending.reduces and not pending.waits) or ctx.check is not None or state.pipelined is not None:
         return None
     handshake.settle()
     if not handshake.defers:

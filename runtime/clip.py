@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.compat.collectives import all_gather_single
-from autopar.compat.distributed import local_tensor
+from autopar.compat.distributed import local_tensor, whole_mesh
 from autopar.compat.redistributing import redistributed
 
 from .agree import axis_name, device_of, watched
@@ -51,15 +51,29 @@ def clip_grad_norm_(
 def whole_norms(gradients: Sequence[torch.Tensor], order: float, foreach: bool | None = None) -> list[torch.Tensor]:
     """The norm of each gradient as one process computes it, in the dtype of the gradient. Plain ones go with the first
     mesh: they count as they are on its first rank."""
-    meshes = list(dict.fromkeys(g.device_mesh for g in gradients if isinstance(g, DTensor)))
+    meshes = list(dict.fromkeys(_mesh(g) for g in gradients if isinstance(g, DTensor)))
     norms = _local_norms(gradients, order, foreach)
     for mesh in meshes:
-        there = [k for k, g in enumerate(gradients) if (g.device_mesh if isinstance(g, DTensor) else meshes[0]) == mesh]
+        there = [k for k, g in enumerate(gradients) if (_mesh(g) if isinstance(g, DTensor) else meshes[0]) == mesh]
         whole = _over_mesh([gradients[k] for k in there], [norms[k] for k in there], mesh, order)
         for k, norm in zip(there, whole, strict=True):
             norms[k] = norm
     # torch has all on the device of the first
     return [n.to(gradients[0].device, g.dtype.to_real()) for n, g in zip(norms, gradients, strict=True)]
+
+
+def _mesh(gradient: DTensor) -> DeviceMesh:
+    """The mesh of all ranks, where only those of a stage hold something."""
+    whole = whole_mesh(gradient.device_mesh)
+    return gradient.device_mesh if whole is None else whole[0]
+
+
+def _copies(gradient: torch.Tensor, mesh: DeviceMesh) -> tuple[bool, ...]:
+    """On each axis of the mesh, whether all ranks hold the same. Stages hold nothing of one another's."""
+    if not isinstance(gradient, DTensor):
+        return (True,) * mesh.ndim
+    copies = tuple(placement.is_replicate() or placement.is_partial() for placement in gradient.placements)
+    return copies if gradient.device_mesh == mesh else (False, *copies)[: mesh.ndim]
 
 
 def _local_norms(gradients: Sequence[torch.Tensor], order: float, foreach: bool | None) -> list[torch.Tensor]:
@@ -80,7 +94,7 @@ def _over_mesh(
 ) -> list[torch.Tensor]:
     """The norms of whole gradients, of those of the ranks' parts. Of copies, the first counts."""
     wide = torch.float64 if any(_wide(g) == torch.float64 for g in gradients) else torch.float32
-    placements = [_summed(g).placements if isinstance(g, DTensor) else (Replicate(),) * mesh.ndim for g in gradients]
+    of_axes = [_copies(gradient, mesh) for gradient in gradients]
     whole = torch.stack([norm.to(device_of(mesh), wide) for norm in norms])
     for axis, group in enumerate(process_groups(mesh)):
         if group is not None:
@@ -91,7 +105,7 @@ def _over_mesh(
                 work.wait()
             parts = parts.view(group.size(), len(norms))
             together = torch.linalg.vector_norm(parts, order, dim=0) if order else parts.sum(0)
-            copies = _flags(tuple(p[axis].is_replicate() for p in placements), whole.device)
+            copies = _flags(tuple(of[axis] for of in of_axes), whole.device)
             whole = torch.where(copies, parts[0], together)
     return list(whole)
 

@@ -14,12 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from autopar.compat.distributed import dtensors_of, local_tensor, make_dtensor
+from autopar.compat.distributed import dtensors_of, local_tensor
 from autopar.compat.optimizing import fused_steps_on_shards
-from autopar.compat.outputs import Output, split_output, unviewed
+from autopar.compat.outputs import Output, absent_output, split_output, unviewed
 from autopar.compat.redistributing import anomalies_of_shards, full_tensor, redistributed
 from autopar.compat.tensors import is_real, take_notes
-from autopar.ir.layout import Layout, Replicate, is_chunked, is_even, local_shape, pad, valid_shape
+from autopar.ir.layout import Layout, Replicate, is_chunked, is_even, local_shape, pad
 from autopar.ir.program import Program, ProgramInput, ProgramOutput
 from autopar.ir.randomness import keys
 from autopar.passes.capture.captured import Captured
@@ -32,7 +32,9 @@ from .handshake import Handshake
 from .hooked import whole_gradient
 from .observed import Observed
 from .pending import Form, Pending
+from .pipelined import Pipelined, pipeline_executable
 from .placements import contiguous_stride, is_replicated, is_strided, local_slice, mismatch, placements_of, unpadded
+from .places import Place, device_meshes, within_stage
 from .registered import RegisteredNames
 from .shared import SharedMemory
 from .stretches import CompiledSource, Compiler
@@ -80,7 +82,9 @@ class State:
         mesh: DeviceMesh,
         handshake: Handshake | None = None,
         compiler: Compiler | None = None,
+        pipelined: Pipelined | None = None,
     ) -> None:
+        """Of a program; or of one in stages, as which it is `pipelined`."""
         fused_steps_on_shards()
         anomalies_of_shards()
         self.captured, self.program, self.plan, self.mesh = captured, program, plan, mesh
@@ -88,8 +92,8 @@ class State:
         self.device = device_of(mesh)
         self.nothing = torch.empty(0, device=self.device)
         self.groups = process_groups(mesh)
-        self.compiler = compiler
-        self.executable = self.compiled(program, together=True)
+        self.compiler, self.pipelined = compiler, pipelined
+        self.executable = self.compiled(program, together=True) if pipelined is None else self._in_stages(pipelined)
         self.inputs = tuple(i for i in program.inputs if i.role not in ("tangent", "seed"))
         nodes = program.nodes
         self.read = {*(name for node in nodes for name in node.inputs), *(o.name for o in program.outputs)}
@@ -133,7 +137,10 @@ class State:
         self.mutated = tuple(k for k, i in enumerate(self.inputs) if i.role in held and i.target in mutated)
         """Which inputs the program writes."""
         self.shared: SharedMemory | None = None
-        self.local_shapes = {i.name: local_shape(i.meta.shape, i.layout, program.mesh) for i in program.inputs}
+        self.local_shapes = {
+            i.name: (0,) if self._is_elsewhere(i) else local_shape(i.meta.shape, i.layout, program.mesh)
+            for i in program.inputs
+        }
         """Of what the program is given, padding included."""
         self.wrapped: dict[str, Callable[[torch.Tensor], DTensor]] = {}
         """Target of a gradient -> what makes a DTensor of a local tensor."""
@@ -165,6 +172,15 @@ class State:
         """What runs where gradients of several micro-batches are added up."""
         parts = accumulation(self.program)
         return Parts(parts, *map(self.compiled, (parts.micro, parts.last, parts.rest)))
+
+    def _in_stages(self, pipelined: Pipelined) -> Executable:
+        """A pipeline as this rank runs it."""
+        groups = (None, *self.groups[1:])
+
+        def compiled(program: Program, coordinate: tuple[int, ...]) -> Executable:
+            return ObservedSource(program, coordinate, groups, self.device, located).executable()
+
+        return pipeline_executable(pipelined, self.coordinate, self.groups, self.device, compiled)
 
     def compiled(self, program: Program, *, together: bool = False) -> Executable:
         """A program as this rank runs it; `together`: all ranks ask for it at once."""
@@ -203,21 +219,38 @@ class State:
             return self.placements(i)
         return placements_of((Replicate(),) * len(self.program.mesh), i.meta.shape, self.program.mesh)
 
+    def place(self, name: str) -> Place:
+        """Where a parameter lies at rest."""
+        if self.pipelined is None:
+            return self.whole_place(self.layout(name))
+        number = self.pipelined.homes.get(name, self.pipelined.homes.get(self.captured.tied.get(name, name), 0))
+        coordinate = (self.coordinate[1:] or (0,)) if number == self.coordinate[0] else None
+        return Place(self.meshes[number], within_stage(self.layout(name)), coordinate)
+
+    def _is_elsewhere(self, i: ProgramInput) -> bool:
+        """Whether other ranks hold a parameter."""
+        return i.role == "parameter" and self.place(i.target).coordinate is None
+
+    def whole_place(self, layout: Layout) -> Place:
+        """Where all ranks hold something."""
+        return Place(self.mesh, layout, self.coordinate)
+
+    @cached_property
+    def meshes(self) -> tuple[DeviceMesh, ...]:
+        """Those of a pipeline's devices."""
+        return device_meshes(self.mesh)
+
     def shard(self, name: str, value: torch.Tensor, requires_grad: bool) -> torch.Tensor:
         """The parameter of this name as a DTensor, from its global value, in memory of its own."""
-        layout, mesh = self.layout(name), self.program.mesh
+        place = self.place(name)
         if not is_real(value):
-            held = valid_shape(tuple(value.shape), layout, mesh, self.coordinate)
-            local = torch.empty(held, dtype=value.dtype, device="meta")
+            local = torch.empty(place.held(tuple(value.shape)), dtype=value.dtype, device="meta")
         else:
-            padded = local_slice(value.detach(), layout, mesh, self.coordinate)
-            local = unpadded(padded, tuple(value.shape), layout, mesh, self.coordinate).to(self.device)
+            local = place.part(value.detach()).to(self.device)
             storage = local.untyped_storage()
             if storage.data_ptr() == value.untyped_storage().data_ptr() or storage.nbytes() > local.nbytes:
                 local = local.clone(memory_format=torch.contiguous_format)
-        placements = placements_of(layout, tuple(value.shape), mesh)
-        stride = contiguous_stride(tuple(value.shape))
-        return make_dtensor(local, self.mesh, placements, value.shape, stride).requires_grad_(requires_grad)
+        return place.dtensor(local, value.shape).requires_grad_(requires_grad)
 
     def distribute(self, values: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Take this rank's part of each value, and compare the global values with the other ranks'.
@@ -254,26 +287,23 @@ class State:
     def _redistributed(self, name: str, value: DTensor, requires_grad: bool) -> torch.Tensor:
         if not isinstance(self.value(name), nn.Parameter):
             return full_tensor(value).to(self.device)
-        shape = tuple(value.shape)
-        wanted = placements_of(self.layout(name), shape, self.program.mesh)
+        place = self.place(name)
         with torch.no_grad():
-            local = self.placed(value, self.layout(name)).clone(memory_format=torch.contiguous_format)
-        tensor = make_dtensor(local, self.mesh, wanted, value.shape, contiguous_stride(shape))
-        return tensor.requires_grad_(requires_grad)
+            local = self.placed(value, place).clone(memory_format=torch.contiguous_format)
+        return place.dtensor(local, value.shape).requires_grad_(requires_grad)
 
-    def placed(self, value: DTensor, layout: Layout) -> torch.Tensor:
-        """This rank's part of a DTensor in `layout`, contiguous and without padding; communicates unless it is
-        there already."""
+    def placed(self, value: DTensor, place: Place) -> torch.Tensor:
+        """This rank's part of a DTensor at a place, contiguous and without padding; communicates unless it is there
+        already."""
         shape = tuple(value.shape)
-        wanted = placements_of(layout, shape, self.program.mesh)
-        as_in_torch = is_chunked(shape, layout, self.program.mesh)
-        if value.device_mesh == self.mesh and value.placements == wanted and as_in_torch:
+        wanted = place.placements(shape)
+        as_in_torch = is_chunked(shape, place.layout, place.sizes)
+        if value.device_mesh == place.mesh and value.placements == wanted and as_in_torch:
             return local_tensor(value).contiguous()
-        if value.device_mesh != self.mesh or is_strided((*value.placements, *wanted)) or not as_in_torch:
+        if value.device_mesh != place.mesh or is_strided((*value.placements, *wanted)) or not as_in_torch:
             # torch's redistribution of strided shards is not to be relied on, beside gathering them
-            part = local_slice(full_tensor(value), layout, self.program.mesh, self.coordinate)
-            return unpadded(part, shape, layout, self.program.mesh, self.coordinate)
-        return local_tensor(redistributed(value, self.mesh, wanted)).contiguous()
+            return place.part(full_tensor(value))
+        return local_tensor(redistributed(value, place.mesh, wanted)).contiguous()
 
     def padded(self, local: torch.Tensor, i: ProgramInput) -> torch.Tensor:
         """What the program is given, from what a DTensor's rank holds."""
@@ -290,9 +320,7 @@ class State:
             assert value is not None
             held = self.value(o.target)
             if isinstance(held, DTensor):  # a parameter, of which each rank keeps its part
-                shape, layout, mesh = tuple(held.shape), self.layout(o.target), self.program.mesh
-                part = local_slice(value, layout, mesh, self.coordinate)
-                value, held = unpadded(part, shape, layout, mesh, self.coordinate), local_tensor(held)
+                value, held = self.place(o.target).part(value), local_tensor(held)
             held.copy_(value)
 
     def outputs(self, values: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor, ...]:
@@ -300,8 +328,10 @@ class State:
         results: list[torch.Tensor] = []
         for index in self.output_indices:
             local, output = values[index], self.results[index]
-            assert local is not None
-            if is_replicated(output.layout):
+            if local is None:
+                assert output.meta is not None
+                results.append(absent_output(output.target, output.meta.shape, output.meta.dtype, self.device))
+            elif is_replicated(output.layout):
                 results.append(unviewed(local))
             else:
                 split = self._output(local, output)
@@ -342,7 +372,7 @@ class State:
         if gradient is None:
             return torch.zeros(self.local_shapes[i.name], dtype=i.meta.dtype, device=self.device)
         if isinstance(gradient, DTensor):
-            return self.padded(self.placed(gradient, i.layout), i)
+            return self.padded(self.placed(gradient, self.whole_place(i.layout)), i)
         return local_slice(gradient, i.layout, self.program.mesh, self.coordinate)
 
     def gradient(self, name: str, form: tuple[Placement, ...] | None, local: torch.Tensor) -> torch.Tensor:
@@ -378,11 +408,12 @@ def adopt(state: State, name: str, tensor: torch.Tensor) -> None:
 def _wrapping(state: State, output: ProgramOutput) -> Callable[[torch.Tensor], DTensor]:
     """What makes a DTensor of what this rank holds of a gradient: found once."""
     assert output.meta is not None
-    shape, layout, mesh, coordinate = output.meta.shape, output.layout, state.program.mesh, state.coordinate
-    stride = contiguous_stride(shape)
-    wrapped = dtensors_of(state.mesh, state.placements(output), torch.Size(shape), stride, output.meta.dtype)
+    shape, target = output.meta.shape, output.target
+    place = state.place(target) if target in state.at_rest else state.whole_place(output.layout)
+    placements, stride = place.placements(shape), contiguous_stride(shape)
+    wrapped = dtensors_of(place.mesh, placements, torch.Size(shape), stride, output.meta.dtype)
 
     def trimmed(local: torch.Tensor) -> DTensor:
-        return wrapped(unpadded(local, shape, layout, mesh, coordinate))
+        return wrapped(place.unpadded(local, shape))
 
-    return state.wrapped.setdefault(output.target, wrapped if is_even(shape, layout) else trimmed)
+    return state.wrapped.setdefault(output.target, wrapped if is_even(shape, place.layout) else trimmed)

@@ -16,16 +16,16 @@ from torch.distributed.tensor import DTensor
 
 from autopar.compat.checkpoints import SafetensorsReader, Stored
 from autopar.compat.converting import Conversion, stored_names
-from autopar.compat.distributed import local_tensor, make_dtensor
+from autopar.compat.distributed import local_tensor
 from autopar.compat.wrapping import plain_name
 from autopar.files import cut, json_of, reading, text_of
-from autopar.ir.layout import Layout, Replicate, Shape, valid_shape
+from autopar.ir.layout import Replicate, Shape
 
 from .agree import agreed, all_equal, digest, exchange, together
 from .anew import anew_of, unsaved_buffers
 from .boxes import Box, boxes
 from .held import State, adopt
-from .placements import contiguous_stride, placements_of
+from .places import Place
 from .state_dicts import names_in_state_dict, registered
 
 logger = logging.getLogger("autopar")
@@ -182,24 +182,24 @@ def empty_part(state: State, name: str) -> torch.Tensor:
     present = state.value(name)
     if not isinstance(present, nn.Parameter):
         return torch.empty(present.shape, dtype=present.dtype, device=state.device)
-    shape, layout, mesh = tuple(present.shape), state.layout(name), state.program.mesh
-    held = valid_shape(shape, layout, mesh, state.coordinate)
-    local = torch.empty(held, dtype=present.dtype, device=state.device)
-    placements = placements_of(layout, shape, mesh)
-    made = make_dtensor(local, state.mesh, placements, present.shape, contiguous_stride(shape))
-    return made.requires_grad_(present.requires_grad)
+    place = state.place(name)
+    local = torch.empty(place.held(tuple(present.shape)), dtype=present.dtype, device=state.device)
+    return place.dtensor(local, present.shape).requires_grad_(present.requires_grad)
 
 
-def layout_of(state: State, name: str) -> Layout:
+def place_of(state: State, name: str) -> Place:
     """At rest; buffers are whole on every rank."""
-    is_split = isinstance(state.value(name), DTensor)
-    return state.layout(name) if is_split else (Replicate(),) * len(state.program.mesh)
+    if isinstance(state.value(name), DTensor):
+        return state.place(name)
+    return state.whole_place((Replicate(),) * len(state.program.mesh))
 
 
 def held_of(state: State, name: str, value: torch.Tensor) -> tuple[torch.Tensor, tuple[Box, ...]]:
     """What this rank holds of a value, and where that belongs in the global tensor."""
-    local = local_tensor(value) if isinstance(value, DTensor) else value
-    return local.detach(), boxes(tuple(value.shape), layout_of(state, name), state.program.mesh, state.coordinate)
+    local, place = local_tensor(value) if isinstance(value, DTensor) else value, place_of(state, name)
+    if place.coordinate is None:
+        return local.detach(), ()
+    return local.detach(), boxes(tuple(value.shape), place.layout, place.sizes, place.coordinate)
 
 
 def read_part(state: State, name: str, part: torch.Tensor, reader: SafetensorsReader, stored: str) -> None:

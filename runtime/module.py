@@ -35,6 +35,7 @@ from .mirrors import Standing, mirrored
 from .modes import Again
 from .optimizer_states import checkpoints_of
 from .padding import Padder
+from .pipelined import Pipelined
 from .placements import mismatch
 from .pretrained import Filled
 from .sharded import OPTIMIZERS, on_shards
@@ -48,7 +49,7 @@ class CallOptions:
     """What calls of a module do beside running its program. `again` captures and plans what no program serves, `padder`
     fills short batches, `verifier` compares the first steps with the model, outputs are gathered if `whole_outputs`
     says so, and what forward gathers is kept from one micro-batch to the next if the module `holds` it. Programs are
-    `compiled` in a mode of `torch.compile`, if one is given."""
+    `compiled` in a mode of `torch.compile`, if one is given, and run in stages if they are `pipelined`."""
 
     again: Again | None = None
     whole_outputs: bool = False
@@ -56,6 +57,7 @@ class CallOptions:
     padder: Padder | None = None
     holds: bool = False
     compiled: str = ""
+    pipelined: Pipelined | None = None
 
 
 class ParallelModule(Filled, Standing):
@@ -110,7 +112,7 @@ class ParallelModule(Filled, Standing):
             "makes of Python numbers): give every rank the same, or make them buffers",
         )
         compiler = Inductor(options.compiled, mesh) if options.compiled else None
-        state = State(captured, program, plan, mesh, compiler=compiler)
+        state = State(captured, program, plan, mesh, compiler=compiler, pipelined=options.pipelined)
         state.whole_outputs, state.holds = options.whole_outputs, options.holds
         vars(self)["_state"] = state
         plain = unwrapped(model)

@@ -7,7 +7,7 @@ value is (`Machine`), and in how messages go.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -36,12 +36,14 @@ class Machine(Protocol[V]):
 
 @dataclass(eq=False)
 class StageRun(Generic[V]):
-    """One stage in one step. `given` is what a rank is given, by name and micro-batch."""
+    """One stage in one step. `given` is what a rank is given, by name and micro-batch; `returned` is what is kept of
+    what the model returns of each."""
 
     staged: Staged
     stage: Stage
     machine: Machine[V]
     given: Callable[[str, int], V]
+    returned: Collection[str]
     units: Units = field(init=False)
     once: dict[str, V] = field(default_factory=dict)
     """What holds for the whole step: parameters of other stages, and what is counted."""
@@ -55,7 +57,6 @@ class StageRun(Generic[V]):
         number = self.stage.number
         self.sent = {m.name for m in self.staged.messages if m.source == number}
         self.units = units(self.stage, self.sent)
-        self.returned = {o.name for o in self.stage.step.outputs if o.name and o.meta is not None}
 
     def begin(self) -> None:
         """Forgets the last step."""
@@ -161,7 +162,10 @@ def simulate_pipeline(
         return {at: ranks[micro_batch, *at][name] for at in others}
 
     machine = Simulation(staged.program.mesh)
-    stages = [StageRun(staged, stage, machine, given) for stage in staged.stages]
+    stages = [
+        StageRun(staged, stage, machine, given, {o.name for o in stage.step.outputs if o.name and o.meta is not None})
+        for stage in staged.stages
+    ]
     for stage in stages:
         stage.count()
     sent: dict[tuple[Message, int], Shards] = {}

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 from autopar.ir.graph import TensorMeta
-from autopar.ir.layout import Layout, Replicate, Shape, Split, owned_digits, owned_indices
+from autopar.ir.layout import Layout, Replicate, Shape, Split, local_meta, owned_digits, owned_indices
 from autopar.ir.program import Program, ProgramOutput
 from autopar.ir.schedule import BACKWARD, FORWARD, RECEIVE, SEND, Action, Schedule
-from autopar.passes.lower.stages import TIME, Message, Staged, tells_time
+from autopar.passes.lower.stages import TIME, Message, Stage, Staged, tells_time
 
-from .execute import Executable
+from .execute import Executable, Groups
 from .pipeline import UNITS, StageRun, needs
 
 Result = tuple[str, str]
@@ -54,6 +54,23 @@ class Pipelined:
         """Parameter -> the device that holds it, and gives its gradient."""
         homes = self.staged.homes
         return {i.target: self.schedule.devices[homes[i.name]] for i in self.staged.program.inputs if i.name in homes}
+
+    @cached_property
+    def sources(self) -> dict[Result, int]:
+        """Result of a step -> the device that gives it."""
+        return {
+            (o.role, o.target): self.schedule.devices[stage.number]
+            for stage in self.staged.stages
+            for program in (stage.step, stage.rest)
+            for o in program.outputs
+            if o.meta is not None
+        }
+
+    def is_dropped(self, o: ProgramOutput) -> bool:
+        """Whether nobody keeps what a step returns of each micro-batch: where it has a backward, the loss is what
+        counts."""
+        rows = {(i.role, i.target) for stage in self.staged.stages for i in stage.step.outputs if i.meta is not None}
+        return self.trains and o.role == "output" and (o.role, o.target) in rows
 
     @cached_property
     def trains(self) -> bool:
@@ -101,7 +118,7 @@ class Ranks:
         self.machine = RankMachine(coordinate, compile)
         self.devices = pipelined.schedule.devices
         self.stages = {
-            stage.number: StageRun(self.staged, stage, self.machine, self._given)
+            stage.number: StageRun(self.staged, stage, self.machine, self._given, self._kept(stage))
             for stage in self.staged.stages
             if self.devices[stage.number] == device_number
         }
@@ -109,6 +126,10 @@ class Ranks:
         self.given: dict[str, torch.Tensor] = {}
         self.works: list[tuple[dist.Work, torch.Tensor]] = []
         """Sends under way, with what they send."""
+
+    def _kept(self, stage: Stage) -> set[str]:
+        outputs = stage.step.outputs
+        return {o.name for o in outputs if o.name and o.meta is not None and not self.pipelined.is_dropped(o)}
 
     def _given(self, name: str, micro_batch: int) -> torch.Tensor:
         return self.given[name]
@@ -211,7 +232,7 @@ class Ranks:
         """What the model returns of each micro-batch, put together."""
         program, found = self.staged.program, dict[Result, torch.Tensor]()
         for o in stage.stage.step.outputs:
-            if o.name is not None and o.meta is not None:
+            if o.name is not None and o.meta is not None and not self.pipelined.is_dropped(o):
                 parts = {(k, *self.coordinate): stage.results[k][o.name] for k in range(self.staged.micro_batches)}
                 found[o.role, o.target] = joined(parts, o, program.mesh)
         return found
@@ -245,3 +266,57 @@ def edge(message: Message) -> tuple[int, int, str]:
     """What carries a message: what forward makes for a later stage goes with its forward, all else with backward."""
     ahead = message.made == "forward" and message.source < message.target
     return message.source, message.target, FORWARD if ahead else BACKWARD
+
+
+def pipeline_executable(
+    pipelined: Pipelined, coordinate: Shape, groups: Groups, device: torch.device, compile: Compile
+) -> Executable:
+    """What runs a pipeline on this rank: `forward` runs the whole step, with backward for a loss whose gradient is 1,
+    and gives what comes of that to `backward`, which scales it. All ranks get what a step returns once; what it returns
+    of each micro-batch, they get where there is no backward, and is None else. A gradient of a parameter that other
+    devices hold has no elements."""
+    assert groups[TIME] is not None
+    ranks = Ranks(pipelined, coordinate[TIME], groups[TIME], coordinate[TIME + 1 :], device, compile)
+    outside, homes = pipelined.outside, pipelined.homes
+    given = [o for o in outside.outputs if not o.backward]
+    trained = [o for o in outside.outputs if o.backward]
+
+    def shared(o: ProgramOutput, made: Mapping[Result, torch.Tensor]) -> torch.Tensor | None:
+        source = pipelined.sources.get((o.role, o.target))
+        if source is None or o.meta is None or pipelined.is_dropped(o):
+            return None
+        value = made.get((o.role, o.target))
+        if coordinate[TIME] != source:
+            meta = local_meta(o.meta, o.layout, outside.mesh)
+            value = torch.empty(meta.shape, dtype=meta.dtype, device=device)
+        assert value is not None
+        value = value.contiguous()
+        dist.broadcast(value, group=groups[TIME], group_src=source)
+        return value
+
+    def gradient(o: ProgramOutput, made: Mapping[Result, torch.Tensor]) -> torch.Tensor | None:
+        if o.name is None:
+            return None
+        value = made.get((o.role, o.target))
+        if value is None and o.target in homes:
+            assert o.meta is not None
+            return torch.empty(0, dtype=o.meta.dtype, device=device)
+        return shared(o, made) if o.target not in homes else value
+
+    @torch.no_grad()
+    def forward(values: list[torch.Tensor]) -> Any:
+        step = [*values]
+        values.clear()
+        made = ranks.step(step)
+        saved = tuple(g for o in trained if (g := gradient(o, made)) is not None) if pipelined.trains else ()
+        return tuple(shared(o, made) for o in given), saved
+
+    @torch.no_grad()
+    def backward(values: list[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+        *saved, tangent = values
+        values.clear()
+        waiting = iter(saved)
+        return tuple(None if o.name is None else next(waiting).mul_(tangent) for o in trained)
+
+    source = "\n".join(str(action) for action in pipelined.schedule.orders[coordinate[TIME]])
+    return Executable(program=outside, coordinate=coordinate, source=source, forward=forward, backward=backward)

@@ -25,7 +25,7 @@ from autopar.compat.checkpoints import SAFETENSORS_DTYPES
 from .agree import all_equal, on_first_rank, together
 from .boxes import Box, is_owner
 from .held import State
-from .load import INDEX, SINGLE, held_of, layout_of
+from .load import INDEX, SINGLE, held_of, place_of
 from .state_dicts import saved_names
 
 FILE_BYTES = 5_000_000_000
@@ -138,14 +138,14 @@ def _begin(folder: Path, files: Sequence[File]) -> None:
 def _write(state: State, folder: Path, file: File, number: int) -> None:
     """This rank's part of a file, whose first value is the model's `number`-th."""
     path, start = folder / (file.name + PARTIAL), len(file.header)
-    mesh, coordinate = state.program.mesh, state.coordinate
     try:
         descriptor = os.open(path, os.O_WRONLY)
     except FileNotFoundError as error:
         raise ValueError(f"{path}, which the first rank made, is not here: all ranks must share the folder") from error
     try:
         for index, place in enumerate(file.places, number):
-            if is_owner(index, layout_of(state, place.value), mesh, coordinate):
+            at = place_of(state, place.value)
+            if at.coordinate is not None and is_owner(index, at.layout, at.sizes, at.coordinate):
                 local, owned = held_of(state, place.value, state.value(place.value))
                 for box in owned:
                     _write_box(descriptor, start + place.offset, place.shape, box, local)

@@ -110,6 +110,32 @@ def local_tensor(dtensor: DTensor) -> torch.Tensor:
     return dtensor._local_tensor
 
 
+def mesh_of_some(mesh: DeviceMesh, number: int) -> DeviceMesh:
+    """The mesh of the ranks whose coordinate on the first axis is `number`, with the other axes; where there are none,
+    with the first, of one rank. It has the groups of the whole, and none for ranks outside of it. It knows the whole
+    (`whole_mesh`)."""
+    from torch.distributed.device_mesh import DeviceMesh as Mesh
+
+    names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
+    coordinate = mesh.get_coordinate()
+    if mesh.ndim > 1 and coordinate is not None and coordinate[0] == number:
+        some = mesh[names[1:]]
+    else:
+        ranks = mesh.mesh[number] if mesh.ndim > 1 else mesh.mesh[number : number + 1]
+        some = Mesh(mesh.device_type, ranks, mesh_dim_names=names[1:] or names, _init_backend=False)
+    vars(some)[_WHOLE] = mesh, number
+    return some
+
+
+_WHOLE = "_autopar_whole"
+
+
+def whole_mesh(mesh: DeviceMesh) -> tuple[DeviceMesh, int] | None:
+    """The mesh of a pipeline that a mesh of one of its stages is of, and which."""
+    found: tuple[DeviceMesh, int] | None = vars(mesh).get(_WHOLE)
+    return found
+
+
 def make_dtensor(
     local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, stride: tuple[int, ...]
 ) -> DTensor:

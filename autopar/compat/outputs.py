@@ -99,6 +99,34 @@ class Output(DTensor):
         )
 
 
+class Absent(torch.Tensor):
+    """An output that no rank keeps. Its shape and dtype are there; who asks for its elements is told why they are
+    not."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if _looks(func):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        found = next(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Absent))
+        raise ValueError(
+            f"{vars(found)['_path']} is not kept in a training step of a pipeline, which computes it micro-batch by "
+            f"micro-batch: call the module in eval() or under torch.no_grad(), or compute with it in loss_fn="
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Absent({vars(self)['_path']}, {list(self.shape)}, {self.dtype})"
+
+
+def absent_output(path: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Absent:
+    """An output of a training step that no rank keeps."""
+    made = torch.empty((), dtype=dtype, device=device).expand(*shape).as_subclass(Absent)
+    vars(made)["_path"] = path
+    return made
+
+
 def split_output(
     local: torch.Tensor,
     mesh: DeviceMesh,

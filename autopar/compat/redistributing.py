@@ -7,8 +7,10 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 
 from .collectives import from_host_alone
+from .distributed import whole_mesh
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -18,11 +20,19 @@ if TYPE_CHECKING:
 
 def full_tensor(dtensor: DTensor) -> torch.Tensor:
     """`dtensor.full_tensor()`, on the host where gloo would end the process; differentiable, as that is. Over one mesh
-    axis after the other: PyTorch warns where it is asked for several at once."""
+    axis after the other: PyTorch warns where it is asked for several at once. What a stage of a pipeline holds goes to
+    all other stages, too."""
+    if whole_mesh(dtensor.device_mesh) is not None:
+        whole: torch.Tensor = _OfStage.apply(dtensor)  # type: ignore[no-untyped-call]
+        return whole
+    return _gathered(dtensor)
+
+
+def _gathered(dtensor: DTensor) -> torch.Tensor:
     from torch.distributed.tensor import Replicate, Shard
 
     if _on_gloo(dtensor):
-        return full_tensor(_moved(dtensor, "cpu")).to(dtensor.device)
+        return _gathered(_moved(dtensor, "cpu")).to(dtensor.device)
     placements: list[Placement] = list(dtensor.placements)
     if all(type(placement) in (Replicate, Shard) for placement in placements):
         for axis in reversed(range(len(placements))):
@@ -30,6 +40,33 @@ def full_tensor(dtensor: DTensor) -> torch.Tensor:
                 placements[axis] = Replicate()
                 dtensor = dtensor.redistribute(placements=placements)
     return dtensor.full_tensor()
+
+
+class _OfStage(torch.autograd.Function):
+    """Gathers what the ranks of one stage hold, and gives it to those of all. Its gradient is the same on all ranks, of
+    which each takes its part."""
+
+    @staticmethod
+    def forward(ctx: Any, dtensor: DTensor) -> torch.Tensor:
+        found = whole_mesh(dtensor.device_mesh)
+        assert found is not None
+        mesh, number = found
+        ctx.spec, coordinate = dtensor._spec, mesh.get_coordinate()
+        ctx.is_here = coordinate is not None and coordinate[0] == number
+        value = _gathered(dtensor) if ctx.is_here else dtensor.to_local().new_empty(dtensor.shape)
+        value = value.clone(memory_format=torch.contiguous_format)
+        dist.broadcast(value, group=mesh.get_group(0), group_src=number)
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> DTensor:
+        from torch.distributed.tensor import DTensor, Replicate
+
+        spec = ctx.spec
+        if not ctx.is_here:
+            return DTensor(gradient.new_empty(0), spec, requires_grad=False)  # type: ignore[no-untyped-call]
+        whole = DTensor.from_local(gradient, spec.mesh, [Replicate()] * spec.mesh.ndim, run_check=False)
+        return redistributed(whole, spec.mesh, spec.placements)
 
 
 def redistributed(dtensor: DTensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
