@@ -155,13 +155,13 @@ class State:
     def _reads(self) -> None:
         self.registered.read.update(i.target for i in self.inputs if i.role != "input" and i.name in self.read)
 
-    def with_program(self, captured: Captured, program: Program) -> State:
+    def with_program(self, captured: Captured, program: Program, pipelined: Pipelined | None = None) -> State:
         """The same values with another program."""
         raise_together(mismatch(program, self.mesh), self.mesh)
         all_equal(program.digest, self.mesh, "the ranks have different programs: give every rank the same versions")
         for i in program.inputs:
             assert i.role != "parameter" or i.layout == self.layout(i.target), f"{i.target} is to be moved"
-        state = State(captured, program, self.plan, self.mesh, self.handshake, self.compiler)
+        state = State(captured, program, self.plan, self.mesh, self.handshake, self.compiler, pipelined)
         for one in OF_ALL_PROGRAMS:
             setattr(state, one, getattr(self, one))
         state._reads()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from autopar.cluster.library import named_cluster
 from autopar.compat.watching import hook_gradient
 from autopar.compat.wrapping import unwrapped
 from autopar.ir.graph import JointGraph, Ref, map_references
@@ -23,16 +24,22 @@ from autopar.ir.rewrite import living
 from autopar.passes.capture.captured import Captured
 from autopar.passes.capture.errors import NothingTrainedError
 from autopar.passes.capture.fakes import gradient_hooks, skeleton
-from autopar.planning.at_rest import Decided
+from autopar.passes.lower.stages import cuts_by, staged
+from autopar.passes.space.problem import Assignment
+from autopar.planning.at_rest import Decided, best_at_rest
 from autopar.planning.capturing import captured_for_planning
 from autopar.planning.meshes import mesh_of
+from autopar.planning.pipelines import time_pins
 from autopar.planning.planner import Planner
+from autopar.planning.presets.context import Context
 from autopar.planning.reports import Once
 from autopar.planning.request import Request
 from autopar.planning.training import Training
 
 from .agree import all_equal, on_first_rank, together
+from .held import trained_by
 from .inputs import Inputs, each
+from .pipelined import Pipelined
 from .verify import gathered
 
 logger = logging.getLogger("autopar")
@@ -62,7 +69,7 @@ class Mode:
         return f"{what} {'with' if self.gradients else 'without'} gradients{cast}"
 
 
-Again = Callable[[Mode, nn.Module, Sequence[Captured], Inputs], tuple[Captured, Program | int]]
+Again = Callable[[Mode, nn.Module, Sequence[Captured], Inputs], tuple[Captured, Program | Pipelined | int]]
 """Captures in another mode, with other attributes of the model or with other inputs. Gives the step and its program,
 with the parameters where they are, or the index of an earlier step whose program serves it. Called on all ranks at
 once."""
@@ -102,6 +109,7 @@ class Planning:
     request: Request
     decided: Decided
     once: Once
+    pipelined: Pipelined | None = None
 
 
 class Modes:
@@ -125,6 +133,13 @@ class Modes:
         planning: Planning,
     ) -> None:
         self.once, self.decided, self.request = planning.once, planning.decided, planning.request
+        self.pipelined, self.sizes = planning.pipelined, mesh_of(mesh)
+        if planning.pipelined is not None:
+            # the micro-batches of a step stand for the stages, as they do in plans
+            machine = named_cluster(self.request.cluster, device_type=mesh.device_type)
+            self.request = replace(self.request, cluster=machine.staged(mesh.shape[0]))
+            axis = next(iter(self.sizes))
+            self.sizes = {**self.sizes, axis: planning.pipelined.staged.micro_batches}
         self.form = Inputs.captured(captured, unwrapped(model)).form
         self.model, _ = skeleton(unwrapped(model))
         self.captured, self.mesh, self.at_rest = captured, mesh, at_rest
@@ -135,7 +150,7 @@ class Modes:
 
     def __call__(
         self, mode: Mode, model: nn.Module, earlier: Sequence[Captured], inputs: Inputs
-    ) -> tuple[Captured, Program | int]:
+    ) -> tuple[Captured, Program | Pipelined | int]:
         """The step as it is captured in this mode from `model`, whose attributes may have changed, and from the
         `inputs` of a call, and its program, or which of the `earlier` ones has a program that serves it.
 
@@ -162,12 +177,12 @@ class Modes:
             with torch.inference_mode(False), torch.set_grad_enabled(mode.gradients), cast:
                 args, kwargs = self._example(inputs, given)
                 captured = self._captured(args, kwargs, loss_fn)
-                serving = next((i for i, other in enumerate(earlier) if serves(other, captured)), None)
+                alike = (i for i, other in enumerate(earlier) if serves(other, captured) and self._keeps(other, captured))
+                serving = next(alike, None)
                 if serving is None:
                     planner = Planner(
-                        self.model, mesh_of(self.mesh), args, kwargs,
-                        loss_fn=loss_fn, captured=captured, request=self.request,
-                    )  # fmt: skip
+                        self.model, self.sizes, args, kwargs, loss_fn=loss_fn, captured=captured, request=self.request
+                    )
         all_equal(
             serving, self.mesh, f"the ranks captured different models for {mode}: give every rank the same versions"
         )
@@ -176,11 +191,30 @@ class Modes:
         assert planner is not None
         near = None if inputs.form == self.form else self.decided
         with self.once.said():
-            assignment = on_first_rank(partial(planner.assignment_at, self.at_rest, near), self.mesh)
+            assignment = on_first_rank(partial(self._assigned, planner, near), self.mesh)
         with together(self.mesh, ValueError), self.once.said():
-            program = planner.writer.written(assignment)
+            program = (
+                planner.writer.written(assignment) if self.pipelined is None else self._staged(planner, assignment)
+            )
         assert program is not None
         return planner.captured, program
+
+    def _keeps(self, other: Captured, captured: Captured) -> bool:
+        """Whether the program of a step keeps what another one returns: a pipeline that trains keeps little."""
+        return self.pipelined is None or bool(trained_by(other)) == bool(trained_by(captured))
+
+    def _assigned(self, planner: Planner, near: Decided | None) -> Assignment:
+        if self.pipelined is None:
+            return planner.assignment_at(self.at_rest, near)
+        pins = time_pins(Context(planner.space, planner.searches.blocks()))
+        return best_at_rest(planner.space, self.at_rest, near, pins)
+
+    def _staged(self, planner: Planner, assignment: Assignment) -> Pipelined:
+        """In the stages that there are, by the schedule that there is."""
+        assert self.pipelined is not None
+        program, of, units = planner.writer.plain(assignment), self.pipelined.staged, self.pipelined.schedule
+        homes = {i.target: of.homes[i.name] for i in of.program.inputs if i.name in of.homes}
+        return Pipelined.of(staged(program, cuts_by(program, homes, len(units.devices))), units)
 
     def _captured(self, args: Any, kwargs: Any, loss_fn: Callable[[Any], torch.Tensor] | None) -> Captured:
         def again() -> Captured:

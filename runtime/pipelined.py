@@ -13,7 +13,7 @@ import torch.distributed as dist
 from autopar.ir.graph import TensorMeta
 from autopar.ir.layout import Layout, Replicate, Shape, Split, local_meta, owned_digits, owned_indices
 from autopar.ir.program import Program, ProgramOutput
-from autopar.ir.schedule import BACKWARD, FORWARD, RECEIVE, SEND, Action, Schedule
+from autopar.ir.schedule import BACKWARD, FORWARD, RECEIVE, SEND, Action, Schedule, with_transfers
 from autopar.passes.lower.stages import TIME, Message, Stage, Staged, tells_time
 
 from .execute import Executable, Groups
@@ -32,6 +32,15 @@ class Pipelined:
 
     staged: Staged
     schedule: Schedule
+
+    @staticmethod
+    def of(staged: Staged, units: Schedule) -> Pipelined:
+        """By a schedule of units, of which those count that the program has."""
+        trains = any(stage.step.backward for stage in staged.stages)
+        kinds = UNITS if trains else (FORWARD,)
+        orders = tuple(tuple(action for action in order if action.kind in kinds) for order in units.orders)
+        edges = sorted({edge(message) for message in staged.messages})
+        return Pipelined(staged=staged, schedule=with_transfers(replace(units, orders=orders), edges))
 
     @cached_property
     def outside(self) -> Program:

@@ -30,6 +30,7 @@ from .held import State, trained_by
 from .inputs import Form, Inputs, declared
 from .modes import Again, Mode
 from .padding import Padder
+from .pipelined import Pipelined
 from .verify import gathered
 
 logger = logging.getLogger("autopar")
@@ -274,7 +275,9 @@ class Versions:
                 for state in served
                 if same_values(state.captured, captured) and state.trained - frozen == trained_by(captured)
             ]
-            state = same[0] if same else self.base.with_program(captured, alike[program].program)
+            state = same[0] if same else self.base.with_program(captured, served[0].program, served[0].pipelined)
+        elif isinstance(program, Pipelined):
+            state = self.base.with_program(captured, program.outside, program)
         else:
             state = self.base.with_program(captured, program)
         version = self._version(mode, form, captured, state)

@@ -12,6 +12,7 @@ from autopar.passes.space.problem import Assignment, ProblemBuilder
 from autopar.passes.space.sites import Region, Site
 from autopar.passes.space.space import Space
 
+from .constraints import Pins
 from .options import taken, unique_sites
 from .search import Search
 
@@ -66,9 +67,12 @@ def _said(space: Space, site: Site, axis: int, word: tuple[str, int, int]) -> Ax
     return alike[min(place, len(alike) - 1)] if alike else None
 
 
-def best_at_rest(space: Space, at_rest: Mapping[str, Layout], near: Decided | None = None) -> Assignment:
-    """The best decisions with parameters in these layouts, by name; those not named are replicated. On a mesh of
-    several axes, where no solver is exact, they are what one descent finds from those of `near`, if given.
+def best_at_rest(
+    space: Space, at_rest: Mapping[str, Layout], near: Decided | None = None, pins: Pins | None = None
+) -> Assignment:
+    """The best decisions with parameters in these layouts, by name; those not named are replicated, and sites choose
+    what `pins` leave them. On a mesh of several axes, where no solver is exact, they are what one descent finds from
+    those of `near`, if given.
 
     Raises ValueError for a layout that a parameter cannot have.
     """
@@ -77,7 +81,7 @@ def best_at_rest(space: Space, at_rest: Mapping[str, Layout], near: Decided | No
     layouts = {value: at_rest.get(name, replicated) for name, value in parameters.items()}
     copies = {names[0]: names for repeat in space.repeats for names in zip(*repeat.own, strict=True)}
     space = held(space, {value: [layouts[copy] for copy in copies.get(value, (value,))] for value in layouts})
-    search = Search(ProblemBuilder(space), "dp", None, logger.info)
+    search = Search(ProblemBuilder(space), "dp", None, logger.info, pins=pins)
     if near is None or sum(ranks > 1 for ranks in space.mesh) < 2:
         best = search.run(bounded=False).assignment
     else:

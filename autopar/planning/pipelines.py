@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from autopar.passes.space.choices import REPLICATED, AxisChoice, SiteChoice
 from autopar.passes.space.sites import Site, joined_sites
-from autopar.passes.space.space import Space
 
 from .constraints import Pins
 from .options import policies

@@ -101,10 +101,27 @@ class Staged:
 
 
 def staged(program: Program, cuts: Sequence[str]) -> Staged:
-    """The program, whose first axis is time, in stages, each but the first of which begins with the operator that
-    serves a node of a cut. Raises ValueError where micro-batches need one another in the midst of a step, or a cut is
-    no place of forward."""
+    """The program, whose first axis is time, in stages. Each but the first begins with the operator that serves a node
+    of a cut, or is empty ("", or the same as the next one). Raises ValueError where micro-batches need one another in
+    the midst of a step, or a cut is no place of forward."""
     return _Cutter(unstacked(program), tuple(cuts)).staged()
+
+
+def cuts_by(program: Program, homes: Mapping[str, int], stages: int) -> tuple[str, ...]:
+    """Where stages begin such that each of the parameters, by name, is first read in the stage that is its home: each
+    with what first reads a parameter of it or of a later one, "" where nothing does."""
+    of = {i.name: {homes[i.target]} for i in program.inputs if i.role == "parameter" and i.target in homes}
+    varying = {i.name for i in program.inputs if not isinstance(i.layout[TIME], Replicate)}
+    first: dict[int, str] = {}
+    for node in program.forward:
+        read = set().union(*(of.get(name, ()) for name in node.inputs))
+        if varying.isdisjoint(node.inputs) and not tells_time(node):
+            of.update(dict.fromkeys(filter(None, node.outputs), read))
+            continue
+        varying.update(filter(None, node.outputs))
+        for stage in range(1, max(read, default=0) + 1):
+            first.setdefault(stage, node.serves)
+    return tuple(first.get(stage, "") for stage in range(1, stages))
 
 
 def unstacked(program: Program) -> Program:
@@ -251,11 +268,12 @@ class _Cutter:
         first: dict[str, int] = {}
         for k, node in enumerate(self.program.forward):
             first.setdefault(node.serves, k)
+        first[""] = len(self.program.forward)
         for cut in self.cuts:
             if cut not in first:
                 raise ValueError(f"a stage is to begin with {cut!r}, and forward has no operator that is called so")
         starts = [0, *(first[cut] for cut in self.cuts)]
-        if starts != sorted(set(starts)):
+        if starts != sorted(starts):
             raise ValueError(f"stages begin with {', '.join(self.cuts)}: name operators in the order of forward")
         return starts
 
