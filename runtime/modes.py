@@ -177,7 +177,9 @@ class Modes:
             with torch.inference_mode(False), torch.set_grad_enabled(mode.gradients), cast:
                 args, kwargs = self._example(inputs, given)
                 captured = self._captured(args, kwargs, loss_fn)
-                alike = (i for i, other in enumerate(earlier) if serves(other, captured) and self._keeps(other, captured))
+                alike = (
+                    i for i, other in enumerate(earlier) if serves(other, captured) and self._keeps(other, captured)
+                )
                 serving = next(alike, None)
                 if serving is None:
                     planner = Planner(

@@ -27,11 +27,12 @@ UNITS = (FORWARD, BACKWARD, INPUTS, WEIGHTS)
 
 
 class Machine(Protocol[V]):
-    """What runs a program's forward on values by name, for a micro-batch, and adds values up."""
+    """What runs a program's forward on values by name, for a micro-batch, and adds a part to a total, in its memory if
+    that is `owned`."""
 
     def run(self, unit: Program, values: Mapping[str, V], micro_batch: int) -> dict[str, V]: ...
 
-    def add(self, total: V, part: V) -> V: ...
+    def add(self, total: V, part: V, *, owned: bool) -> V: ...
 
 
 @dataclass(eq=False)
@@ -48,6 +49,8 @@ class StageRun(Generic[V]):
     once: dict[str, V] = field(default_factory=dict)
     """What holds for the whole step: parameters of other stages, and what is counted."""
     sums: dict[str, V] = field(default_factory=dict)
+    owned: set[str] = field(default_factory=set)
+    """Totals in memory of their own."""
     kept: dict[int, dict[str, V]] = field(default_factory=lambda: defaultdict(dict))
     """Of each micro-batch, what backward will read."""
     results: dict[int, dict[str, V]] = field(default_factory=lambda: defaultdict(dict))
@@ -60,7 +63,7 @@ class StageRun(Generic[V]):
 
     def begin(self) -> None:
         """Forgets the last step."""
-        self.once, self.sums = {}, {}
+        self.once, self.sums, self.owned = {}, {}, set()
         self.kept, self.results = defaultdict(dict), defaultdict(dict)
 
     def count(self) -> None:
@@ -70,6 +73,7 @@ class StageRun(Generic[V]):
         totals: dict[str, V] = {}
         for micro_batch in range(self.staged.micro_batches):
             self._add(totals, self._run(self.units.counts, {}, micro_batch))
+        self.owned.clear()
         parts = [o.name for o in self.units.counts.outputs]
         named = {total: totals[str(part)] for total, part in zip(self.stage.totals, parts, strict=True)}
         self.once |= self._run(self.units.counted, named, 0)
@@ -107,7 +111,11 @@ class StageRun(Generic[V]):
 
     def _add(self, totals: dict[str, V], parts: Mapping[str, V]) -> None:
         for name, part in parts.items():
-            totals[name] = self.machine.add(totals[name], part) if name in totals else part
+            if name in totals:
+                totals[name] = self.machine.add(totals[name], part, owned=name in self.owned)
+                self.owned.add(name)
+            else:
+                totals[name] = part
 
 
 def needs(staged: Staged, action: Action) -> list[Message]:
@@ -138,7 +146,7 @@ class Simulation:
         names = [o.name for o in unit.outputs if o.name is not None]
         return {name: {at: ranks[micro_batch, *at][name] for at in others} for name in names}
 
-    def add(self, total: Shards, part: Shards) -> Shards:
+    def add(self, total: Shards, part: Shards, *, owned: bool) -> Shards:
         return {at: value + part[at] for at, value in total.items()}
 
 

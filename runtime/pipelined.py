@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
@@ -14,8 +14,9 @@ from autopar.ir.graph import TensorMeta
 from autopar.ir.layout import Layout, Replicate, Shape, Split, local_meta, owned_digits, owned_indices
 from autopar.ir.program import Program, ProgramOutput
 from autopar.ir.schedule import BACKWARD, FORWARD, RECEIVE, SEND, Action, Schedule, with_transfers
-from autopar.passes.lower.stages import TIME, Message, Stage, Staged, tells_time
+from autopar.passes.lower.stages import TIME, Handed, Message, Stage, Staged, tells_time
 
+from .agree import watched
 from .execute import Executable, Groups
 from .pipeline import UNITS, StageRun, needs
 
@@ -87,188 +88,215 @@ class Pipelined:
         return any(action.kind != FORWARD for order in self.schedule.orders for action in order if action.kind in UNITS)
 
 
-@dataclass(eq=False)
 class RankMachine:
     """Runs units on this rank, compiled once each, or once for each micro-batch where that makes a difference."""
 
-    coordinate: Shape
-    compile: Compile
-    compiled: dict[tuple[int, int], tuple[Program, Executable]] = field(default_factory=dict)
-    sums: set[int] = field(default_factory=set)
-    """Which totals are in memory of their own."""
+    def __init__(self, coordinate: Shape, compile: Compile) -> None:
+        self.coordinate, self.compile = coordinate, compile
+        self.compiled: dict[tuple[int, int], Executable] = {}
+        self.units: dict[int, tuple[Program, bool]] = {}
+        """By identity: a unit, and whether it differs by micro-batch."""
 
     def run(self, unit: Program, values: Mapping[str, torch.Tensor], micro_batch: int) -> dict[str, torch.Tensor]:
-        key = id(unit), micro_batch if any(map(tells_time, unit.forward)) else 0
+        _, differs = self.units.get(id(unit)) or self.units.setdefault(
+            id(unit), (unit, any(map(tells_time, unit.forward)))
+        )
+        key = id(unit), micro_batch if differs else 0
         if key not in self.compiled:
-            self.compiled[key] = unit, self.compile(unit, (key[1], *self.coordinate))
-        results, _ = self.compiled[key][1].forward([values[i.name] for i in unit.inputs])
-        names = [str(o.name) for o in unit.outputs]
-        return {name: value for name, value in zip(names, results, strict=True) if value is not None}
+            self.compiled[key] = self.compile(unit, (key[1], *self.coordinate))
+        results, _ = self.compiled[key].forward([values[i.name] for i in unit.inputs])
+        return {str(o.name): value for o, value in zip(unit.outputs, results, strict=True) if value is not None}
 
-    def add(self, total: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-        return total + part
+    def add(self, total: torch.Tensor, part: torch.Tensor, *, owned: bool) -> torch.Tensor:
+        return total.add_(part) if owned else total + part
+
+
+class Line:
+    """Messages between the ranks of one place in all stages."""
+
+    def __init__(self, group: dist.ProcessGroup, axis: str, device: torch.device) -> None:
+        self.group, self.axis, self.device = group, axis, device
+        self.sending: list[tuple[str, dist.Work, torch.Tensor]] = []
+
+    def send(self, what: str, value: torch.Tensor, peer: int) -> None:
+        """Begins to send a value, which is held until it is sent."""
+        value = value.contiguous()
+        with watched(f"sending {what}", self.axis, self.group):
+            work = dist.isend(value, group=self.group, group_dst=peer)
+        assert work is not None  # this rank is in the group
+        self.sending = [each for each in self.sending if not each[1].is_completed()]
+        self.sending.append((what, work, value))
+
+    def receive(self, what: str, meta: TensorMeta, peer: int) -> Callable[[], torch.Tensor]:
+        """Begins to receive a value, for which the result waits."""
+        value = torch.empty(meta.shape, dtype=meta.dtype, device=self.device)
+        with watched(f"receiving {what}", self.axis, self.group):
+            work = dist.irecv(value, group=self.group, group_src=peer)
+        assert work is not None
+
+        def received() -> torch.Tensor:
+            with watched(f"receiving {what}", self.axis, self.group):
+                work.wait()
+            return value
+
+        return received
+
+    def settle(self) -> None:
+        """Waits until all is sent."""
+        for what, work, _ in self.sending:
+            with watched(f"sending {what}", self.axis, self.group):
+                work.wait()
+        self.sending = []
+
+    def share(self, what: str, value: torch.Tensor, source: int) -> torch.Tensor:
+        """What one rank has, which the others have memory for."""
+        value = value.contiguous()
+        with watched(f"sharing {what}", self.axis, self.group):
+            dist.broadcast(value, group=self.group, group_src=source)
+        return value
 
 
 class Ranks:
-    """This rank's part of a pipeline. `group` are the ranks of its place in all stages, and `coordinate` is its place
-    within a stage."""
+    """This rank's part of a pipeline, as the device of this `number`, at a `coordinate` within its stage."""
 
-    def __init__(
-        self,
-        pipelined: Pipelined,
-        device_number: int,
-        group: dist.ProcessGroup,
-        coordinate: Shape,
-        device: torch.device,
-        compile: Compile,
-    ) -> None:
-        self.pipelined, self.staged, self.number = pipelined, pipelined.staged, device_number
-        self.group, self.coordinate, self.device = group, coordinate, device
-        self.machine = RankMachine(coordinate, compile)
-        self.devices = pipelined.schedule.devices
+    def __init__(self, pipelined: Pipelined, number: int, coordinate: Shape, line: Line, compile: Compile) -> None:
+        self.pipelined, self.staged, self.number = pipelined, pipelined.staged, number
+        self.coordinate, self.line = coordinate, line
+        self.devices, self.metas = pipelined.schedule.devices, pipelined.staged.program.metas
+        machine = RankMachine(coordinate, compile)
         self.stages = {
-            stage.number: StageRun(self.staged, stage, self.machine, self._given, self._kept(stage))
+            stage.number: StageRun(self.staged, stage, machine, self._given, self._kept(stage))
             for stage in self.staged.stages
-            if self.devices[stage.number] == device_number
+            if self.devices[stage.number] == number
         }
         self.names = [i.name for i in self.staged.program.inputs if i.role != "tangent"]
         self.given: dict[str, torch.Tensor] = {}
-        self.works: list[tuple[dist.Work, torch.Tensor]] = []
-        """Sends under way, with what they send."""
+        orders = pipelined.schedule.orders[number]
+        self.plan = [(action, self._messages(action)) for action in orders]
+        """What is done, each with what it carries, or waits for."""
 
     def _kept(self, stage: Stage) -> set[str]:
-        outputs = stage.step.outputs
-        return {o.name for o in outputs if o.name and o.meta is not None and not self.pipelined.is_dropped(o)}
+        return {str(o.name) for o in stage.step.outputs if o.meta is not None and not self.pipelined.is_dropped(o)}
 
     def _given(self, name: str, micro_batch: int) -> torch.Tensor:
         return self.given[name]
 
-    # ---- messages
-
-    def _send(self, value: torch.Tensor, peer: int) -> None:
-        value = value.contiguous()
-        work = dist.isend(value, group=self.group, group_dst=peer)
-        assert work is not None
-        self.works.append((work, value))
-
-    def _receive(self, meta: TensorMeta, peer: int) -> tuple[torch.Tensor, dist.Work]:
-        value = torch.empty(meta.shape, dtype=meta.dtype, device=self.device)
-        work = dist.irecv(value, group=self.group, group_src=peer)
-        assert work is not None
-        return value, work
-
-    def _hand(self, name: str, meta: TensorMeta, source: int, target: int, value: torch.Tensor | None) -> Any:
-        """A value that one stage gives another once a step."""
-        here, there = self.devices[source], self.devices[target]
-        if here == there:
-            return value
-        if self.number == here:
-            assert value is not None
-            self._send(value, there)
-        if self.number == there:
-            received, work = self._receive(meta, here)
-            work.wait()
-            return received
-        return None
-
-    def _carried(self, action: Action) -> list[Message]:
-        """What a transfer carries."""
-        source, target = (action.stage, action.peer) if action.kind == SEND else (action.peer, action.stage)
-        return [m for m in self.staged.messages if (m.source, m.target) == (source, target) and edge(m)[2] == action.of]
-
-    # ---- a step
+    def _messages(self, action: Action) -> list[Message]:
+        if action.kind in UNITS:
+            return needs(self.staged, action)
+        ends = (action.stage, action.peer) if action.kind == SEND else (action.peer, action.stage)
+        return [m for m in self.staged.messages if edge(m) == (*ends, action.of)]
 
     def step(self, values: Sequence[torch.Tensor]) -> dict[Result, torch.Tensor]:
         """What the stages of this device give of a step."""
-        metas = self.staged.program.metas
         self.given = dict(zip(self.names, values, strict=True))
         for i in self.staged.program.inputs:
             if i.role == "tangent":
-                self.given[i.name] = torch.ones(metas[i.name].shape, dtype=i.meta.dtype, device=self.device)
+                self.given[i.name] = torch.ones(self.metas[i.name].shape, dtype=i.meta.dtype, device=self.line.device)
         for stage in self.stages.values():
             stage.begin()
         for handed in self.staged.parameters:
-            value = self._hand(handed.name, metas[handed.name], handed.source, handed.target, self.given[handed.name])
-            if value is not None and handed.target in self.stages:
-                self.stages[handed.target].once[handed.name] = value
+            self._hand(handed, self.given, lambda target: target.once)
         for stage in self.stages.values():
             stage.count()
         self._run()
         for handed in self.staged.sums:
             at = self.stages.get(handed.source)
-            value = None if at is None else at.sums[handed.name]
-            value = self._hand(handed.name, metas[handed.name], handed.source, handed.target, value)
-            if value is not None and handed.target in self.stages:
-                self.stages[handed.target].sums[handed.name] = value
+            self._hand(handed, {} if at is None else at.sums, lambda target: target.sums)
         results: dict[Result, torch.Tensor] = {}
         for stage in self.stages.values():
             once = stage.finish()
             results |= {(o.role, o.target): once[o.name] for o in stage.stage.rest.outputs if o.name is not None}
             results |= self._rows(stage)
-        for work, _ in self.works:
-            work.wait()
-        self.works.clear()
+            stage.begin()
+        self.line.settle()
         self.given = {}
         return results
 
+    def _hand(
+        self,
+        handed: Handed,
+        have: Mapping[str, torch.Tensor],
+        into: Callable[[StageRun[torch.Tensor]], dict[str, torch.Tensor]],
+    ) -> None:
+        """Gives what one stage has to another, once a step."""
+        name, source, target = handed.name, self.devices[handed.source], self.devices[handed.target]
+        what = f"{name} from stage {handed.source} to stage {handed.target}"
+        value = have[name] if self.number == source else None
+        if source != target and value is not None:
+            self.line.send(what, value, target)
+        if self.number == target:
+            into(self.stages[handed.target])[name] = (
+                value if value is not None else self.line.receive(what, self.metas[name], source)()
+            )
+
     def _run(self) -> None:
         """Does what the schedule says."""
-        metas, arrived = self.staged.program.metas, {}
-        made: dict[tuple[Message, int], torch.Tensor] = {}
-        for action in self.pipelined.schedule.orders[self.number]:
+        there: dict[tuple[Message, int], Callable[[], torch.Tensor]] = {}
+        for action, messages in self.plan:
             k = action.micro_batch
             if action.kind == SEND:
-                for message in self._carried(action):
-                    self._send(made.pop((message, k)), self.devices[action.peer])
+                for message in messages:
+                    self.line.send(words(message, k), there.pop((message, k))(), self.devices[action.peer])
             elif action.kind == RECEIVE:
-                for message in self._carried(action):
-                    arrived[message, k] = self._receive(metas[message.name], self.devices[action.peer])
+                for message in messages:
+                    meta, peer = self.metas[message.name], self.devices[action.peer]
+                    there[message, k] = self.line.receive(words(message, k), meta, peer)
             else:
-                received = {}
-                for message in needs(self.staged, action):
-                    if (message, k) in made:
-                        received[message.name] = made.pop((message, k))
-                        continue
-                    received[message.name], work = arrived.pop((message, k))
-                    work.wait()
-                sent = self.stages[action.stage].run(action, received)
+                received = {message.name: there.pop((message, k))() for message in messages}
+                made = self.stages[action.stage].run(action, received)
+                del received
                 for message in self.staged.messages:
-                    if message.source == action.stage and message.name in sent:
-                        made[message, k] = sent[message.name]
-            self.works = [(work, value) for work, value in self.works if not work.is_completed()]
+                    if message.source == action.stage and message.name in made:
+                        there[message, k] = partial(made.__getitem__, message.name)
 
     def _rows(self, stage: StageRun[torch.Tensor]) -> dict[Result, torch.Tensor]:
         """What the model returns of each micro-batch, put together."""
-        program, found = self.staged.program, dict[Result, torch.Tensor]()
+        mesh, found = self.staged.program.mesh, dict[Result, torch.Tensor]()
         for o in stage.stage.step.outputs:
             if o.name is not None and o.meta is not None and not self.pipelined.is_dropped(o):
-                parts = {(k, *self.coordinate): stage.results[k][o.name] for k in range(self.staged.micro_batches)}
-                found[o.role, o.target] = joined(parts, o, program.mesh)
+                parts = [stage.results[k][o.name] for k in range(self.staged.micro_batches)]
+                found[o.role, o.target] = joined(parts, o.layout, o.meta.shape, mesh, self.coordinate)
         return found
 
 
-def joined(parts: Mapping[Shape, torch.Tensor], o: ProgramOutput, mesh: Shape) -> torch.Tensor:
-    """What a rank holds of an output without the axis in time, of what it holds of each micro-batch."""
-    assert o.meta is not None
-    split = o.layout[TIME]
+def words(message: Message, micro_batch: int) -> str:
+    """What a message is, for people."""
+    way = f"stage {message.source} to stage {message.target}"
+    return f"{message.name}, of the {message.made} of micro-batch {micro_batch}, from {way}"
+
+
+def joined(parts: Sequence[torch.Tensor], layout: Layout, shape: Shape, mesh: Shape, at: Shape) -> torch.Tensor:
+    """What a rank holds of a value whose parts, one of each micro-batch, it has."""
+    split = layout[TIME]
     assert isinstance(split, Split)
-    dim, size = split.dim, o.meta.shape[split.dim]
-    rest = (Replicate(), *o.layout[TIME + 1 :])
-    some = next(iter(parts.values()))
-    at = next(iter(parts))
-    mine = owned_indices(_padded(size, rest, dim), owned_digits(rest, mesh, at, dim))
-    place = {int(index): k for k, index in enumerate(mine)}
-    whole = some.new_zeros((*some.shape[:dim], len(mine), *some.shape[dim + 1 :]))
-    for coordinate, part in parts.items():
-        rows = owned_indices(_padded(size, o.layout, dim), owned_digits(o.layout, mesh, coordinate, dim))
-        kept = [k for k, index in enumerate(rows) if int(index) < size]
-        to = torch.tensor([place[int(rows[k])] for k in kept], dtype=torch.long, device=part.device)
-        whole.index_copy_(dim, to, part.index_select(dim, torch.tensor(kept, dtype=torch.long, device=part.device)))
+    places, rows = _rows_of(layout, shape[split.dim], mesh, at)
+    whole = parts[0].new_zeros((*parts[0].shape[: split.dim], rows, *parts[0].shape[split.dim + 1 :]))
+    for part, (to, of) in zip(parts, places, strict=True):
+        whole.index_copy_(split.dim, to.to(part.device), part.index_select(split.dim, of.to(part.device)))
     return whole
 
 
-def _padded(size: int, layout: Layout, dim: int) -> int:
-    return max([size, *(p.period for p in layout if isinstance(p, Split) and p.dim == dim)])
+@lru_cache(maxsize=64)
+def _rows_of(
+    layout: Layout, size: int, mesh: Shape, at: Shape
+) -> tuple[tuple[tuple[torch.Tensor, torch.Tensor], ...], int]:
+    """Of each micro-batch, where its rows lie in the whole that a rank holds, and in its part; and of how many."""
+    split = layout[TIME]
+    assert isinstance(split, Split)
+
+    def owned(of: Layout, coordinate: Shape) -> list[int]:
+        padded = max(size, *(p.period for p in of if isinstance(p, Split) and p.dim == split.dim), 0)
+        return list(map(int, owned_indices(padded, owned_digits(of, mesh, coordinate, split.dim))))
+
+    mine = owned((Replicate(), *layout[TIME + 1 :]), (0, *at))
+    place = {index: k for k, index in enumerate(mine)}
+    found = []
+    for micro_batch in range(mesh[TIME]):
+        rows = [(place[row], k) for k, row in enumerate(owned(layout, (micro_batch, *at))) if row < size]
+        to, of = ([pair[side] for pair in rows] for side in (0, 1))
+        found.append((torch.tensor(to, dtype=torch.long), torch.tensor(of, dtype=torch.long)))
+    return tuple(found), len(mine)
 
 
 def edge(message: Message) -> tuple[int, int, str]:
@@ -284,9 +312,10 @@ def pipeline_executable(
     and gives what comes of that to `backward`, which scales it. All ranks get what a step returns once; what it returns
     of each micro-batch, they get where there is no backward, and is None else. A gradient of a parameter that other
     devices hold has no elements."""
-    assert groups[TIME] is not None
-    ranks = Ranks(pipelined, coordinate[TIME], groups[TIME], coordinate[TIME + 1 :], device, compile)
-    outside, homes = pipelined.outside, pipelined.homes
+    outside, homes, group = pipelined.outside, pipelined.homes, groups[TIME]
+    assert group is not None, "a pipeline has two devices at least"
+    line = Line(group, outside.axes[TIME], device)
+    ranks = Ranks(pipelined, coordinate[TIME], coordinate[TIME + 1 :], line, compile)
     given = [o for o in outside.outputs if not o.backward]
     trained = [o for o in outside.outputs if o.backward]
 
@@ -295,13 +324,10 @@ def pipeline_executable(
         if source is None or o.meta is None or pipelined.is_dropped(o):
             return None
         value = made.get((o.role, o.target))
-        if coordinate[TIME] != source:
+        if value is None:
             meta = local_meta(o.meta, o.layout, outside.mesh)
             value = torch.empty(meta.shape, dtype=meta.dtype, device=device)
-        assert value is not None
-        value = value.contiguous()
-        dist.broadcast(value, group=groups[TIME], group_src=source)
-        return value
+        return line.share(f"{o.role} {o.target}", value, source)
 
     def gradient(o: ProgramOutput, made: Mapping[Result, torch.Tensor]) -> torch.Tensor | None:
         if o.name is None:

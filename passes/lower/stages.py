@@ -23,7 +23,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 from autopar.ir.emitter import Emitter
 from autopar.ir.graph import WAIT, InputRole, Node, OutputRole, Ref, is_view, map_references, producers, readers
@@ -156,8 +156,9 @@ def unstacked(program: Program) -> Program:
                 parts[node.name] = tuple(emitter.emit(node.op, (Ref(part), *node.args[1:])) for part in parts[source])
             elif node.op in APART and node.outputs[APART[node.op][0]]:
                 number, function = APART[node.op]
-                values = map_references(node.args, lambda name: Traced(emitter, name))
-                same[node.outputs[number]] = function(*values).name
+                values: Any = map_references(node.args, lambda name: Traced(emitter, name))
+                total: Any = function(*values)
+                same[node.outputs[number]] = total.name
                 outputs = tuple("" if k == number else name for k, name in enumerate(node.outputs))
                 emitter.written.append(reading(node, same, outputs=outputs))
             else:
