@@ -213,9 +213,9 @@ class _Cutter:
         self.stage_of: dict[str, int] = {}
         self._place_forward()
         self.there = self._availability()
+        self.homes = {name: min(self.there[name]) for name in self.parameters.values()}
         self._place_backward()
         self._put_off()
-        self.homes = {name: min(self.there[name]) for name in self.parameters.values()}
         self.messages: dict[Message, None] = {}
 
     # ---- kinds of nodes
@@ -307,7 +307,22 @@ class _Cutter:
                     there[name] |= here
         return {name: stages or set(self.numbers) for name, stages in there.items()}
 
+    def _leading(self) -> dict[str, int]:
+        """Value of which a sum leads to the gradient of a parameter, and to nothing else -> the stage that holds it."""
+        homes: dict[str, int] = {}
+        for o in self.program.outputs:
+            waiting = [o.name or ""] if o.role == "gradient" and o.target in self.parameters else []
+            while waiting:
+                name = waiting.pop()
+                node = self._maker(name)
+                if node is not None and name not in homes:
+                    homes[name] = self.homes[self.parameters[o.target]]
+                    waiting += node.inputs if self._is_end(node) else ()
+        read = {name for node in self.program.backward if not self._is_end(node) for name in node.inputs}
+        return {name: home for name, home in homes.items() if name not in read}
+
     def _place_backward(self) -> None:
+        leading = self._leading()
         for node in self.program.backward:
             if not self._is_of_stage(node):
                 continue
@@ -316,6 +331,8 @@ class _Cutter:
             most = min((number for number in behind if number is not None), default=self.numbers[-1])
             saved = [self.there[name] for name in read if name in self.there and not self._is_late(name)]
             fitting = [number for number in range(most + 1) if saved and all(number in at for at in saved)]
+            if not saved and node.name in leading:
+                fitting = [min(most, leading[node.name])]
             self.stage_of[node.name] = max(fitting, default=most)
 
     def _put_off(self) -> None:
