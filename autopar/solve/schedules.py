@@ -4,12 +4,80 @@ F, I and W are the seconds of a stage's forward, gradient of inputs and gradient
 gradients; p devices, m micro-batches, v stages (chunks) a device.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain as joined
 
 from autopar.extensions import Table
-from autopar.ir.schedule import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action, Schedule
+from autopar.ir.schedule import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action, Edge, Schedule, chain, played
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCost:
+    """What one micro-batch takes on a stage, and what the stage holds of it."""
+
+    forward_seconds: float
+    inputs_seconds: float
+    weights_seconds: float
+    whole_seconds: float | None = None
+    """Of a backward in one piece; that of its two parts if None."""
+    held_bytes: float = 0.0
+    """From the start of the forward until the gradient of inputs is there."""
+    kept_bytes: float = 0.0
+    """From then on until that of weights is."""
+    rest_bytes: float = 0.0
+    """At all times, whatever the micro-batches: parameters, gradients, states of the optimizer."""
+
+    def seconds(self, kind: str) -> float:
+        parts = {FORWARD: self.forward_seconds, INPUTS: self.inputs_seconds, WEIGHTS: self.weights_seconds}
+        whole = self.inputs_seconds + self.weights_seconds if self.whole_seconds is None else self.whole_seconds
+        return whole if kind == BACKWARD else parts[kind]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineCosts:
+    """What the stages of a program cost. `transfers` are the seconds that a value is on its way between two stages on
+    different devices; by default each stage needs the one before, at once. Where links are shared, the values that a
+    device sends to another travel one after the other."""
+
+    stages: tuple[StageCost, ...]
+    transfers: Mapping[Edge, float] | None = None
+    shared_links: bool = False
+
+    @property
+    def seconds(self) -> dict[str, tuple[float, ...]]:
+        return {kind: tuple(stage.seconds(kind) for stage in self.stages) for kind in "FBIW"}
+
+    @property
+    def edges(self) -> Mapping[Edge, float]:
+        return chain(len(self.stages)) if self.transfers is None else self.transfers
+
+    def played(self, schedule: Schedule) -> tuple[list[list[float]], list[list[float]]]:
+        """When each action of each device starts and ends. Raises ValueError for costs of other stages, and where
+        devices wait for each other."""
+        if len(self.stages) != schedule.stages:
+            raise ValueError(f"{schedule.name} has {schedule.stages} stages, and costs are those of {len(self.stages)}")
+        return played(schedule, self.seconds, self.edges, shared=self.shared_links)
+
+    def peaks(self, schedule: Schedule) -> list[tuple[float, int]]:
+        """The most bytes of each device, and the position of the first action that reaches them."""
+        peaks = []
+        for device, order in enumerate(schedule.orders):
+            now = sum(cost.rest_bytes for cost, d in zip(self.stages, schedule.devices, strict=True) if d == device)
+            peak = (now, 0)
+            for at, action in enumerate(order):
+                now += self.change(action)
+                if now > peak[0]:
+                    peak = (now, at)
+            peaks.append(peak)
+        return peaks
+
+    def change(self, action: Action) -> float:
+        """How many bytes more a device holds: from the start of a forward, from the end of a backward on."""
+        cost = self.stages[action.stage]
+        held, kept = cost.held_bytes, cost.kept_bytes
+        return {FORWARD: held, INPUTS: kept - held, WEIGHTS: -kept, BACKWARD: -held}.get(action.kind, 0.0)
+
 
 Unit = tuple[str, int]
 """A kind and a chunk; micro-batches are counted up per unit."""
@@ -130,3 +198,24 @@ def zb_v(devices: int, micro_batches: int) -> Schedule:
     return _schedule("zb-v", zigzag(devices, 2), micro_batches, units)
 
 
+def dual_pipe_v(devices: int, micro_batches: int) -> Schedule:
+    """Each forward beside the backward of another micro-batch, on the stages of ZB-V (DeepSeek-V3, arXiv 2412.19437,
+    cut in half; github.com/deepseek-ai/DualPipe). Meant for devices that run the two at once; here one follows the
+    other. Each device holds what p micro-batches keep, and the forward that runs."""
+
+    def units(i: int) -> Iterator[Unit]:
+        behind, count = devices - 1 - i, max(micro_batches, 2 * devices)
+        yield from [(FORWARD, 0)] * (2 * behind)
+        yield from [(FORWARD, 0), (FORWARD, 1)] * (i + 1)
+        yield from [(INPUTS, 1), (WEIGHTS, 1), (FORWARD, 1)] * behind
+        yield from [(FORWARD, 0), (BACKWARD, 1), (FORWARD, 1), (BACKWARD, 0)] * (count - 2 * devices + i + 1)
+        yield from [(BACKWARD, 1), (FORWARD, 1), (BACKWARD, 0)] * behind
+        last = [1, 0] * (i + 1)
+        yield from ((BACKWARD, chunk) for chunk in last[: i + 1])
+        yield from ((INPUTS, chunk) for chunk in last[i + 1 :])
+        for number, chunk in enumerate(last[i + 1 :] + [0] * behind):
+            yield WEIGHTS, chunk
+            if number < behind:
+                yield INPUTS, 0
+
+    return _schedule("dualpipe-v", zigzag(devices, 2), micro_batches, units)
