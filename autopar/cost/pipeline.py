@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from autopar.ir.schedule import BACKWARD, FORWARD, INPUTS, PASSES, Action, Edge, Schedule
+from autopar.ir.schedule import BACKWARD, FORWARD, INPUTS, Action, Schedule
 from autopar.solve.schedules import PipelineCosts
 
 COLUMNS = 100
