@@ -25,6 +25,10 @@ Edge = tuple[int, int, str]
 PASSES = {FORWARD: FORWARD, BACKWARD: BACKWARD, INPUTS: BACKWARD}
 """Kind of a unit -> whether what it needs and what it makes belongs to forward or to backward."""
 
+FOLLOWS = {"F": "F", "FB": "W", "FI": "I", "IW": "W"}
+"""The last unit of a stage and a micro-batch, and what comes next -> the last unit then; "W" when all is done."""
+
+MISSING = {"": FORWARD, FORWARD: BACKWARD, INPUTS: WEIGHTS}
 TRANSFERS = {SEND: "SEND", RECEIVE: "RECV"}
 HEAD = re.compile(r"(.*): stages on devices ([\d ]+), (\d+) micro-batches")
 ACTION = re.compile(r"(\d+)(?:([FBIW])|(SEND|RECV)_([FB]))(\d+)(?::(\d+))?")
@@ -84,32 +88,29 @@ class Schedule:
         """Raises ValueError for an action that is missing, twice, none of its stages', on the wrong device or before
         what it needs, and where devices wait for each other: in units, each stage after the one before it; in
         transfers, even if a send blocks until its receive is reached."""
-        places = [(action, (d, at)) for d, order in enumerate(self.orders) for at, action in enumerate(order)]
-        place = dict(places)
-        for action, other in places:
-            if place[action] != other:
-                raise ValueError(f"{self.name}: {action} is there twice")
-        left = dict(place)
-        for stage, device in enumerate(self.devices):
-            for micro_batch in range(self.micro_batches):
-                kinds = (BACKWARD,) if (stage, BACKWARD, micro_batch, -1, "") in place else (INPUTS, WEIGHTS)
-                before = Action(stage, FORWARD, micro_batch)
-                for kind in (FORWARD, *kinds):
-                    action = Action(stage, kind, micro_batch)
-                    if action not in place:
-                        raise ValueError(f"{self.name}: {action} is missing")
-                    if left.pop(action)[0] != device:
-                        raise ValueError(f"{self.name}: {action} is not on device {device}, which holds its stage")
-                    if place[action] < place[before]:
-                        raise ValueError(f"{self.name}: {action} comes before {before}")
-                    before = action
-        for action in left:
-            units = [Action(action.stage, kind, action.micro_batch) for kind, of in PASSES.items() if of == action.of]
-            unit = next((unit for unit in units if unit in place), None)
-            if action.kind not in TRANSFERS or unit is None or action.mirror not in left:
-                raise ValueError(f"{self.name}: {action} has no place among the units and transfers of the stages")
-            if place[action][0] != place[unit][0] or (place[action] > place[unit]) != (action.kind == SEND):
-                raise ValueError(f"{self.name}: {action} is on the wrong side of {unit}")
+        stages = range(len(self.devices))
+        state = dict.fromkeys(itertools.product(stages, range(self.micro_batches)), "")
+        transfers: set[Action] = set()
+        for device, order in enumerate(self.orders):
+            for action in order:
+                stage, kind, micro_batch, _, of = action
+                before = state.get((stage, micro_batch))
+                if before is None or self.devices[stage] != device:
+                    raise ValueError(f"{self.name}: {action} is not on the device of a stage, but on {device}")
+                if kind in TRANSFERS:
+                    is_made = before != "" and (of == FORWARD or before != FORWARD)
+                    if is_made != (kind == SEND) or action in transfers:
+                        raise ValueError(f"{self.name}: {action} is there twice, or on the wrong side of its unit")
+                    transfers.add(action)
+                elif (after := FOLLOWS.get(f"{before}{kind}")) is None:
+                    raise ValueError(f"{self.name}: {action} comes twice, or before what it needs")
+                else:
+                    state[stage, micro_batch] = after
+        for (stage, micro_batch), last in state.items():
+            if last != WEIGHTS:
+                raise ValueError(f"{self.name}: {stage}{MISSING[last]}{micro_batch} is missing")
+        if lost := {action.mirror for action in transfers} - transfers:
+            raise ValueError(f"{self.name}: {min(lost)} is missing, and its counterpart is there")
         played(self, dict.fromkeys("FBIW", [0.0] * len(self.devices)), chain(len(self.devices)))
         _met(self, moves=False)
 
@@ -198,36 +199,28 @@ def _refuse(stuck: Mapping[int, Action], schedule: Schedule) -> None:
 
 
 def with_transfers(schedule: Schedule, edges: Iterable[Edge]) -> Schedule:
-    """The schedule with the transfers of these edges, but for those within a device. A send follows its unit, and a
-    receive stands right before the unit that needs it, in the order of the sends from one device to another.
+    """A schedule of units with the transfers of these edges, but for those within a device. A send follows its unit,
+    and a receive stands right before the unit that needs it, in the order of the sends from one device to another.
 
     Devices are run as if a send blocked until its receive is reached, so that the orders that come out cannot deadlock.
     Only where devices wait for each other in a circle is one of its receives moved to where its device waits: the one
     that this device would have come to soonest."""
-    receives, sends = defaultdict(list), defaultdict(list)
+    peers: dict[tuple[str, int, str], list[int]] = defaultdict(list)
     for source, target, of in edges:
         if schedule.devices[source] != schedule.devices[target]:
-            receives[target, of].append(source)
-            sends[source, of].append(target)
+            peers[RECEIVE, target, of].append(source)
+            peers[SEND, source, of].append(target)
 
-    def transfers(unit: Action, kind: str, peers: Mapping[tuple[int, str], list[int]]) -> list[Action]:
+    def transfers(unit: Action, kind: str) -> list[Action]:
         of = PASSES.get(unit.kind, "")
-        return [Action(unit.stage, kind, unit.micro_batch, peer, of) for peer in peers.get((unit.stage, of), ())]
+        return [Action(unit.stage, kind, unit.micro_batch, peer, of) for peer in peers[kind, unit.stage, of]]
 
-    orders = tuple(
-        tuple(
-            action
-            for unit in order
-            if unit.kind not in TRANSFERS
-            for action in (*transfers(unit, RECEIVE, receives), unit, *transfers(unit, SEND, sends))
-        )
-        for order in schedule.orders
-    )
-    return _met(replace(schedule, orders=orders), moves=True)
+    orders = [[[*transfers(unit, RECEIVE), unit, *transfers(unit, SEND)] for unit in o] for o in schedule.orders]
+    return _met(replace(schedule, orders=tuple(tuple(itertools.chain(*order)) for order in orders)), moves=True)
 
 
 def _met(schedule: Schedule, *, moves: bool) -> Schedule:
-    """The schedule after a run in which a transfer takes place when both devices have come to it; where they wait for
+    """The schedule after a run in which a transfer takes place when both devices have come to it. Where they wait for
     each other in a circle, a receive `moves` ahead, or ValueError is raised."""
     rest = [[*reversed(order)] for order in schedule.orders]
     orders: list[list[Action]] = [[] for _ in rest]
@@ -248,17 +241,20 @@ def _met(schedule: Schedule, *, moves: bool) -> Schedule:
 
 def _move(schedule: Schedule, rest: list[list[Action]], moves: bool) -> int:
     """A device that goes on, when a receive of a circle of waiting devices has been moved ahead."""
-    path = [next(device for device, actions in enumerate(rest) if actions)]
-    while path[-1] not in path[:-1]:
-        path.append(schedule.devices[rest[path[-1]][-1].peer])
-    circle = {device: rest[device][-1] for device in path[path.index(path[-1]) :]}
-    ahead = {}
+    device, path = next(device for device, actions in enumerate(rest) if actions), list[int]()
+    while device not in path:
+        path.append(device)
+        device = schedule.devices[rest[device][-1].peer]
+    circle = {device: rest[device][-1] for device in path[path.index(device) :]}
+    ahead = []
     for device, send in circle.items():
         if moves and send.kind == SEND:
-            receiver = rest[schedule.devices[send.peer]]
-            ahead[next(n for n, a in enumerate(reversed(receiver)) if a == send.mirror), device] = receiver
+            receiver = schedule.devices[send.peer]
+            ahead.append(
+                (next(n for n, a in enumerate(reversed(rest[receiver])) if a == send.mirror), device, receiver)
+            )
     if not ahead:
         _refuse(circle, schedule)
-    (distance, device), receiver = min(ahead.items())
-    receiver.append(receiver.pop(-1 - distance))
+    distance, device, receiver = min(ahead)
+    rest[receiver].append(rest[receiver].pop(-1 - distance))
     return device

@@ -6,13 +6,14 @@ gradients; p devices, m micro-batches, v stages (chunks) a device.
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain as joined
-from typing import TypeVar
+from itertools import product
+from typing import Any
 
 from autopar.extensions import Table
-from autopar.ir.schedule import BACKWARD, FORWARD, INPUTS, PASSES, WEIGHTS, Action, Edge, Schedule, chain, played
+from autopar.ir.schedule import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action, Edge, Schedule, chain, played
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +60,9 @@ class PipelineCosts:
         """When each action of each device starts and ends. Raises ValueError for costs of other stages, and where
         devices wait for each other."""
         if len(self.stages) != len(schedule.devices):
-            raise ValueError(f"{schedule.name} has {len(schedule.devices)} stages, and costs are those of {len(self.stages)}")
+            raise ValueError(
+                f"{schedule.name} has {len(schedule.devices)} stages, and costs are those of {len(self.stages)}"
+            )
         return played(schedule, self.seconds, self.edges, shared=self.shared_links)
 
     def peaks(self, schedule: Schedule) -> list[tuple[float, int]]:
@@ -82,7 +85,6 @@ class PipelineCosts:
         return {FORWARD: held, INPUTS: kept - held, WEIGHTS: -kept, BACKWARD: -held}.get(action.kind, 0.0)
 
 
-Key = TypeVar("Key")
 Unit = tuple[str, int]
 """A kind and a chunk; micro-batches are counted up per unit."""
 
@@ -104,7 +106,7 @@ def _numbered(units: Iterable[Unit], stages: tuple[int, ...], micro_batches: int
 def zigzag(devices: int, chunks: int) -> tuple[int, ...]:
     """The device of each stage: there and back again, so that the last stage of a pass and the first of the next are on
     one device. Of two chunks it is the V of the zero-bubble papers."""
-    return tuple(joined.from_iterable((range(devices), range(devices)[::-1])[c % 2] for c in range(chunks)))
+    return tuple(device if c % 2 == 0 else devices - 1 - device for c in range(chunks) for device in range(devices))
 
 
 def _schedule(
@@ -227,8 +229,8 @@ def dual_pipe_v(devices: int, micro_batches: int) -> Schedule:
 
 # ---- search ----------------------------------------------------------------------------------------
 
-FORWARDS_AHEAD = (1.0, 1.25, 1.5, 1.75, 2.0, 2.25, 2.5, 3.0, math.inf)
-"""Forwards of a stage ahead of its gradients of inputs, for each device that is between it and the end."""
+AHEAD = (1.0, 1.25, 1.5, 1.75, 2.0, 2.25, 2.5, 3.0, math.inf)
+"""Forwards that a stage may be ahead of its gradients of inputs, for each device that is between it and the end."""
 
 PATIENCE = (0.0, 0.25, 0.5, 0.75, 1.0)
 """A device leaves a gradient of weights for later if what else it has to do arrives within this part of its seconds."""
@@ -238,60 +240,49 @@ ROUNDS = 3
 
 FINALISTS = 5
 UNITS = 600_000
-"""That are scheduled to compare rules: of a larger pipeline fewer rules are compared."""
+"""That are scheduled to compare rules: of larger pipelines, fewer rules are compared."""
 
 AS_QUICK = 1e-3
 """Of steps that differ by less than this part, the one whose devices are occupied for the shortest time is taken."""
 
+ROUNDING = 1 + 1e-9
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
-    """How a device chooses what to do next: a gradient of inputs that it can compute, else a forward, else a gradient
-    of weights. Or it keeps to the forwards and gradients of inputs of the schedule that it is to `follow`."""
-
-    patience: float
-    ahead: float = math.inf
-    follow: Schedule | None = None
+Rule = tuple[tuple[int, ...], float, float, Schedule | None]
+"""Devices of the stages, patience, forwards ahead, and a schedule to follow instead."""
 
 
 class _Listing:
-    """A schedule by a rule: list scheduling, in which every device that is free decides with what is there by then,
-    within a limit of its bytes. Of each stage in a pass of its device, room is left for those that come after it:
-    each micro-batch that has begun can end."""
+    """A schedule by a rule: list scheduling, in which each device that is free takes what is there by then, within a
+    limit of its bytes. It takes a gradient of inputs, else a forward, else a gradient of weights; or the next forward
+    or gradient of inputs of the schedule that it follows, else a gradient of weights. A forward leaves room for those
+    of later stages on its device, so each micro-batch that has begun can end."""
 
-    def __init__(
-        self, devices: tuple[int, ...], micro_batches: int, costs: PipelineCosts, limit: float, rule: Rule
-    ) -> None:
-        self.devices, self.micro_batches, self.costs, self.limit, self.rule = devices, micro_batches, costs, limit, rule
-        stages = range(len(devices))
-        count = max(devices) + 1
-        self.stages = [[s for s in reversed(stages) if devices[s] == device] for device in range(count)]
+    def __init__(self, micro_batches: int, costs: PipelineCosts, limit: float, rule: Rule) -> None:
+        devices, self.patience, ahead, follow = rule
+        self.devices, self.micro_batches, self.costs, self.limit = devices, micro_batches, costs, limit * ROUNDING
         self.seconds = costs.seconds
-        self.room = dict.fromkeys(stages, 0.0)
-        for held in self.stages:
-            for at, stage in enumerate(held):
-                self.room[stage] = sum(costs.stages[later].held_bytes for later in held[: at + 1])
-        self.ahead = [1 + rule.ahead * (len(devices) - 1 - s) * count / len(devices) for s in stages]
-        self.bytes = [sum(costs.stages[s].rest_bytes for s in held) for held in self.stages]
-        self.out: dict[tuple[int, str], list[tuple[int, str, float]]] = {(s, i): [] for s in stages for i in "FI"}
-        parts = {(s, FORWARD): 0 for s in stages} | {(s, INPUTS): 1 for s in stages}
-        for (source, target, of), delay in costs.edges.items():
-            kind = FORWARD if of == FORWARD else INPUTS
-            self.out[source, kind].append((target, kind, delay if devices[source] != devices[target] else 0.0))
-            parts[target, kind] += 1
-        for stage in stages:
-            self.out[stage, FORWARD].append((stage, INPUTS, 0.0))
+        stages, count = range(len(devices)), max(devices) + 1
+        self.held = [[stage for stage in reversed(stages) if devices[stage] == device] for device in range(count)]
+        self.room = [sum(costs.stages[s].held_bytes for s in self.held[devices[at]] if s >= at) for at in stages]
+        self.ahead = [1 + ahead * (len(devices) - 1 - stage) * count / len(devices) for stage in stages]
+        self.bytes = [sum(costs.stages[stage].rest_bytes for stage in held) for held in self.held]
+        own = {(stage, stage, BACKWARD): 0.0 for stage in stages}
+        self.out: dict[tuple[int, str], list[tuple[tuple[int, str], float]]] = defaultdict(list)
+        parts = dict.fromkeys(product(stages, (FORWARD, INPUTS)), 0)
+        for (source, target, of), delay in (own | dict(costs.edges)).items():
+            made = FORWARD if of == FORWARD or source == target else INPUTS
+            needed = target, FORWARD if of == FORWARD else INPUTS
+            self.out[source, made].append((needed, delay if devices[source] != devices[target] else 0.0))
+            parts[needed] += 1
         self.missing = {unit: [number] * micro_batches for unit, number in parts.items()}
-        self.arrival = {unit: [0.0 if not number else math.inf] * micro_batches for unit, number in parts.items()}
-        self.latest = {unit: [0.0] * micro_batches for unit in parts}
-        self.done = {(s, kind): 0 for s in stages for kind in (FORWARD, INPUTS)}
-        self.pending: list[list[Action]] = [[] for _ in range(count)]
+        self.arrival = {unit: [0.0] * micro_batches for unit in parts}
+        self.done = dict.fromkeys(parts, 0)
+        self.weights: list[list[Action]] = [[] for _ in range(count)]
         self.free = [0.0] * count
         self.orders: list[list[Action]] = [[] for _ in range(count)]
-        follow = rule.follow.orders if rule.follow else ()
-        self.plans = [
-            [(a.stage, a.kind.replace(BACKWARD, INPUTS)) for a in o if a.kind in PASSES][::-1] for o in follow
-        ]
+        kinds = {FORWARD: FORWARD, BACKWARD: INPUTS, INPUTS: INPUTS}
+        follows = follow.orders if follow else ()
+        self.follows = [[(a.stage, kinds[a.kind]) for a in reversed(order) if a.kind in kinds] for order in follows]
         self.events = [(0.0, device) for device in range(count)]
 
     def schedule(self) -> Schedule | None:
@@ -300,7 +291,7 @@ class _Listing:
             now, device = heapq.heappop(self.events)
             if now >= self.free[device] and (action := self._choose(device, now)):
                 self._start(device, now, action)
-        if any(number < self.micro_batches for number in self.done.values()):
+        if min(self.done.values()) < self.micro_batches:
             return None
         orders = tuple(map(tuple, self.orders))
         return Schedule(name="searched", micro_batches=self.micro_batches, devices=self.devices, orders=orders)
@@ -309,30 +300,26 @@ class _Listing:
         soonest = math.inf
         for unit in self._wanted(device):
             number = self.done[unit]
-            arrival = self.arrival[unit][number]
-            if arrival <= now:
-                return Action(*unit, number)
-            soonest = min(soonest, arrival)
-        if not self.pending[device]:
-            return None
-        weights = self.pending[device][0]
-        return weights if soonest >= now + self.rule.patience * self.seconds[WEIGHTS][weights.stage] else None
+            if number < self.micro_batches and not self.missing[unit][number]:
+                if self.arrival[unit][number] <= now:
+                    return Action(*unit, number)
+                soonest = min(soonest, self.arrival[unit][number])
+        weights = next(iter(self.weights[device]), None)
+        waits = weights and soonest < now + self.patience * self.seconds[WEIGHTS][weights.stage]
+        return None if waits else weights
 
     def _wanted(self, device: int) -> Iterator[tuple[int, str]]:
-        """Units that memory and rule admit, in the order in which they are taken."""
-        room = self.limit * (1 + 1e-12) - self.bytes[device]
-        if self.plans:
-            plan = self.plans[device]
-            if plan and (plan[-1][1] == INPUTS or self.costs.stages[plan[-1][0]].held_bytes <= room):
-                yield plan[-1]
+        """Units that memory and rule admit, the most wanted first."""
+        room = self.limit - self.bytes[device]
+        if self.follows:
+            for stage, kind in self.follows[device][-1:]:
+                if kind == INPUTS or self.costs.stages[stage].held_bytes <= room:
+                    yield stage, kind
             return
-        for stage in self.stages[device]:
-            if self.done[stage, INPUTS] < self.micro_batches:
-                yield stage, INPUTS
-        for stage in self.stages[device]:
-            begun = self.done[stage, FORWARD]
-            ahead = begun - self.done[stage, INPUTS]
-            if begun < self.micro_batches and ahead < self.ahead[stage] and self.room[stage] <= room:
+        for stage in self.held[device]:
+            yield stage, INPUTS
+        for stage in self.held[device]:
+            if self.room[stage] <= room and self.done[stage, FORWARD] - self.done[stage, INPUTS] < self.ahead[stage]:
                 yield stage, FORWARD
 
     def _start(self, device: int, now: float, action: Action) -> None:
@@ -341,21 +328,18 @@ class _Listing:
         end = self.free[device] = now + self.seconds[action.kind][action.stage]
         heapq.heappush(self.events, (end, device))
         if action.kind == WEIGHTS:
-            self.pending[device].pop(0)
+            self.weights[device].pop(0)
             return
-        if self.plans:
-            self.plans[device].pop()
-        unit, number = (action.stage, action.kind), action.micro_batch
-        self.done[unit] += 1
+        if self.follows:
+            self.follows[device].pop()
         if action.kind == INPUTS:
-            self.pending[device].append(action._replace(kind=WEIGHTS))
-        for stage, kind, delay in self.out[unit]:
-            latest, missing = self.latest[stage, kind], self.missing[stage, kind]
-            latest[number] = max(latest[number], end + delay)
-            missing[number] -= 1
-            if not missing[number]:
-                self.arrival[stage, kind][number] = latest[number]
-                heapq.heappush(self.events, (latest[number], self.devices[stage]))
+            self.weights[device].append(action._replace(kind=WEIGHTS))
+        number = action.micro_batch
+        self.done[action.stage, action.kind] += 1
+        for unit, delay in self.out[action.stage, action.kind]:
+            arrival = self.arrival[unit][number] = max(self.arrival[unit][number], end + delay)
+            self.missing[unit][number] -= 1
+            heapq.heappush(self.events, (arrival, self.devices[unit[0]]))
 
 
 def searched(
@@ -364,67 +348,55 @@ def searched(
     """The schedule of the shortest step found in which no device holds more than `limit_bytes`; never a longer one than
     the best named one that fits.
 
-    Candidates are all named schedules of so many chunks, each of them with its gradients of weights where gaps are, and
-    what list scheduling makes under several rules of the places where these have their stages (after the heuristic of
-    arXiv 2401.10241, section 3.1). Raises ValueError where none fits."""
+    Candidates are all named schedules of so many chunks, these with their gradients of weights wherever a device would
+    idle, and what list scheduling makes on the same devices under several rules (after the heuristic of arXiv
+    2401.10241, section 3.1). Raises ValueError where none fits."""
     rows = [row for row in SCHEDULES.values() if "costs" not in row.takes and row.chunks in (chunks, None)]
     starts = [scheduled(row.name, devices, micro_batches, chunks=chunks) for row in rows]
     places = sorted({start.devices for start in starts})
-    rules = [
-        (place, Rule(patience=patience, ahead=ahead))
-        for place in places
-        for ahead in FORWARDS_AHEAD
-        for patience in PATIENCE
-    ]
+    rules: list[Rule] = [(*rule, None) for rule in product(places, PATIENCE, AHEAD)]
     few = min(micro_batches, ROUNDS * devices)
     rules = rules[:: math.ceil(len(rules) * 3 * devices * chunks * few / UNITS)]
-    listed = [(_Listing(place, few, costs, limit_bytes, rule).schedule(), (place, rule)) for place, rule in rules]
-    rules = [rule for _, rule in _ranked(listed, costs)][:FINALISTS]
-    rules += [(s.devices, Rule(patience=patience, follow=s)) for s in starts for patience in PATIENCE[::2]]
-    listed = [(_Listing(place, micro_batches, costs, limit_bytes, rule).schedule(), None) for place, rule in rules]
-    fitting = [(s, None) for s in starts if _peak(s, costs) <= limit_bytes * (1 + 1e-12)]
-    longest = min((_score(s, costs)[0] for s, _ in fitting), default=math.inf)
-    ranked = _ranked((*fitting, *listed), costs, longest)
-    if not ranked:
-        least = min(starts, key=lambda s: _peak(s, costs))
+    best = _ranked([_Listing(few, costs, limit_bytes, rule).schedule() for rule in rules], costs)
+    rules = [rules[at] for at in best[:FINALISTS]]
+    rules += [(start.devices, patience, 0.0, start) for start in starts for patience in PATIENCE[::2]]
+    peaks = [max(costs.peaks(start))[0] for start in starts]
+    found = [start if peak <= limit_bytes * ROUNDING else None for start, peak in zip(starts, peaks, strict=True)]
+    longest = min((_score(start, costs)[0] for start in found if start), default=math.inf)
+    found += [_Listing(micro_batches, costs, limit_bytes, rule).schedule() for rule in rules]
+    if not any(found):
         raise ValueError(
-            f"no schedule of {devices} devices, {chunks} stages on each, holds at most {limit_bytes:g} bytes; "
-            f"{least.name} needs {_peak(least, costs):g}, the least of all: take more devices, or recompute more"
+            f"no schedule of {chunks} stages on each of {devices} devices holds at most {limit_bytes:g} bytes, and "
+            f"{starts[peaks.index(min(peaks))].name} at least {min(peaks):g}: take more devices, or recompute more"
         )
-    return replace(ranked[0][0], name="searched")
-
-
-def _peak(schedule: Schedule, costs: PipelineCosts) -> float:
-    return max(costs.peaks(schedule))[0]
+    chosen = found[_ranked(found, costs, longest)[0]]
+    assert chosen is not None
+    return replace(chosen, name="searched")
 
 
 def _score(schedule: Schedule, costs: PipelineCosts) -> tuple[float, float]:
     """Seconds of the step, and the longest time from a device's first action to its last."""
     starts, ends = costs.played(schedule)
-    spans = max(end[-1] - start[0] for start, end in zip(starts, ends, strict=True))
-    return max(end[-1] for end in ends), spans
+    spans = [end[-1] - start[0] for start, end in zip(starts, ends, strict=True)]
+    return max(end[-1] for end in ends), max(spans)
 
 
-def _ranked(
-    schedules: Iterable[tuple[Schedule | None, Key]], costs: PipelineCosts, longest: float = math.inf
-) -> list[tuple[Schedule, Key]]:
-    """Schedules of the shortest steps first. Those of nearly the shortest, and no longer than `longest`, are equal:
-    the ones whose devices are occupied for the shortest time come first."""
-    scored = [(_score(schedule, costs), schedule, key) for schedule, key in schedules if schedule]
-    quick = min(longest * (1 + 1e-9), min((seconds for (seconds, _), *_ in scored), default=0.0) * (1 + AS_QUICK))
-    ranked = sorted(scored, key=lambda row: (max(row[0][0], quick), row[0][1]))
-    return [(schedule, key) for _, schedule, key in ranked]
+def _ranked(schedules: Sequence[Schedule | None], costs: PipelineCosts, longest: float = math.inf) -> list[int]:
+    """Positions, those of the shortest steps first. Nearly the shortest steps that are no longer than `longest` are
+    equal, and the ones whose devices are occupied for the shortest time come first."""
+    scores = {at: _score(schedule, costs) for at, schedule in enumerate(schedules) if schedule}
+    shortest = min((seconds for seconds, _ in scores.values()), default=0.0)
+    quick = min(longest * ROUNDING, shortest * (1 + AS_QUICK))
+    return sorted(scores, key=lambda at: (max(scores[at][0], quick), scores[at][1]))
 
 
 # ---- the table -------------------------------------------------------------------------------------
 
-TAKES = ("chunks", "costs", "limit_bytes")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheduler:
-    """A way to schedule: `run(devices, micro_batches)`, with those of `TAKES` that are in `takes` as keywords, gives a
-    `Schedule`. `chunks` are the stages that a device holds, None if any number."""
+    """A way to schedule: `run(devices, micro_batches)` gives a `Schedule`. Those of `chunks`, `costs` and `limit_bytes`
+    that are in `takes` are its keywords. A device holds `chunks` stages, or any number if that is None."""
 
     name: str
     run: Callable[..., Schedule]
@@ -443,7 +415,7 @@ SCHEDULES: Table[Scheduler] = Table(
         Scheduler(name="zb-h2", run=zb_h2),
         Scheduler(name="zb-v", run=zb_v, chunks=2),
         Scheduler(name="dualpipe-v", run=dual_pipe_v, chunks=2),
-        Scheduler(name="searched", run=searched, chunks=None, takes=TAKES),
+        Scheduler(name="searched", run=searched, chunks=None, takes=("chunks", "costs", "limit_bytes")),
     ),
     functions=("run",),
 )
@@ -455,27 +427,18 @@ def register_schedule(schedule: Scheduler, *, replace: bool = False) -> None:
     SCHEDULES.add(schedule, replace=replace)
 
 
-def scheduled(
-    name: str,
-    devices: int,
-    micro_batches: int,
-    *,
-    chunks: int = 1,
-    costs: PipelineCosts | None = None,
-    limit_bytes: float = math.inf,
-) -> Schedule:
-    """The schedule of a name. Raises ValueError for an unknown one, for numbers that it cannot have, and where what
-    another package made is none."""
+def scheduled(name: str, devices: int, micro_batches: int, *, chunks: int = 1, **given: Any) -> Schedule:
+    """The schedule of a name. `costs` and `limit_bytes` are for those that take them. Raises ValueError for an unknown
+    name, for numbers that it cannot have, and where what another package made is no schedule."""
     row = SCHEDULES.named(name)
     if min(devices, micro_batches, chunks) < 1 or row.chunks not in (chunks, None):
         raise ValueError(
             f"{name}: {devices} devices, {micro_batches} micro-batches and {chunks} stages on each device: give at "
             f"least 1 of each{f', and {row.chunks} stages' if row.chunks else ''}"
         )
-    given = {"chunks": chunks, "costs": costs, "limit_bytes": limit_bytes}
-    if costs is None and "costs" in row.takes:
-        raise ValueError(f"{name} is made for the seconds and bytes of stages: give costs")
-    schedule = row.run(devices, micro_batches, **{key: given[key] for key in row.takes})
+    schedule = row.run(
+        devices, micro_batches, **{k: v for k, v in {"chunks": chunks, **given}.items() if k in row.takes}
+    )
     if name in SCHEDULES.added:
         schedule.check()
     return schedule
