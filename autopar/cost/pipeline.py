@@ -1,18 +1,16 @@
-"""The step of a pipeline: when each device does what, how long it idles, and what it holds."""
+"""The step of a pipeline: when each device does what, how long it idles, what it holds; and what no schedule beats."""
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from autopar.ir.schedule import BACKWARD, FORWARD, INPUTS, Action, Schedule
-from autopar.solve.schedules import PipelineCosts
-
-COLUMNS = 100
-"""Of a printed chart."""
+from autopar.ir.schedule import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action, Schedule
+from autopar.solve.schedules import ROUNDING, PipelineCosts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineTimeline:
-    """A step of a schedule. Sequences are by device; printed, it is a chart with a line per device."""
+    """A step of a schedule. Lists are by device."""
 
     schedule: Schedule
     starts: list[list[float]]
@@ -21,7 +19,7 @@ class PipelineTimeline:
     peaks: list[tuple[float, float]]
     """The most bytes, and the second from which on they are there."""
     in_flight: list[int]
-    """Micro-batches between forward and the gradient of inputs at once, those of each stage counted."""
+    """The most micro-batches between forward and the gradient of inputs, those of each stage counted."""
 
     @property
     def seconds(self) -> float:
@@ -30,57 +28,80 @@ class PipelineTimeline:
 
     @property
     def idle_seconds(self) -> list[float]:
-        """What each device idles from the first to the last second of the step."""
+        """What each device idles, from the beginning of the step to its end."""
         return [self.seconds - busy for busy in self.busy_seconds]
 
     @property
     def bubble_rate(self) -> float:
-        """As in the tables of the zero-bubble papers (arXiv 2401.10241, Table 5): a device's time runs from its own
-        first action to its own last one; of the longest such time, the part in which the busiest device idles."""
+        """As in the tables of the zero-bubble paper (arXiv 2401.10241, Table 5): a device's time runs from its own
+        first action to its own last one, and the rate is the part of the longest that the busiest device idles."""
         span = max(ends[-1] - starts[0] for starts, ends in zip(self.starts, self.ends, strict=True))
         return 1 - max(self.busy_seconds) / span
 
     @property
     def idle_rate(self) -> float:
-        """Of the whole step and all devices, the part in which they idle."""
+        """The part of the step that devices idle, in the mean of all."""
         return sum(self.idle_seconds) / (self.seconds * len(self.ends))
 
     def intervals(self, device: int) -> Iterator[tuple[Action, float, float]]:
         """Each action of a device, with its start and its end."""
         return zip(self.schedule.orders[device], self.starts[device], self.ends[device], strict=True)
 
-    def __str__(self) -> str:
-        width = min(COLUMNS, max(map(len, self.schedule.orders))) / self.seconds
-        lines = []
-        for device in range(len(self.ends)):
-            line = ""
-            for action, start, end in self.intervals(device):
-                line = line.ljust(round(start * width), ".").ljust(round(end * width), action.kind[0])
-            lines.append(f"{device:3} {line.ljust(round(self.seconds * width), '.')}")
-        return "\n".join(lines)
-
 
 def simulate(schedule: Schedule, costs: PipelineCosts) -> PipelineTimeline:
     """The step of a schedule. Transfers cost devices no time; a unit waits until what it needs has arrived. A straggler
     is a stage of more seconds. Raises ValueError where devices wait for each other, and for costs of other stages."""
     starts, ends = costs.played(schedule)
-    seconds = costs.seconds
     peaks = []
     for device, (size, at) in enumerate(costs.peaks(schedule)):
         times = starts if schedule.orders[device][at].kind == FORWARD else ends
         peaks.append((size, times[device][at]))
+    one = tuple(replace(stage, held_bytes=1, kept_bytes=0, rest_bytes=0) for stage in costs.stages)
+    seconds = costs.seconds
     return PipelineTimeline(
         schedule=schedule,
         starts=starts,
         ends=ends,
         busy_seconds=[sum(seconds[a.kind][a.stage] for a in order if a.kind in seconds) for order in schedule.orders],
         peaks=peaks,
-        in_flight=[max(_in_flight(order)) for order in schedule.orders],
+        in_flight=[int(size) for size, _ in replace(costs, stages=one).peaks(schedule)],
     )
 
 
-def _in_flight(order: tuple[Action, ...]) -> Iterator[int]:
-    count = 0
-    for action in order:
-        count += {FORWARD: 1, INPUTS: -1, BACKWARD: -1}.get(action.kind, 0)
-        yield count
+def bound_seconds(
+    devices: tuple[int, ...], micro_batches: int, costs: PipelineCosts, limit_bytes: float = math.inf
+) -> float:
+    """A lower bound of the step of every schedule of stages on these devices.
+
+    A device begins when the first micro-batch has come to it, and computes its share. After its last gradient of inputs
+    at the earliest, those of the stages before it follow. Before its first one it can only run forwards, as many as
+    `limit_bytes` holds, while a micro-batch goes to the last stage and back."""
+    seconds = costs.seconds
+    forward, whole = seconds[FORWARD], seconds[BACKWARD]
+    inputs = [min(pair) for pair in zip(seconds[INPUTS], whole, strict=True)]
+    weights = [min(w, b - i) for w, b, i in zip(seconds[WEIGHTS], whole, inputs, strict=True)]
+    edges = [(a, b, of, delay * (devices[a] != devices[b])) for (a, b, of), delay in costs.edges.items()]
+    forth = sorted((b, a, delay) for a, b, of, delay in edges if of == FORWARD)
+    back = sorted((b, a, delay) for a, b, of, delay in edges if of == BACKWARD)
+    begin = _longest([0.0] * len(devices), forward, forth)
+    returns = _longest([*map(sum, zip(begin, forward, strict=True))], inputs, back[::-1])
+    after = _longest(weights, inputs, [(a, b, delay) for b, a, delay in back])
+    bounds = []
+    for device, rest in enumerate(costs.rest(devices)):
+        held = [stage for stage, holder in enumerate(devices) if holder == device]
+        share, last = sum(forward[s] + inputs[s] for s in held), sum(weights[s] for s in held)
+        runs = micro_batches * sum(forward[s] for s in held)
+        if least := min(costs.stages[s].held_bytes for s in held):
+            fitting = (min(limit_bytes, 1e300) * ROUNDING - rest) // least
+            runs = min(runs, fitting * max(forward[s] for s in held))
+        start = max(min(begin[s] for s in held), min(returns[s] for s in held) - runs)
+        bounds.append(start + micro_batches * share + max(micro_batches * last, min(after[s] for s in held)))
+    return max(bounds)
+
+
+def _longest(first: list[float], take: list[float], steps: list[tuple[int, int, float]]) -> list[float]:
+    """The longest way to each stage, along steps (to, from, delay) in the order of the stages."""
+    ways = [*first]
+    for target, source, delay in steps:
+        ways[target] = max(ways[target], ways[source] + take[source] + delay)
+    return ways

@@ -157,38 +157,40 @@ def played(
     those that a value is on its way to another device. Transfers cost no device time: a value leaves when it is made,
     and a unit waits until what it needs has arrived. With `shared`, the values that one device sends to another travel
     one after the other. Raises ValueError where devices wait for each other."""
-    into: dict[tuple[int, str], list[list[float]]] = defaultdict(list)
-    out: dict[tuple[int, str], list[tuple[list[float], float, tuple[int, int]]]] = defaultdict(list)
-    for (source, target, of), delay in edges.items():
-        link = (schedule.devices[source], schedule.devices[target])
-        arrivals = [-1.0] * schedule.micro_batches
-        into[target, of].append(arrivals)
-        out[source, of].append((arrivals, delay if link[0] != link[1] else 0.0, link))
-    starts: list[list[float]] = [[] for _ in schedule.orders]
-    ends: list[list[float]] = [[] for _ in schedule.orders]
+    into: dict[tuple[int, str], list[Edge]] = defaultdict(list)
+    out: dict[tuple[int, str], list[Edge]] = defaultdict(list)
+    for edge in edges:
+        out[edge[0], edge[2]].append(edge)
+        into[edge[1], edge[2]].append(edge)
+    devices, orders = schedule.devices, schedule.orders
+    starts: list[list[float]] = [[] for _ in orders]
+    ends: list[list[float]] = [[] for _ in orders]
+    arrived: dict[tuple[Edge, int], float] = {}
     free: dict[tuple[int, int], float] = defaultdict(float)
-    waiting: dict[tuple[int, int], int] = {}
-    ready = [*range(len(schedule.orders))]
+    waiting: dict[tuple[Edge, int], int] = {}
+    ready = [*range(len(orders))]
     while ready:
         device = ready.pop()
-        began, ended, order = starts[device], ends[device], schedule.orders[device]
+        began, ended, order = starts[device], ends[device], orders[device]
         now = ended[-1] if ended else 0.0
         for at in range(len(ended), len(order)):
             stage, kind, micro_batch = order[at][:3]
             unit = (stage, PASSES.get(kind, ""))
-            if late := [arrivals for arrivals in into[unit] if arrivals[micro_batch] < 0]:
-                waiting[id(late[0]), micro_batch] = device
+            needed = [(edge, micro_batch) for edge in into[unit]]
+            if late := [value for value in needed if value not in arrived]:
+                waiting[late[0]] = device
                 break
-            now = max([now, *(arrivals[micro_batch] for arrivals in into[unit])])
+            now = max([now, *(arrived[value] for value in needed)])
             began.append(now)
             now += seconds[kind][stage] if kind in seconds else 0.0
             ended.append(now)
-            for arrivals, delay, link in out[unit]:
-                leaves = max(now, free[link]) if shared and delay else now
-                free[link] = arrivals[micro_batch] = leaves + delay
-                if (id(arrivals), micro_batch) in waiting:
-                    ready.append(waiting.pop((id(arrivals), micro_batch)))
-    _refuse({d: o[len(ends[d])] for d, o in enumerate(schedule.orders) if len(ends[d]) < len(o)}, schedule)
+            for edge in out[unit]:
+                link = (device, devices[edge[1]])
+                leaves = max(now, free[link]) if shared else now
+                free[link] = arrived[edge, micro_batch] = leaves + edges[edge] if link[0] != link[1] else now
+                if (edge, micro_batch) in waiting:
+                    ready.append(waiting.pop((edge, micro_batch)))
+    _refuse({d: o[len(ends[d])] for d, o in enumerate(orders) if len(ends[d]) < len(o)}, schedule)
     return starts, ends
 
 

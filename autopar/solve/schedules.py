@@ -1,41 +1,42 @@
 """Schedules of pipelines by name: functions from devices and micro-batches to a `Schedule`.
 
-F, I and W are the seconds of a stage's forward, gradient of inputs and gradient of weights for a micro-batch, B both
-gradients; p devices, m micro-batches, v stages (chunks) a device.
+F, I and W are the seconds of a stage's forward, gradient of inputs and gradient of weights for a micro-batch, B those
+of both gradients; p devices, m micro-batches, v stages (chunks) a device. Devices and stages are counted from 0.
 """
 
 import heapq
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
 from autopar.extensions import Table
-from autopar.ir.schedule import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action, Edge, Schedule, chain, played
+from autopar.ir.schedule import BACKWARD, FORWARD, INPUTS, PASSES, WEIGHTS, Action, Edge, Schedule, chain, played
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCost:
-    """What one micro-batch takes on a stage, and what the stage holds of it."""
+    """What one micro-batch takes on a stage, and what the stage holds."""
 
     forward_seconds: float
     inputs_seconds: float
     weights_seconds: float
     whole_seconds: float | None = None
-    """Of a backward in one piece; that of its two parts if None."""
+    """Of a backward in one piece; those of its two parts if None."""
     held_bytes: float = 0.0
-    """From the start of the forward until the gradient of inputs is there."""
+    """Of a micro-batch, from the start of its forward to the end of its gradient of inputs."""
     kept_bytes: float = 0.0
-    """From then on until that of weights is."""
+    """From then on to the end of its gradient of weights."""
     rest_bytes: float = 0.0
-    """At all times, whatever the micro-batches: parameters, gradients, states of the optimizer."""
+    """At all times: parameters, gradients, states of the optimizer."""
 
     def seconds(self, kind: str) -> float:
-        parts = {FORWARD: self.forward_seconds, INPUTS: self.inputs_seconds, WEIGHTS: self.weights_seconds}
         whole = self.inputs_seconds + self.weights_seconds if self.whole_seconds is None else self.whole_seconds
-        return whole if kind == BACKWARD else parts[kind]
+        return {FORWARD: self.forward_seconds, INPUTS: self.inputs_seconds, WEIGHTS: self.weights_seconds}.get(
+            kind, whole
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +50,8 @@ class PipelineCosts:
     shared_links: bool = False
 
     @property
-    def seconds(self) -> dict[str, tuple[float, ...]]:
-        return {kind: tuple(stage.seconds(kind) for stage in self.stages) for kind in "FBIW"}
+    def seconds(self) -> dict[str, list[float]]:
+        return {kind: [stage.seconds(kind) for stage in self.stages] for kind in "FBIW"}
 
     @property
     def edges(self) -> Mapping[Edge, float]:
@@ -60,107 +61,98 @@ class PipelineCosts:
         """When each action of each device starts and ends. Raises ValueError for costs of other stages, and where
         devices wait for each other."""
         if len(self.stages) != len(schedule.devices):
-            raise ValueError(
-                f"{schedule.name} has {len(schedule.devices)} stages, and costs are those of {len(self.stages)}"
-            )
+            raise ValueError(f"{schedule.name} has {len(schedule.devices)} stages, and the costs {len(self.stages)}")
         return played(schedule, self.seconds, self.edges, shared=self.shared_links)
 
+    def rest(self, devices: tuple[int, ...]) -> list[float]:
+        """The bytes that each device holds at all times."""
+        bytes_of = [0.0] * (max(devices) + 1)
+        for device, stage in zip(devices, self.stages, strict=True):
+            bytes_of[device] += stage.rest_bytes
+        return bytes_of
+
     def peaks(self, schedule: Schedule) -> list[tuple[float, int]]:
-        """The most bytes of each device, and the position of the first action that reaches them."""
+        """The most bytes of each device, and the position of the first action with which it has them."""
         peaks = []
-        for device, order in enumerate(schedule.orders):
-            now = sum(cost.rest_bytes for cost, d in zip(self.stages, schedule.devices, strict=True) if d == device)
-            peak = (now, 0)
-            for at, action in enumerate(order):
-                now += self.change(action)
-                if now > peak[0]:
-                    peak = (now, at)
-            peaks.append(peak)
+        for now, order in zip(self.rest(schedule.devices), schedule.orders, strict=True):
+            sizes = [now := now + self.change(action) for action in order]
+            peaks.append((max(sizes), sizes.index(max(sizes))))
         return peaks
 
     def change(self, action: Action) -> float:
-        """How many bytes more a device holds: from the start of a forward, from the end of a backward on."""
+        """How many bytes more a device holds, from the start of a forward or the end of a backward on."""
         cost = self.stages[action.stage]
         held, kept = cost.held_bytes, cost.kept_bytes
         return {FORWARD: held, INPUTS: kept - held, WEIGHTS: -kept, BACKWARD: -held}.get(action.kind, 0.0)
 
 
-Unit = tuple[str, int]
-"""A kind and a chunk; micro-batches are counted up per unit."""
+# ---- named -----------------------------------------------------------------------------------------
 
 
-def _numbered(units: Iterable[Unit], stages: tuple[int, ...], micro_batches: int) -> tuple[Action, ...]:
-    """Units of a device's chunks, each with the next micro-batch of its kind; without those beyond the last."""
-    counts: dict[Unit, int] = {}
-    order = []
-    for kind, chunk in units:
-        unit = (INPUTS if kind == BACKWARD else kind, chunk)
-        count = counts[unit] = counts.get(unit, -1) + 1
-        if kind == BACKWARD:
-            counts[WEIGHTS, chunk] = count
-        if count < micro_batches:
-            order.append(Action(stages[chunk], kind, count))
-    return tuple(order)
+def _schedule(name: str, devices: tuple[int, ...], micro_batches: int, units: Callable[[int], str]) -> Schedule:
+    """The schedule in which a device runs its `units`: "F1 " is a forward of the second stage that it holds, of the
+    next micro-batch, or nothing after the last."""
+    orders = []
+    for device in range(max(devices) + 1):
+        stages = [stage for stage, holder in enumerate(devices) if holder == device]
+        counts: dict[tuple[str, int], int] = defaultdict(int)
+        late: dict[int, list[int]] = defaultdict(list)
+        order = []
+        for unit in units(device).split():
+            kind, chunk = unit[0], int(unit[1:])
+            if kind == WEIGHTS:
+                number = late[chunk].pop(0)
+            else:
+                number = counts[PASSES[kind], chunk]
+                counts[PASSES[kind], chunk] += 1
+                late[chunk] += [number] * (kind == INPUTS)
+            if number < micro_batches:
+                order.append(Action(stages[chunk], kind, number))
+        orders.append(tuple(order))
+    return Schedule(name=name, micro_batches=micro_batches, devices=devices, orders=tuple(orders))
 
 
-def zigzag(devices: int, chunks: int) -> tuple[int, ...]:
-    """The device of each stage: there and back again, so that the last stage of a pass and the first of the next are on
-    one device. Of two chunks it is the V of the zero-bubble papers."""
-    return tuple(device if c % 2 == 0 else devices - 1 - device for c in range(chunks) for device in range(devices))
-
-
-def _schedule(
-    name: str, devices: tuple[int, ...], micro_batches: int, units: Callable[[int], Iterable[Unit]]
-) -> Schedule:
-    held: dict[int, tuple[int, ...]] = {}
-    for stage, device in enumerate(devices):
-        held[device] = (*held.get(device, ()), stage)
-    orders = tuple(_numbered(units(device), held[device], micro_batches) for device in range(len(held)))
-    return Schedule(name=name, micro_batches=micro_batches, devices=devices, orders=orders)
+def _zigzag(devices: int) -> tuple[int, ...]:
+    """The V of the zero-bubble papers: the first device holds the first and the last stage."""
+    return (*range(devices), *reversed(range(devices)))
 
 
 def gpipe(devices: int, micro_batches: int) -> Schedule:
     """All forwards, then all backwards (Huang et al. 2018, arXiv 1811.06965). A device idles (p-1)(F+B) and holds what
     all m micro-batches keep for backward."""
-    units = [(FORWARD, 0)] * micro_batches + [(BACKWARD, 0)] * micro_batches
-    return _schedule("gpipe", tuple(range(devices)), micro_batches, lambda device: units)
-
-
-def _staggered(warm: int, lag: int, micro_batches: int, backward: str = INPUTS) -> Iterator[Unit]:
-    """`warm` forwards, then a backward and a forward in turn; gradients of weights `lag` micro-batches later."""
-    yield from [(FORWARD, 0)] * warm
-    for count in range(micro_batches):
-        yield backward, 0
-        if backward == INPUTS and count >= lag:
-            yield WEIGHTS, 0
-        yield FORWARD, 0
-    yield from [(WEIGHTS, 0)] * (lag if backward == INPUTS else 0)
+    units = "F0 " * micro_batches + "B0 " * micro_batches
+    return _schedule("gpipe", tuple(range(devices)), micro_batches, lambda i: units)
 
 
 def one_f_one_b(devices: int, micro_batches: int) -> Schedule:
     """Each backward as soon as it can be (PipeDream-Flush, arXiv 2006.09503; Megatron-LM's 1F1B). A device idles
-    (p-1)(F+B), stage i of 0.. holds p-i micro-batches."""
-    return _schedule(
-        "1f1b", tuple(range(devices)), micro_batches, lambda i: _staggered(devices - i, 0, micro_batches, BACKWARD)
-    )
+    (p-1)(F+B), and device i holds p-i micro-batches."""
+    places = tuple(range(devices))
+    return _schedule("1f1b", places, micro_batches, lambda i: "F0 " * (devices - i) + "B0 F0 " * micro_batches)
+
+
+def _split(name: str, devices: int, micro_batches: int, ahead: int) -> Schedule:
+    """1F1B with the gradient in two parts: forwards are `ahead` times as far ahead, gradients of weights as far
+    behind."""
+
+    def units(i: int) -> str:
+        late = ahead * i
+        steady = "I0 F0 " * late + "I0 W0 F0 " * (micro_batches - late)
+        return "F0 " * (ahead * (devices - 1 - i) + 1) + steady + "W0 " * late
+
+    return _schedule(name, tuple(range(devices)), micro_batches, units)
 
 
 def zb_h1(devices: int, micro_batches: int) -> Schedule:
-    """1F1B whose gradients of weights come later the later the stage (Qi et al. 2023, arXiv 2401.10241, section 2). A
-    device idles (p-1)(F+I-W); stage i of 0.. holds p-i micro-batches, and i more between I and W."""
-    return _schedule("zb-h1", tuple(range(devices)), micro_batches, lambda i: _staggered(devices - i, i, micro_batches))
+    """1F1B with gradients of weights that come later the later the stage (Qi et al. 2023, arXiv 2401.10241, section
+    2). A device idles (p-1)(F+I-W); device i holds p-i micro-batches, and i more between I and W."""
+    return _split("zb-h1", devices, micro_batches, 1)
 
 
 def zb_h2(devices: int, micro_batches: int) -> Schedule:
-    """ZB-H1 with twice the micro-batches in flight (arXiv 2401.10241, section 2). A device idles (p-1)(F+I-2W), or not
-    at all where F = I = W and its own first and last action are what counts; stage i of 0.. holds 2(p-i)-1
-    micro-batches, and 2i more between I and W."""
-    return _schedule(
-        "zb-h2",
-        tuple(range(devices)),
-        micro_batches,
-        lambda i: _staggered(2 * (devices - i) - 1, 2 * i, micro_batches),
-    )
+    """ZB-H1 with twice the micro-batches in flight (arXiv 2401.10241, section 2). From its own first action to its own
+    last, a device idles (p-1)(F+I-2W); device i holds 2(p-i)-1 micro-batches, and 2i more between I and W."""
+    return _split("zb-h2", devices, micro_batches, 2)
 
 
 def interleaved(devices: int, micro_batches: int, chunks: int) -> Schedule:
@@ -168,19 +160,16 @@ def interleaved(devices: int, micro_batches: int, chunks: int) -> Schedule:
     through one chunk after the other. A device idles (p-1)(F+B)/v, where F and B are those of all its chunks.
 
     Where p does not divide m, groups are as even as can be and none is smaller than p; if m < p, all are one group.
-    Larger groups hold more micro-batches. Where Megatron-LM and torch have an order it is theirs."""
+    Larger groups hold more micro-batches. Where Megatron-LM and torch have an order, it is theirs."""
     rounds = max(1, micro_batches // devices)
-    groups = [(micro_batches + k) // rounds for k in range(rounds)][::-1]
-    forwards = [(FORWARD, chunk) for group in groups for chunk in range(chunks) for _ in range(group)]
-    backwards = [(BACKWARD, chunk) for group in groups for chunk in reversed(range(chunks)) for _ in range(group)]
+    groups = [(micro_batches + number) // rounds for number in reversed(range(rounds))]
+    forwards = [f"F{chunk} " for group in groups for chunk in range(chunks) for _ in range(group)]
+    backwards = [f"B{chunk} " for group in groups for chunk in reversed(range(chunks)) for _ in range(group)]
 
-    def units(device: int) -> Iterator[Unit]:
-        warm = min(len(forwards), (chunks - 1) * groups[0] + 2 * (devices - 1 - device))
-        yield from forwards[:warm]
-        for forward, backward in zip(forwards[warm:], backwards, strict=False):
-            yield forward
-            yield backward
-        yield from backwards[len(forwards) - warm :]
+    def units(i: int) -> str:
+        warm = min(len(forwards), (chunks - 1) * groups[0] + 2 * (devices - 1 - i))
+        pairs = zip(forwards[warm:], backwards, strict=False)
+        return "".join([*forwards[:warm], *map("".join, pairs), *backwards[len(forwards) - warm :]])
 
     return _schedule("interleaved", tuple(range(devices)) * chunks, micro_batches, units)
 
@@ -189,42 +178,30 @@ def zb_v(devices: int, micro_batches: int) -> Schedule:
     """Zero bubble on two stages a device, there and back (arXiv 2401.10241, section 6; 2405.15362). No device idles
     between its first and its last action if F = I = W and m >= 2p-1; each holds what p micro-batches keep."""
 
-    def units(i: int) -> Iterator[Unit]:
-        back, forth = [(INPUTS, 1), (WEIGHTS, 1)], [(INPUTS, 0), (WEIGHTS, 0)]
-        count = max(micro_batches, 2 * devices - 1)
-        yield from [(FORWARD, 0)] * (2 * (devices - i) - 1)
-        yield from [(FORWARD, 1), (FORWARD, 0)] * i
-        yield from [(FORWARD, 1), *back] * (devices - i)
-        yield from [(FORWARD, 0), *forth, (FORWARD, 1), *back] * (count - 2 * devices + i + 1)
-        yield from [*forth, (FORWARD, 1), *back] * (devices - 1 - i)
-        yield from [(INPUTS, 0), (INPUTS, 1)] * i
-        yield from forth * (devices - i)
-        yield from [(WEIGHTS, 1)] * i + [(WEIGHTS, 0)] * i
+    def units(i: int) -> str:
+        steady = max(micro_batches, 2 * devices - 1) - 2 * devices + i + 1
+        warm = "F0 " * (2 * (devices - i) - 1) + "F1 F0 " * i + "F1 I1 W1 " * (devices - i)
+        end = "I0 W0 F1 I1 W1 " * (devices - 1 - i) + "I0 I1 " * i + "I0 W0 " * (devices - i)
+        return warm + "F0 I0 W0 F1 I1 W1 " * steady + end + "W1 " * i + "W0 " * i
 
-    return _schedule("zb-v", zigzag(devices, 2), micro_batches, units)
+    return _schedule("zb-v", _zigzag(devices), micro_batches, units)
 
 
 def dual_pipe_v(devices: int, micro_batches: int) -> Schedule:
     """Each forward beside the backward of another micro-batch, on the stages of ZB-V (DeepSeek-V3, arXiv 2412.19437,
     cut in half; github.com/deepseek-ai/DualPipe). Meant for devices that run the two at once; here one follows the
-    other. Each device holds what p micro-batches keep, and the forward that runs."""
+    other. Each device holds what p micro-batches keep, and one stage of one more."""
 
-    def units(i: int) -> Iterator[Unit]:
-        behind, count = devices - 1 - i, max(micro_batches, 2 * devices)
-        yield from [(FORWARD, 0)] * (2 * behind)
-        yield from [(FORWARD, 0), (FORWARD, 1)] * (i + 1)
-        yield from [(INPUTS, 1), (WEIGHTS, 1), (FORWARD, 1)] * behind
-        yield from [(FORWARD, 0), (BACKWARD, 1), (FORWARD, 1), (BACKWARD, 0)] * (count - 2 * devices + i + 1)
-        yield from [(BACKWARD, 1), (FORWARD, 1), (BACKWARD, 0)] * behind
-        last = [1, 0] * (i + 1)
-        yield from ((BACKWARD, chunk) for chunk in last[: i + 1])
-        yield from ((INPUTS, chunk) for chunk in last[i + 1 :])
-        for number, chunk in enumerate(last[i + 1 :] + [0] * behind):
-            yield WEIGHTS, chunk
-            if number < behind:
-                yield INPUTS, 0
+    def units(i: int) -> str:
+        behind, steady = devices - 1 - i, max(micro_batches, 2 * devices) - 2 * devices + i + 1
+        warm = "F0 " * (2 * behind) + "F0 F1 " * (i + 1) + "I1 W1 F1 " * behind
+        last = ["1 ", "0 "] * (i + 1)
+        late = last[i + 1 :] + ["0 "] * behind  # their gradients of weights are left for the end
+        end = ["B" + chunk for chunk in last[: i + 1]] + ["I" + chunk for chunk in last[i + 1 :]]
+        end += [f"W{chunk}I0 " for chunk in late[:behind]] + ["W" + chunk for chunk in late[behind:]]
+        return warm + "F0 B1 F1 B0 " * steady + "B1 F1 B0 " * behind + "".join(end)
 
-    return _schedule("dualpipe-v", zigzag(devices, 2), micro_batches, units)
+    return _schedule("dualpipe-v", _zigzag(devices), micro_batches, units)
 
 
 # ---- search ----------------------------------------------------------------------------------------
@@ -239,7 +216,7 @@ ROUNDS = 3
 """Rules are compared on so many micro-batches for each device, and the best `FINALISTS` of them run on all."""
 
 FINALISTS = 5
-UNITS = 600_000
+UNITS = 300_000
 """That are scheduled to compare rules: of larger pipelines, fewer rules are compared."""
 
 AS_QUICK = 1e-3
@@ -247,6 +224,10 @@ AS_QUICK = 1e-3
 
 ROUNDING = 1 + 1e-9
 
+KINDS = {FORWARD: FORWARD, BACKWARD: INPUTS}
+"""What list scheduling runs for forward and for backward."""
+
+Unit = tuple[int, str]
 Rule = tuple[tuple[int, ...], float, float, Schedule | None]
 """Devices of the stages, patience, forwards ahead, and a schedule to follow instead."""
 
@@ -265,24 +246,21 @@ class _Listing:
         self.held = [[stage for stage in reversed(stages) if devices[stage] == device] for device in range(count)]
         self.room = [sum(costs.stages[s].held_bytes for s in self.held[devices[at]] if s >= at) for at in stages]
         self.ahead = [1 + ahead * (len(devices) - 1 - stage) * count / len(devices) for stage in stages]
-        self.bytes = [sum(costs.stages[stage].rest_bytes for stage in held) for held in self.held]
-        own = {(stage, stage, BACKWARD): 0.0 for stage in stages}
-        self.out: dict[tuple[int, str], list[tuple[tuple[int, str], float]]] = defaultdict(list)
-        parts = dict.fromkeys(product(stages, (FORWARD, INPUTS)), 0)
-        for (source, target, of), delay in (own | dict(costs.edges)).items():
-            made = FORWARD if of == FORWARD or source == target else INPUTS
-            needed = target, FORWARD if of == FORWARD else INPUTS
-            self.out[source, made].append((needed, delay if devices[source] != devices[target] else 0.0))
-            parts[needed] += 1
-        self.missing = {unit: [number] * micro_batches for unit, number in parts.items()}
-        self.arrival = {unit: [0.0] * micro_batches for unit in parts}
-        self.done = dict.fromkeys(parts, 0)
+        self.bytes = costs.rest(devices)
+        self.into: dict[Unit, list[tuple[Unit, float]]] = {(s, INPUTS): [((s, FORWARD), 0.0)] for s in stages}
+        self.into |= {(s, FORWARD): [] for s in stages}
+        self.woken: dict[Unit, list[tuple[int, float]]] = defaultdict(list)
+        for (source, target, of), delay in costs.edges.items():
+            kind = KINDS[of]
+            delay *= devices[source] != devices[target]
+            self.into[target, kind].append(((source, kind), delay))
+            self.woken[source, kind].append((devices[target], delay))
+        self.ends: dict[Unit, list[float]] = {unit: [] for unit in self.into}
         self.weights: list[list[Action]] = [[] for _ in range(count)]
         self.free = [0.0] * count
         self.orders: list[list[Action]] = [[] for _ in range(count)]
-        kinds = {FORWARD: FORWARD, BACKWARD: INPUTS, INPUTS: INPUTS}
         follows = follow.orders if follow else ()
-        self.follows = [[(a.stage, kinds[a.kind]) for a in reversed(order) if a.kind in kinds] for order in follows]
+        self.follows = [[(a[0], KINDS[PASSES[a.kind]]) for a in o[::-1] if a.kind in PASSES] for o in follows]
         self.events = [(0.0, device) for device in range(count)]
 
     def schedule(self) -> Schedule | None:
@@ -291,7 +269,7 @@ class _Listing:
             now, device = heapq.heappop(self.events)
             if now >= self.free[device] and (action := self._choose(device, now)):
                 self._start(device, now, action)
-        if min(self.done.values()) < self.micro_batches:
+        if min(map(len, self.ends.values())) < self.micro_batches:
             return None
         orders = tuple(map(tuple, self.orders))
         return Schedule(name="searched", micro_batches=self.micro_batches, devices=self.devices, orders=orders)
@@ -299,28 +277,27 @@ class _Listing:
     def _choose(self, device: int, now: float) -> Action | None:
         soonest = math.inf
         for unit in self._wanted(device):
-            number = self.done[unit]
-            if number < self.micro_batches and not self.missing[unit][number]:
-                if self.arrival[unit][number] <= now:
+            number = len(self.ends[unit])
+            needed = [(self.ends[source], delay) for source, delay in self.into[unit]]
+            if number < self.micro_batches and all(len(ends) > number for ends, _ in needed):
+                arrival = max((ends[number] + delay for ends, delay in needed), default=0.0)
+                if arrival <= now:
                     return Action(*unit, number)
-                soonest = min(soonest, self.arrival[unit][number])
+                soonest = min(soonest, arrival)
         weights = next(iter(self.weights[device]), None)
         waits = weights and soonest < now + self.patience * self.seconds[WEIGHTS][weights.stage]
         return None if waits else weights
 
-    def _wanted(self, device: int) -> Iterator[tuple[int, str]]:
+    def _wanted(self, device: int) -> list[Unit]:
         """Units that memory and rule admit, the most wanted first."""
         room = self.limit - self.bytes[device]
         if self.follows:
-            for stage, kind in self.follows[device][-1:]:
-                if kind == INPUTS or self.costs.stages[stage].held_bytes <= room:
-                    yield stage, kind
-            return
-        for stage in self.held[device]:
-            yield stage, INPUTS
-        for stage in self.held[device]:
-            if self.room[stage] <= room and self.done[stage, FORWARD] - self.done[stage, INPUTS] < self.ahead[stage]:
-                yield stage, FORWARD
+            units = self.follows[device][-1:]
+        else:
+            ahead = {s: len(self.ends[s, FORWARD]) - len(self.ends[s, INPUTS]) for s in self.held[device]}
+            units = [(stage, INPUTS) for stage in ahead]
+            units += [(s, FORWARD) for s in ahead if ahead[s] < self.ahead[s] and self.room[s] <= room]
+        return [unit for unit in units if self.costs.change(Action(*unit, 0)) <= room]
 
     def _start(self, device: int, now: float, action: Action) -> None:
         self.orders[device].append(action)
@@ -334,12 +311,10 @@ class _Listing:
             self.follows[device].pop()
         if action.kind == INPUTS:
             self.weights[device].append(action._replace(kind=WEIGHTS))
-        number = action.micro_batch
-        self.done[action.stage, action.kind] += 1
-        for unit, delay in self.out[action.stage, action.kind]:
-            arrival = self.arrival[unit][number] = max(self.arrival[unit][number], end + delay)
-            self.missing[unit][number] -= 1
-            heapq.heappush(self.events, (arrival, self.devices[unit[0]]))
+        unit = (action.stage, action.kind)
+        self.ends[unit].append(end)
+        for peer, delay in self.woken[unit]:
+            heapq.heappush(self.events, (end + delay, peer))
 
 
 def searched(
