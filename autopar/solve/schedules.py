@@ -411,9 +411,10 @@ def scheduled(name: str, devices: int, micro_batches: int, *, chunks: int = 1, *
             f"{name}: {devices} devices, {micro_batches} micro-batches and {chunks} stages on each device: give at "
             f"least 1 of each{f', and {row.chunks} stages' if row.chunks else ''}"
         )
-    schedule = row.run(
-        devices, micro_batches, **{k: v for k, v in {"chunks": chunks, **given}.items() if k in row.takes}
-    )
+    if "costs" in row.takes and "costs" not in given:
+        raise ValueError(f"{name} is made for the seconds and bytes of stages: give costs")
+    given = {"chunks": chunks} | given
+    schedule = row.run(devices, micro_batches, **{key: given[key] for key in row.takes if key in given})
     if name in SCHEDULES.added:
         schedule.check()
     return schedule

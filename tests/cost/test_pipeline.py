@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -187,7 +188,7 @@ def test_no_schedule_beats_the_bound_or_holds_more_than_it_says(schedule: Schedu
         assert max(timeline.in_flight) <= len(order)
         assert timeline.starts[device] == sorted(timeline.starts[device])
         spans = [*timeline.intervals(device)]
-        assert all(end <= later for (_, _, end), (_, later, _) in zip(spans, spans[1:], strict=False))
+        assert all(end <= later for (_, _, end), (_, later, _) in pairwise(spans))
     moved = simulate(with_transfers(schedule, costs.edges), costs)
     assert (moved.seconds, moved.in_flight) == (timeline.seconds, timeline.in_flight)
     assert [size for size, _ in moved.peaks] == [size for size, _ in timeline.peaks]

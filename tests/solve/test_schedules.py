@@ -104,7 +104,7 @@ def test_searched_has_no_bubble_where_memory_allows() -> None:
 def test_searched_says_what_the_least_memory_is() -> None:
     costs = equal_costs(4, 1, 1, 1)
     with pytest.raises(
-        ValueError, match="no schedule of 1 stages on each of 4 devices holds at most 0.5 bytes, and 1f1b"
+        ValueError, match="no schedule of 1 stages on each of 4 devices holds at most 0\\.5 bytes, and 1f1b"
     ):
         scheduled("searched", 4, 8, costs=costs, limit_bytes=0.5)
 
