@@ -4,7 +4,6 @@ F, I and W are the seconds of a stage's forward, gradient of inputs and gradient
 of both gradients; p devices, m micro-batches, v stages (chunks) a device. Devices and stages are counted from 0.
 """
 
-import heapq
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +12,7 @@ from itertools import product
 from typing import Any
 
 from autopar.extensions import Table
-from autopar.ir.schedule import BACKWARD, FORWARD, INPUTS, PASSES, WEIGHTS, Action, Edge, Schedule, chain, played
+from autopar.ir.schedule import BACKWARD, FORWARD, INPUTS, PASSES, WEIGHTS, Action, Edge, Run, Schedule, chain, played
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,12 +56,8 @@ class PipelineCosts:
     def edges(self) -> Mapping[Edge, float]:
         return chain(len(self.stages)) if self.transfers is None else self.transfers
 
-    def played(self, schedule: Schedule) -> tuple[list[list[float]], list[list[float]]]:
-        """When each action of each device starts and ends. Raises ValueError for costs of other stages, and where
-        devices wait for each other."""
-        if len(self.stages) != len(schedule.devices):
-            raise ValueError(f"{schedule.name} has {len(schedule.devices)} stages, and the costs {len(self.stages)}")
-        return played(schedule, self.seconds, self.edges, shared=self.shared_links)
+    def run(self, devices: tuple[int, ...]) -> Run:
+        return Run(devices, self.seconds, self.edges, shared=self.shared_links)
 
     def rest(self, devices: tuple[int, ...]) -> list[float]:
         """The bytes that each device holds at all times."""
@@ -224,10 +219,6 @@ AS_QUICK = 1e-3
 
 ROUNDING = 1 + 1e-9
 
-KINDS = {FORWARD: FORWARD, BACKWARD: INPUTS}
-"""What list scheduling runs for forward and for backward."""
-
-Unit = tuple[int, str]
 Rule = tuple[tuple[int, ...], float, float, Schedule | None]
 """Devices of the stages, patience, forwards ahead, and a schedule to follow instead."""
 
@@ -240,81 +231,59 @@ class _Listing:
 
     def __init__(self, micro_batches: int, costs: PipelineCosts, limit: float, rule: Rule) -> None:
         devices, self.patience, ahead, follow = rule
-        self.devices, self.micro_batches, self.costs, self.limit = devices, micro_batches, costs, limit * ROUNDING
-        self.seconds = costs.seconds
-        stages, count = range(len(devices)), max(devices) + 1
+        self.micro_batches, self.costs, self.limit, self.run = (
+            micro_batches,
+            costs,
+            limit * ROUNDING,
+            costs.run(devices),
+        )
+        self.bytes = costs.rest(devices)
+        stages, count = range(len(devices)), len(self.bytes)
         self.held = [[stage for stage in reversed(stages) if devices[stage] == device] for device in range(count)]
         self.room = [sum(costs.stages[s].held_bytes for s in self.held[devices[at]] if s >= at) for at in stages]
         self.ahead = [1 + ahead * (len(devices) - 1 - stage) * count / len(devices) for stage in stages]
-        self.bytes = costs.rest(devices)
-        self.into: dict[Unit, list[tuple[Unit, float]]] = {(s, INPUTS): [((s, FORWARD), 0.0)] for s in stages}
-        self.into |= {(s, FORWARD): [] for s in stages}
-        self.woken: dict[Unit, list[tuple[int, float]]] = defaultdict(list)
-        for (source, target, of), delay in costs.edges.items():
-            kind = KINDS[of]
-            delay *= devices[source] != devices[target]
-            self.into[target, kind].append(((source, kind), delay))
-            self.woken[source, kind].append((devices[target], delay))
-        self.ends: dict[Unit, list[float]] = {unit: [] for unit in self.into}
+        self.done = dict.fromkeys(product(stages, (FORWARD, INPUTS)), 0)
         self.weights: list[list[Action]] = [[] for _ in range(count)]
-        self.free = [0.0] * count
-        self.orders: list[list[Action]] = [[] for _ in range(count)]
-        follows = follow.orders if follow else ()
-        self.follows = [[(a[0], KINDS[PASSES[a.kind]]) for a in o[::-1] if a.kind in PASSES] for o in follows]
-        self.events = [(0.0, device) for device in range(count)]
+        follows = [[action for action in order if action.kind in PASSES] for order in (follow.orders if follow else ())]
+        self.follows = [[a._replace(kind=a.kind.replace(BACKWARD, INPUTS)) for a in reversed(o)] for o in follows]
 
     def schedule(self) -> Schedule | None:
         """None where the limit admits no such schedule."""
-        while self.events:
-            now, device = heapq.heappop(self.events)
-            if now >= self.free[device] and (action := self._choose(device, now)):
-                self._start(device, now, action)
-        if min(map(len, self.ends.values())) < self.micro_batches:
+        self.run.go(self._choose)
+        if min(self.done.values()) < self.micro_batches:
             return None
-        orders = tuple(map(tuple, self.orders))
-        return Schedule(name="searched", micro_batches=self.micro_batches, devices=self.devices, orders=orders)
+        orders = tuple(map(tuple, self.run.orders))
+        return Schedule(name="searched", micro_batches=self.micro_batches, devices=self.run.devices, orders=orders)
 
     def _choose(self, device: int, now: float) -> Action | None:
+        weights = self.weights[device]
         soonest = math.inf
         for unit in self._wanted(device):
-            number = len(self.ends[unit])
-            needed = [(self.ends[source], delay) for source, delay in self.into[unit]]
-            if number < self.micro_batches and all(len(ends) > number for ends, _ in needed):
-                arrival = max((ends[number] + delay for ends, delay in needed), default=0.0)
-                if arrival <= now:
-                    return Action(*unit, number)
-                soonest = min(soonest, arrival)
-        weights = next(iter(self.weights[device]), None)
-        waits = weights and soonest < now + self.patience * self.seconds[WEIGHTS][weights.stage]
-        return None if waits else weights
+            if (arrival := self.run.arrival(unit)) <= now:
+                self.done[unit.stage, unit.kind] += 1
+                self.bytes[device] += self.costs.change(unit)
+                if unit.kind == INPUTS:
+                    weights.append(unit._replace(kind=WEIGHTS))
+                if self.follows:
+                    self.follows[device].pop()
+                return unit
+            soonest = min(soonest, arrival)
+        if not weights or soonest < now + self.patience * self.run.seconds[WEIGHTS][weights[0].stage]:
+            return None
+        self.bytes[device] += self.costs.change(weights[0])
+        return weights.pop(0)
 
-    def _wanted(self, device: int) -> list[Unit]:
+    def _wanted(self, device: int) -> list[Action]:
         """Units that memory and rule admit, the most wanted first."""
         room = self.limit - self.bytes[device]
-        if self.follows:
-            units = self.follows[device][-1:]
-        else:
-            ahead = {s: len(self.ends[s, FORWARD]) - len(self.ends[s, INPUTS]) for s in self.held[device]}
-            units = [(stage, INPUTS) for stage in ahead]
-            units += [(s, FORWARD) for s in ahead if ahead[s] < self.ahead[s] and self.room[s] <= room]
-        return [unit for unit in units if self.costs.change(Action(*unit, 0)) <= room]
-
-    def _start(self, device: int, now: float, action: Action) -> None:
-        self.orders[device].append(action)
-        self.bytes[device] += self.costs.change(action)
-        end = self.free[device] = now + self.seconds[action.kind][action.stage]
-        heapq.heappush(self.events, (end, device))
-        if action.kind == WEIGHTS:
-            self.weights[device].pop(0)
-            return
-        if self.follows:
-            self.follows[device].pop()
-        if action.kind == INPUTS:
-            self.weights[device].append(action._replace(kind=WEIGHTS))
-        unit = (action.stage, action.kind)
-        self.ends[unit].append(end)
-        for peer, delay in self.woken[unit]:
-            heapq.heappush(self.events, (end + delay, peer))
+        units = self.follows[device][-1:] if self.follows else []
+        if not self.follows:
+            begun = [(stage, self.done[stage, FORWARD], self.done[stage, INPUTS]) for stage in self.held[device]]
+            units = [Action(stage, INPUTS, back) for stage, forth, back in begun if back < forth]
+            for stage, forth, back in begun:
+                if forth < self.micro_batches and forth - back < self.ahead[stage] and self.room[stage] <= room:
+                    units.append(Action(stage, FORWARD, forth))
+        return [unit for unit in units if self.costs.change(unit) <= room]
 
 
 def searched(
@@ -351,9 +320,9 @@ def searched(
 
 def _score(schedule: Schedule, costs: PipelineCosts) -> tuple[float, float]:
     """Seconds of the step, and the longest time from a device's first action to its last."""
-    starts, ends = costs.played(schedule)
-    spans = [end[-1] - start[0] for start, end in zip(starts, ends, strict=True)]
-    return max(end[-1] for end in ends), max(spans)
+    run = played(schedule, costs.run(schedule.devices))
+    spans = [ends[-1] - starts[0] for starts, ends in zip(run.starts, run.ends, strict=True)]
+    return max(ends[-1] for ends in run.ends), max(spans)
 
 
 def _ranked(schedules: Sequence[Schedule | None], costs: PipelineCosts, longest: float = math.inf) -> list[int]:
