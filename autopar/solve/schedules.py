@@ -207,20 +207,22 @@ AHEAD = (1.0, 1.25, 1.5, 1.75, 2.0, 2.25, 2.5, 3.0, math.inf)
 PATIENCE = (0.0, 0.25, 0.5, 0.75, 1.0)
 """A device leaves a gradient of weights for later if what else it has to do arrives within this part of its seconds."""
 
-ROUNDS = 3
-"""Rules are compared on so many micro-batches for each device, and the best `FINALISTS` of them run on all."""
+CLOSER = (0.95, 0.975, 1.0, 1.025, 1.05)
+"""Parts of the forwards ahead that are tried for the best rules."""
 
-FINALISTS = 5
+ROUNDS = 3
+"""Rules are compared on so many micro-batches for each device, and the best one of each patience runs on all."""
+
 UNITS = 300_000
-"""That are scheduled to compare rules: of larger pipelines, fewer rules are compared."""
+"""That are scheduled to compare rules: small pipelines with more micro-batches, of large ones fewer rules."""
 
 AS_QUICK = 1e-3
 """Of steps that differ by less than this part, the one whose devices are occupied for the shortest time is taken."""
 
 ROUNDING = 1 + 1e-9
 
-Rule = tuple[tuple[int, ...], float, float, Schedule | None]
-"""Devices of the stages, patience, forwards ahead, and a schedule to follow instead."""
+Rule = tuple[tuple[int, ...], float, float, str]
+"""Devices of the stages, patience, forwards ahead, and the name of a schedule to follow instead."""
 
 
 class _Listing:
@@ -229,8 +231,10 @@ class _Listing:
     or gradient of inputs of the schedule that it follows, else a gradient of weights. A forward leaves room for those
     of later stages on its device, so each micro-batch that has begun can end."""
 
-    def __init__(self, micro_batches: int, costs: PipelineCosts, limit: float, rule: Rule) -> None:
-        devices, self.patience, ahead, follow = rule
+    def __init__(
+        self, micro_batches: int, costs: PipelineCosts, limit: float, rule: Rule, follow: Schedule | None
+    ) -> None:
+        devices, self.patience, ahead, _ = rule
         self.micro_batches, self.costs, self.limit, self.run = (
             micro_batches,
             costs,
@@ -241,7 +245,7 @@ class _Listing:
         stages, count = range(len(devices)), len(self.bytes)
         self.held = [[stage for stage in reversed(stages) if devices[stage] == device] for device in range(count)]
         self.room = [sum(costs.stages[s].held_bytes for s in self.held[devices[at]] if s >= at) for at in stages]
-        self.ahead = [1 + ahead * (len(devices) - 1 - stage) * count / len(devices) for stage in stages]
+        self.ahead = [ahead * (len(devices) - 1 - stage) * count / len(devices) for stage in stages]
         self.done = dict.fromkeys(product(stages, (FORWARD, INPUTS)), 0)
         self.weights: list[list[Action]] = [[] for _ in range(count)]
         follows = [[action for action in order if action.kind in PASSES] for order in (follow.orders if follow else ())]
@@ -281,7 +285,7 @@ class _Listing:
             begun = [(stage, self.done[stage, FORWARD], self.done[stage, INPUTS]) for stage in self.held[device]]
             units = [Action(stage, INPUTS, back) for stage, forth, back in begun if back < forth]
             for stage, forth, back in begun:
-                if forth < self.micro_batches and forth - back < self.ahead[stage] and self.room[stage] <= room:
+                if forth < self.micro_batches and forth - back <= self.ahead[stage] and self.room[stage] <= room:
                     units.append(Action(stage, FORWARD, forth))
         return [unit for unit in units if self.costs.change(unit) <= room]
 
@@ -297,17 +301,23 @@ def searched(
     2401.10241, section 3.1). Raises ValueError where none fits."""
     rows = [row for row in SCHEDULES.values() if "costs" not in row.takes and row.chunks in (chunks, None)]
     starts = [scheduled(row.name, devices, micro_batches, chunks=chunks) for row in rows]
-    places = sorted({start.devices for start in starts})
-    rules: list[Rule] = [(*rule, None) for rule in product(places, PATIENCE, AHEAD)]
+
+    def listed(count: int, rules: Sequence[Rule]) -> list[Schedule | None]:
+        named = {row.name: scheduled(row.name, devices, count, chunks=chunks) for row in rows}
+        return [_Listing(count, costs, limit_bytes, rule, named.get(rule[3])).schedule() for rule in rules]
+
     few = min(micro_batches, ROUNDS * devices)
+    rules: list[Rule] = [*product(sorted({start.devices for start in starts}), PATIENCE, AHEAD, ("",))]
+    rules += [(start.devices, patience, 0.0, start.name) for start in starts for patience in PATIENCE[::2]]
     rules = rules[:: math.ceil(len(rules) * 3 * devices * chunks * few / UNITS)]
-    best = _ranked([_Listing(few, costs, limit_bytes, rule).schedule() for rule in rules], costs)
-    rules = [rules[at] for at in best[:FINALISTS]]
-    rules += [(start.devices, patience, 0.0, start) for start in starts for patience in PATIENCE[::2]]
+    for scales in (CLOSER, (1.0,)):
+        ranked = [rules[at] for at in _ranked(listed(few, rules), costs)]
+        best = {rule[1]: rule for rule in reversed(ranked)}.values()
+        rules = [(place, patience, ahead * scale, name) for place, patience, ahead, name in best for scale in scales]
     peaks = [max(costs.peaks(start))[0] for start in starts]
     found = [start if peak <= limit_bytes * ROUNDING else None for start, peak in zip(starts, peaks, strict=True)]
     longest = min((_score(start, costs)[0] for start in found if start), default=math.inf)
-    found += [_Listing(micro_batches, costs, limit_bytes, rule).schedule() for rule in rules]
+    found += listed(micro_batches, rules)
     if not any(found):
         raise ValueError(
             f"no schedule of {chunks} stages on each of {devices} devices holds at most {limit_bytes:g} bytes, and "
