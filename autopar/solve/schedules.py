@@ -7,7 +7,7 @@ of both gradients; p devices, m micro-batches, v stages (chunks) a device. Devic
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -201,7 +201,7 @@ def dual_pipe_v(devices: int, micro_batches: int) -> Schedule:
 
 # ---- search ----------------------------------------------------------------------------------------
 
-AHEAD = (1.0, 1.25, 1.5, 1.75, 2.0, 2.25, 2.5, 3.0, math.inf)
+AHEAD = (1.0, 1.25, 1.5, 1.75, 2.0, 2.25, 2.5, 3.0, 1e9)
 """Forwards that a stage may be ahead of its gradients of inputs, for each device that is between it and the end."""
 
 PATIENCE = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -251,13 +251,10 @@ class _Listing:
         follows = [[action for action in order if action.kind in PASSES] for order in (follow.orders if follow else ())]
         self.follows = [[a._replace(kind=a.kind.replace(BACKWARD, INPUTS)) for a in reversed(o)] for o in follows]
 
-    def schedule(self) -> Schedule | None:
+    def listed(self) -> Run | None:
         """None where the limit admits no such schedule."""
         self.run.go(self._choose)
-        if min(self.done.values()) < self.micro_batches:
-            return None
-        orders = tuple(map(tuple, self.run.orders))
-        return Schedule(name="searched", micro_batches=self.micro_batches, devices=self.run.devices, orders=orders)
+        return self.run if min(self.done.values()) == self.micro_batches else None
 
     def _choose(self, device: int, now: float) -> Action | None:
         weights = self.weights[device]
@@ -302,43 +299,46 @@ def searched(
     rows = [row for row in SCHEDULES.values() if "costs" not in row.takes and row.chunks in (chunks, None)]
     starts = [scheduled(row.name, devices, micro_batches, chunks=chunks) for row in rows]
 
-    def listed(count: int, rules: Sequence[Rule]) -> list[Schedule | None]:
+    def listed(count: int, rules: Sequence[Rule]) -> list[Run | None]:
         named = {row.name: scheduled(row.name, devices, count, chunks=chunks) for row in rows}
-        return [_Listing(count, costs, limit_bytes, rule, named.get(rule[3])).schedule() for rule in rules]
+        return [_Listing(count, costs, limit_bytes, rule, named.get(rule[3])).listed() for rule in rules]
 
-    few = min(micro_batches, ROUNDS * devices)
-    rules: list[Rule] = [*product(sorted({start.devices for start in starts}), PATIENCE, AHEAD, ("",))]
+    places = sorted({start.devices for start in starts})
+    rules: list[Rule] = [(place, patience, ahead, "") for patience, ahead, place in product(PATIENCE, AHEAD, places)]
     rules += [(start.devices, patience, 0.0, start.name) for start in starts for patience in PATIENCE[::2]]
-    rules = rules[:: math.ceil(len(rules) * 3 * devices * chunks * few / UNITS)]
+    units = 3 * devices * chunks
+    few = min(micro_batches, max(ROUNDS * devices, UNITS // (units * len(rules))))
+    rules = rules[: max(len(places) * len(AHEAD), UNITS // (units * few))]
     for scales in (CLOSER, (1.0,)):
-        ranked = [rules[at] for at in _ranked(listed(few, rules), costs)]
+        ranked = [rules[at] for at in _ranked(listed(few, rules))]
         best = {rule[1]: rule for rule in reversed(ranked)}.values()
         rules = [(place, patience, ahead * scale, name) for place, patience, ahead, name in best for scale in scales]
     peaks = [max(costs.peaks(start))[0] for start in starts]
-    found = [start if peak <= limit_bytes * ROUNDING else None for start, peak in zip(starts, peaks, strict=True)]
-    longest = min((_score(start, costs)[0] for start in found if start), default=math.inf)
-    found += listed(micro_batches, rules)
-    if not any(found):
+    fits = [peak <= limit_bytes * ROUNDING for peak in peaks]
+    runs = [played(start, costs.run(start.devices)) if fit else None for start, fit in zip(starts, fits, strict=True)]
+    longest = min((_score(run)[0] for run in runs if run), default=math.inf)
+    runs += listed(micro_batches, rules)
+    if not any(runs):
         raise ValueError(
             f"no schedule of {chunks} stages on each of {devices} devices holds at most {limit_bytes:g} bytes, and "
             f"{starts[peaks.index(min(peaks))].name} at least {min(peaks):g}: take more devices, or recompute more"
         )
-    chosen = found[_ranked(found, costs, longest)[0]]
+    chosen = runs[_ranked(runs, longest)[0]]
     assert chosen is not None
-    return replace(chosen, name="searched")
+    orders = tuple(map(tuple, chosen.orders))
+    return Schedule(name="searched", micro_batches=micro_batches, devices=chosen.devices, orders=orders)
 
 
-def _score(schedule: Schedule, costs: PipelineCosts) -> tuple[float, float]:
+def _score(run: Run) -> tuple[float, float]:
     """Seconds of the step, and the longest time from a device's first action to its last."""
-    run = played(schedule, costs.run(schedule.devices))
     spans = [ends[-1] - starts[0] for starts, ends in zip(run.starts, run.ends, strict=True)]
     return max(ends[-1] for ends in run.ends), max(spans)
 
 
-def _ranked(schedules: Sequence[Schedule | None], costs: PipelineCosts, longest: float = math.inf) -> list[int]:
+def _ranked(runs: Sequence[Run | None], longest: float = math.inf) -> list[int]:
     """Positions, those of the shortest steps first. Nearly the shortest steps that are no longer than `longest` are
     equal, and the ones whose devices are occupied for the shortest time come first."""
-    scores = {at: _score(schedule, costs) for at, schedule in enumerate(schedules) if schedule}
+    scores = {at: _score(run) for at, run in enumerate(runs) if run}
     shortest = min((seconds for seconds, _ in scores.values()), default=0.0)
     quick = min(longest * ROUNDING, shortest * (1 + AS_QUICK))
     return sorted(scores, key=lambda at: (max(scores[at][0], quick), scores[at][1]))
