@@ -51,8 +51,8 @@ class PipelineTimeline:
 def simulate(schedule: Schedule, costs: PipelineCosts) -> PipelineTimeline:
     """The step of a schedule. Transfers cost devices no time; a unit waits until what it needs has arrived. A straggler
     is a stage of more seconds. Raises ValueError where devices wait for each other, and for costs of other stages."""
-    if len(costs.stages) != len(schedule.devices):
-        raise ValueError(f"{schedule.name} has {len(schedule.devices)} stages, and the costs {len(costs.stages)}")
+    if len(costs.stages) != schedule.stages:
+        raise ValueError(f"{schedule.name} has {schedule.stages} stages, and the costs {len(costs.stages)}")
     run = played(schedule, costs.run(schedule.devices))
     peaks = []
     for device, (size, at) in enumerate(costs.peaks(schedule)):

@@ -74,6 +74,10 @@ class Schedule:
     devices: tuple[int, ...]
     orders: tuple[tuple[Action, ...], ...]
 
+    @property
+    def stages(self) -> int:
+        return len(self.devices)
+
     def __str__(self) -> str:
         head = f"{self.name}: stages on devices {' '.join(map(str, self.devices))}, {self.micro_batches} micro-batches"
         return "\n".join([head, *(" ".join(map(str, order)) for order in self.orders)])
@@ -90,8 +94,7 @@ class Schedule:
         """Raises ValueError for an action that is missing, twice, none of its stages', on the wrong device or before
         what it needs, and where devices wait for each other: in units, each stage after the one before it; in
         transfers, even if a send blocks until its receive is reached."""
-        stages = range(len(self.devices))
-        state = dict.fromkeys(itertools.product(stages, range(self.micro_batches)), "")
+        state = dict.fromkeys(itertools.product(range(self.stages), range(self.micro_batches)), "")
         transfers: set[Action] = set()
         for device, order in enumerate(self.orders):
             for action in order:
@@ -113,7 +116,7 @@ class Schedule:
                 raise ValueError(f"{self.name}: {stage}{MISSING[last]}{micro_batch} is missing")
         if lost := {action.mirror for action in transfers} - transfers:
             raise ValueError(f"{self.name}: {min(lost)} is missing, and its counterpart is there")
-        played(self, Run(self.devices, {}, chain(len(self.devices))))
+        played(self, Run(self.devices, {}, chain(self.stages)))
         _met(self, moves=False)
 
 

@@ -179,7 +179,7 @@ def test_large_pipelines_are_simulated_in_seconds() -> None:
 @settings(max_examples=100, deadline=None)
 def test_no_schedule_beats_the_bound_or_holds_more_than_it_says(schedule: Schedule, data: Any) -> None:
     schedule.check()
-    costs = data.draw(some_costs(len(schedule.devices)))
+    costs = data.draw(some_costs(schedule.stages))
     timeline = simulate(schedule, costs)
     limit = max(size for size, _ in timeline.peaks)
     bound = bound_seconds(schedule.devices, schedule.micro_batches, costs, limit)

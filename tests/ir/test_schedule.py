@@ -125,7 +125,7 @@ def runs(schedule: Schedule, *, blocking: bool) -> bool:
 @given(named(), st.data())
 @settings(max_examples=60, deadline=None)
 def test_transfers_cannot_deadlock_and_come_in_the_order_of_their_sends(schedule: Schedule, data: Any) -> None:
-    edges = data.draw(some_edges(len(schedule.devices)))
+    edges = data.draw(some_edges(schedule.stages))
     made = with_transfers(schedule, edges)
     made.check()
     assert runs(made, blocking=True)
@@ -178,14 +178,14 @@ def _latest(schedule: Schedule, edges: dict[Any, float]) -> Schedule:
 @given(named())
 @settings(max_examples=40, deadline=None)
 def test_torch_reads_what_is_written_for_it_and_comes_to_its_end(schedule: Schedule) -> None:
-    made = with_transfers(schedule, chain(len(schedule.devices)))
+    made = with_transfers(schedule, chain(schedule.stages))
     with TemporaryDirectory() as place:
         for written, form in ((schedule, "compute_only"), (made, "compute_comms")):
             file = Path(place, f"{form}.csv")
             file.write_text(written.to_csv())
             assert replace(parsed_schedule(file.read_text()), name=written.name) == written
             runtime = object.__new__(torch_schedules._PipelineScheduleRuntime)
-            runtime.pp_group_size, runtime._num_stages = len(written.orders), len(written.devices)
+            runtime.pp_group_size, runtime._num_stages = len(written.orders), written.stages
             runtime._n_microbatches, runtime._stages = written.micro_batches, []
             runtime._defer_pp_recv, runtime.pipeline_order = False, {}
             runtime._load_csv(str(file), format=form)
