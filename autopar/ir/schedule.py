@@ -116,7 +116,7 @@ class Schedule:
                 raise ValueError(f"{self.name}: {stage}{MISSING[last]}{micro_batch} is missing")
         if lost := {action.mirror for action in transfers} - transfers:
             raise ValueError(f"{self.name}: {min(lost)} is missing, and its counterpart is there")
-        played(self, Run(self.devices, {}, chain(self.stages)))
+        played(self, PipelineRun(self.devices, {}, chain(self.stages)))
         _met(self, moves=False)
 
 
@@ -155,7 +155,7 @@ def chain(stages: int, seconds: float = 0.0) -> dict[Edge, float]:
     return {(a, b, FORWARD): seconds for a, b in pairs} | {(b, a, BACKWARD): seconds for a, b in pairs}
 
 
-class Run:
+class PipelineRun:
     """A run of devices: which actions each of them runs, and when. `seconds` are those of a kind of unit, by stage,
     `edges` those that a value is on its way to another device. Transfers cost no device time: a value leaves when it is
     made. With `shared`, the values that one device sends to another travel one after the other."""
@@ -208,7 +208,7 @@ class Run:
                 heapq.heappush(events, (arrives, peer))
 
 
-def played(schedule: Schedule, run: Run) -> Run:
+def played(schedule: Schedule, run: PipelineRun) -> PipelineRun:
     """The run in which each device keeps to its order: an action waits until what it needs has arrived. Raises
     ValueError where devices wait for each other."""
     following = [*map(iter, schedule.orders)]

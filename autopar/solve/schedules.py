@@ -12,7 +12,19 @@ from itertools import product
 from typing import Any
 
 from autopar.extensions import Table
-from autopar.ir.schedule import BACKWARD, FORWARD, INPUTS, PASSES, WEIGHTS, Action, Edge, Run, Schedule, chain, played
+from autopar.ir.schedule import (
+    BACKWARD,
+    FORWARD,
+    INPUTS,
+    PASSES,
+    WEIGHTS,
+    Action,
+    Edge,
+    PipelineRun,
+    Schedule,
+    chain,
+    played,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +68,8 @@ class PipelineCosts:
     def edges(self) -> Mapping[Edge, float]:
         return chain(len(self.stages)) if self.transfers is None else self.transfers
 
-    def run(self, devices: tuple[int, ...]) -> Run:
-        return Run(devices, self.seconds, self.edges, shared=self.shared_links)
+    def run(self, devices: tuple[int, ...]) -> PipelineRun:
+        return PipelineRun(devices, self.seconds, self.edges, shared=self.shared_links)
 
     def rest(self, devices: tuple[int, ...]) -> list[float]:
         """The bytes that each device holds at all times."""
@@ -251,7 +263,7 @@ class _Listing:
         follows = [[action for action in order if action.kind in PASSES] for order in (follow.orders if follow else ())]
         self.follows = [[a._replace(kind=a.kind.replace(BACKWARD, INPUTS)) for a in reversed(o)] for o in follows]
 
-    def listed(self) -> Run | None:
+    def listed(self) -> PipelineRun | None:
         """None where the limit admits no such schedule."""
         self.run.go(self._choose)
         return self.run if min(self.done.values()) == self.micro_batches else None
@@ -299,7 +311,7 @@ def searched(
     rows = [row for row in SCHEDULES.values() if "costs" not in row.takes and row.chunks in (chunks, None)]
     starts = [scheduled(row.name, devices, micro_batches, chunks=chunks) for row in rows]
 
-    def listed(count: int, rules: Sequence[Rule]) -> list[Run | None]:
+    def listed(count: int, rules: Sequence[Rule]) -> list[PipelineRun | None]:
         named = {row.name: scheduled(row.name, devices, count, chunks=chunks) for row in rows}
         return [_Listing(count, costs, limit_bytes, rule, named.get(rule[3])).listed() for rule in rules]
 
@@ -329,13 +341,13 @@ def searched(
     return Schedule(name="searched", micro_batches=micro_batches, devices=chosen.devices, orders=orders)
 
 
-def _score(run: Run) -> tuple[float, float]:
+def _score(run: PipelineRun) -> tuple[float, float]:
     """Seconds of the step, and the longest time from a device's first action to its last."""
     spans = [ends[-1] - starts[0] for starts, ends in zip(run.starts, run.ends, strict=True)]
     return max(ends[-1] for ends in run.ends), max(spans)
 
 
-def _ranked(runs: Sequence[Run | None], longest: float = math.inf) -> list[int]:
+def _ranked(runs: Sequence[PipelineRun | None], longest: float = math.inf) -> list[int]:
     """Positions, those of the shortest steps first. Nearly the shortest steps that are no longer than `longest` are
     equal, and the ones whose devices are occupied for the shortest time come first."""
     scores = {at: _score(run) for at, run in enumerate(runs) if run}
