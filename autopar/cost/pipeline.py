@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from autopar.ir.schedule import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action, Schedule
+from autopar.ir.schedule import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action, Schedule, played
 from autopar.solve.schedules import ROUNDING, PipelineCosts
 
 
@@ -51,17 +51,19 @@ class PipelineTimeline:
 def simulate(schedule: Schedule, costs: PipelineCosts) -> PipelineTimeline:
     """The step of a schedule. Transfers cost devices no time; a unit waits until what it needs has arrived. A straggler
     is a stage of more seconds. Raises ValueError where devices wait for each other, and for costs of other stages."""
-    starts, ends = costs.played(schedule)
+    if len(costs.stages) != schedule.stages:
+        raise ValueError(f"{schedule.name} has {schedule.stages} stages, and the costs {len(costs.stages)}")
+    run = played(schedule, costs.run(schedule.devices))
     peaks = []
     for device, (size, at) in enumerate(costs.peaks(schedule)):
-        times = starts if schedule.orders[device][at].kind == FORWARD else ends
+        times = run.starts if schedule.orders[device][at].kind == FORWARD else run.ends
         peaks.append((size, times[device][at]))
     one = tuple(replace(stage, held_bytes=1, kept_bytes=0, rest_bytes=0) for stage in costs.stages)
-    seconds = costs.seconds
+    seconds = run.seconds
     return PipelineTimeline(
         schedule=schedule,
-        starts=starts,
-        ends=ends,
+        starts=run.starts,
+        ends=run.ends,
         busy_seconds=[sum(seconds[a.kind][a.stage] for a in order if a.kind in seconds) for order in schedule.orders],
         peaks=peaks,
         in_flight=[int(size) for size, _ in replace(costs, stages=one).peaks(schedule)],

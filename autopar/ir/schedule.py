@@ -10,10 +10,12 @@ A line per device. `0F1` is the forward of stage 0 for micro-batch 1, `B` a whol
 is a file of actions of `torch.distributed.pipelining`.
 """
 
+import heapq
 import itertools
+import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -72,6 +74,10 @@ class Schedule:
     devices: tuple[int, ...]
     orders: tuple[tuple[Action, ...], ...]
 
+    @property
+    def stages(self) -> int:
+        return len(self.devices)
+
     def __str__(self) -> str:
         head = f"{self.name}: stages on devices {' '.join(map(str, self.devices))}, {self.micro_batches} micro-batches"
         return "\n".join([head, *(" ".join(map(str, order)) for order in self.orders)])
@@ -88,8 +94,7 @@ class Schedule:
         """Raises ValueError for an action that is missing, twice, none of its stages', on the wrong device or before
         what it needs, and where devices wait for each other: in units, each stage after the one before it; in
         transfers, even if a send blocks until its receive is reached."""
-        stages = range(len(self.devices))
-        state = dict.fromkeys(itertools.product(stages, range(self.micro_batches)), "")
+        state = dict.fromkeys(itertools.product(range(self.stages), range(self.micro_batches)), "")
         transfers: set[Action] = set()
         for device, order in enumerate(self.orders):
             for action in order:
@@ -111,7 +116,7 @@ class Schedule:
                 raise ValueError(f"{self.name}: {stage}{MISSING[last]}{micro_batch} is missing")
         if lost := {action.mirror for action in transfers} - transfers:
             raise ValueError(f"{self.name}: {min(lost)} is missing, and its counterpart is there")
-        played(self, dict.fromkeys("FBIW", [0.0] * len(self.devices)), chain(len(self.devices)))
+        played(self, PipelineRun(self.devices, {}, chain(self.stages)))
         _met(self, moves=False)
 
 
@@ -150,48 +155,75 @@ def chain(stages: int, seconds: float = 0.0) -> dict[Edge, float]:
     return {(a, b, FORWARD): seconds for a, b in pairs} | {(b, a, BACKWARD): seconds for a, b in pairs}
 
 
-def played(
-    schedule: Schedule, seconds: Mapping[str, Sequence[float]], edges: Mapping[Edge, float], *, shared: bool = False
-) -> tuple[list[list[float]], list[list[float]]]:
-    """When each action of each device starts and when it ends. `seconds` are those of a kind of unit, by stage, `edges`
-    those that a value is on its way to another device. Transfers cost no device time: a value leaves when it is made,
-    and a unit waits until what it needs has arrived. With `shared`, the values that one device sends to another travel
-    one after the other. Raises ValueError where devices wait for each other."""
-    into: dict[tuple[int, str], list[Edge]] = defaultdict(list)
-    out: dict[tuple[int, str], list[Edge]] = defaultdict(list)
-    for edge in edges:
-        out[edge[0], edge[2]].append(edge)
-        into[edge[1], edge[2]].append(edge)
-    devices, orders = schedule.devices, schedule.orders
-    starts: list[list[float]] = [[] for _ in orders]
-    ends: list[list[float]] = [[] for _ in orders]
-    arrived: dict[tuple[Edge, int], float] = {}
-    free: dict[tuple[int, int], float] = defaultdict(float)
-    waiting: dict[tuple[Edge, int], int] = {}
-    ready = [*range(len(orders))]
-    while ready:
-        device = ready.pop()
-        began, ended, order = starts[device], ends[device], orders[device]
-        now = ended[-1] if ended else 0.0
-        for at in range(len(ended), len(order)):
-            stage, kind, micro_batch = order[at][:3]
-            unit = (stage, PASSES.get(kind, ""))
-            needed = [(edge, micro_batch) for edge in into[unit]]
-            if late := [value for value in needed if value not in arrived]:
-                waiting[late[0]] = device
-                break
-            now = max([now, *(arrived[value] for value in needed)])
-            began.append(now)
-            now += seconds[kind][stage] if kind in seconds else 0.0
-            ended.append(now)
-            for edge in out[unit]:
-                link = (device, devices[edge[1]])
-                leaves = max(now, free[link]) if shared else now
-                free[link] = arrived[edge, micro_batch] = leaves + edges[edge] if link[0] != link[1] else now
-                if (edge, micro_batch) in waiting:
-                    ready.append(waiting.pop((edge, micro_batch)))
-    _refuse({d: o[len(ends[d])] for d, o in enumerate(orders) if len(ends[d]) < len(o)}, schedule)
-    return starts, ends
+class PipelineRun:
+    """A run of devices: which actions each of them runs, and when. `seconds` are those of a kind of unit, by stage,
+    `edges` those that a value is on its way to another device. Transfers cost no device time: a value leaves when it is
+    made. With `shared`, the values that one device sends to another travel one after the other."""
+
+    def __init__(
+        self,
+        devices: tuple[int, ...],
+        seconds: Mapping[str, Sequence[float]],
+        edges: Mapping[Edge, float],
+        *,
+        shared: bool = False,
+    ) -> None:
+        self.devices, self.seconds, self.edges, self.shared = devices, seconds, edges, shared
+        self.into: dict[tuple[int, str], list[Edge]] = defaultdict(list)
+        self.out: dict[tuple[int, str], list[Edge]] = defaultdict(list)
+        for edge in edges:
+            self.into[edge[1], edge[2]].append(edge)
+            self.out[edge[0], edge[2]].append(edge)
+        self.orders: list[list[Action]] = [[] for _ in range(max(devices) + 1)]
+        self.starts: list[list[float]] = [[] for _ in self.orders]
+        self.ends: list[list[float]] = [[] for _ in self.orders]
+        self.arrived: dict[tuple[Edge, int], float] = {}
+        self.free: dict[tuple[int, int], float] = defaultdict(float)
+
+    def arrival(self, action: Action) -> float:
+        """When all is there that a unit needs of others; infinity while that is not known."""
+        edges = self.into[action.stage, PASSES.get(action.kind, "")]
+        return max([self.arrived.get((edge, action.micro_batch), math.inf) for edge in edges], default=0.0)
+
+    def go(self, choose: Callable[[int, float], Action | None]) -> None:
+        """Runs until no device has anything to do. A free device runs what `choose(device, now)` says; if that is
+        nothing, it is asked again when a value arrives."""
+        events = [(0.0, device) for device in range(len(self.orders))]
+        while events:
+            now, device = heapq.heappop(events)
+            ends = self.ends[device]
+            if (ends and now < ends[-1]) or (action := choose(device, now)) is None:
+                continue
+            stage, kind, micro_batch = action[:3]
+            self.orders[device].append(action)
+            self.starts[device].append(now)
+            ends.append(now + self.seconds[kind][stage] if kind in self.seconds else now)
+            heapq.heappush(events, (ends[-1], device))
+            for edge in self.out[stage, PASSES.get(kind, "")]:
+                peer, arrives = self.devices[edge[1]], ends[-1]
+                if peer != device:
+                    leaves = max(arrives, self.free[device, peer]) if self.shared else arrives
+                    arrives = self.free[device, peer] = leaves + self.edges[edge]
+                self.arrived[edge, micro_batch] = arrives
+                heapq.heappush(events, (arrives, peer))
+
+
+def played(schedule: Schedule, run: PipelineRun) -> PipelineRun:
+    """The run in which each device keeps to its order: an action waits until what it needs has arrived. Raises
+    ValueError where devices wait for each other."""
+    following = [*map(iter, schedule.orders)]
+    actions = [next(order, None) for order in following]
+
+    def choose(device: int, now: float) -> Action | None:
+        action = actions[device]
+        if action is None or run.arrival(action) > now:
+            return None
+        actions[device] = next(following[device], None)
+        return action
+
+    run.go(choose)
+    _refuse({device: action for device, action in enumerate(actions) if action}, schedule)
+    return run
 
 
 def _refuse(stuck: Mapping[int, Action], schedule: Schedule) -> None:

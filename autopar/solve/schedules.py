@@ -4,16 +4,27 @@ F, I and W are the seconds of a stage's forward, gradient of inputs and gradient
 of both gradients; p devices, m micro-batches, v stages (chunks) a device. Devices and stages are counted from 0.
 """
 
-import heapq
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 from autopar.extensions import Table
-from autopar.ir.schedule import BACKWARD, FORWARD, INPUTS, PASSES, WEIGHTS, Action, Edge, Schedule, chain, played
+from autopar.ir.schedule import (
+    BACKWARD,
+    FORWARD,
+    INPUTS,
+    PASSES,
+    WEIGHTS,
+    Action,
+    Edge,
+    PipelineRun,
+    Schedule,
+    chain,
+    played,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,12 +68,8 @@ class PipelineCosts:
     def edges(self) -> Mapping[Edge, float]:
         return chain(len(self.stages)) if self.transfers is None else self.transfers
 
-    def played(self, schedule: Schedule) -> tuple[list[list[float]], list[list[float]]]:
-        """When each action of each device starts and ends. Raises ValueError for costs of other stages, and where
-        devices wait for each other."""
-        if len(self.stages) != len(schedule.devices):
-            raise ValueError(f"{schedule.name} has {len(schedule.devices)} stages, and the costs {len(self.stages)}")
-        return played(schedule, self.seconds, self.edges, shared=self.shared_links)
+    def run(self, devices: tuple[int, ...]) -> PipelineRun:
+        return PipelineRun(devices, self.seconds, self.edges, shared=self.shared_links)
 
     def rest(self, devices: tuple[int, ...]) -> list[float]:
         """The bytes that each device holds at all times."""
@@ -206,30 +213,28 @@ def dual_pipe_v(devices: int, micro_batches: int) -> Schedule:
 
 # ---- search ----------------------------------------------------------------------------------------
 
-AHEAD = (1.0, 1.25, 1.5, 1.75, 2.0, 2.25, 2.5, 3.0, math.inf)
+AHEAD = (1.0, 1.25, 1.5, 1.75, 2.0, 2.25, 2.5, 3.0, 1e9)
 """Forwards that a stage may be ahead of its gradients of inputs, for each device that is between it and the end."""
 
 PATIENCE = (0.0, 0.25, 0.5, 0.75, 1.0)
 """A device leaves a gradient of weights for later if what else it has to do arrives within this part of its seconds."""
 
-ROUNDS = 3
-"""Rules are compared on so many micro-batches for each device, and the best `FINALISTS` of them run on all."""
+CLOSER = (0.95, 0.975, 1.0, 1.025, 1.05)
+"""Parts of the forwards ahead that are tried for the best rules."""
 
-FINALISTS = 5
+ROUNDS = 3
+"""Rules are compared on so many micro-batches for each device, and the best one of each patience runs on all."""
+
 UNITS = 300_000
-"""That are scheduled to compare rules: of larger pipelines, fewer rules are compared."""
+"""That are scheduled to compare rules: small pipelines with more micro-batches, of large ones fewer rules."""
 
 AS_QUICK = 1e-3
 """Of steps that differ by less than this part, the one whose devices are occupied for the shortest time is taken."""
 
 ROUNDING = 1 + 1e-9
 
-KINDS = {FORWARD: FORWARD, BACKWARD: INPUTS}
-"""What list scheduling runs for forward and for backward."""
-
-Unit = tuple[int, str]
-Rule = tuple[tuple[int, ...], float, float, Schedule | None]
-"""Devices of the stages, patience, forwards ahead, and a schedule to follow instead."""
+Rule = tuple[tuple[int, ...], float, float, str]
+"""Devices of the stages, patience, forwards ahead, and the name of a schedule to follow instead."""
 
 
 class _Listing:
@@ -238,83 +243,60 @@ class _Listing:
     or gradient of inputs of the schedule that it follows, else a gradient of weights. A forward leaves room for those
     of later stages on its device, so each micro-batch that has begun can end."""
 
-    def __init__(self, micro_batches: int, costs: PipelineCosts, limit: float, rule: Rule) -> None:
-        devices, self.patience, ahead, follow = rule
-        self.devices, self.micro_batches, self.costs, self.limit = devices, micro_batches, costs, limit * ROUNDING
-        self.seconds = costs.seconds
-        stages, count = range(len(devices)), max(devices) + 1
+    def __init__(
+        self, micro_batches: int, costs: PipelineCosts, limit: float, rule: Rule, follow: Schedule | None
+    ) -> None:
+        devices, self.patience, ahead, _ = rule
+        self.micro_batches, self.costs, self.limit, self.run = (
+            micro_batches,
+            costs,
+            limit * ROUNDING,
+            costs.run(devices),
+        )
+        self.bytes = costs.rest(devices)
+        stages, count = range(len(devices)), len(self.bytes)
         self.held = [[stage for stage in reversed(stages) if devices[stage] == device] for device in range(count)]
         self.room = [sum(costs.stages[s].held_bytes for s in self.held[devices[at]] if s >= at) for at in stages]
-        self.ahead = [1 + ahead * (len(devices) - 1 - stage) * count / len(devices) for stage in stages]
-        self.bytes = costs.rest(devices)
-        self.into: dict[Unit, list[tuple[Unit, float]]] = {(s, INPUTS): [((s, FORWARD), 0.0)] for s in stages}
-        self.into |= {(s, FORWARD): [] for s in stages}
-        self.woken: dict[Unit, list[tuple[int, float]]] = defaultdict(list)
-        for (source, target, of), delay in costs.edges.items():
-            kind = KINDS[of]
-            delay *= devices[source] != devices[target]
-            self.into[target, kind].append(((source, kind), delay))
-            self.woken[source, kind].append((devices[target], delay))
-        self.ends: dict[Unit, list[float]] = {unit: [] for unit in self.into}
+        self.ahead = [ahead * (len(devices) - 1 - stage) * count / len(devices) for stage in stages]
+        self.done = dict.fromkeys(product(stages, (FORWARD, INPUTS)), 0)
         self.weights: list[list[Action]] = [[] for _ in range(count)]
-        self.free = [0.0] * count
-        self.orders: list[list[Action]] = [[] for _ in range(count)]
-        follows = follow.orders if follow else ()
-        self.follows = [[(a[0], KINDS[PASSES[a.kind]]) for a in o[::-1] if a.kind in PASSES] for o in follows]
-        self.events = [(0.0, device) for device in range(count)]
+        follows = [[action for action in order if action.kind in PASSES] for order in (follow.orders if follow else ())]
+        self.follows = [[a._replace(kind=a.kind.replace(BACKWARD, INPUTS)) for a in reversed(o)] for o in follows]
 
-    def schedule(self) -> Schedule | None:
+    def listed(self) -> PipelineRun | None:
         """None where the limit admits no such schedule."""
-        while self.events:
-            now, device = heapq.heappop(self.events)
-            if now >= self.free[device] and (action := self._choose(device, now)):
-                self._start(device, now, action)
-        if min(map(len, self.ends.values())) < self.micro_batches:
-            return None
-        orders = tuple(map(tuple, self.orders))
-        return Schedule(name="searched", micro_batches=self.micro_batches, devices=self.devices, orders=orders)
+        self.run.go(self._choose)
+        return self.run if min(self.done.values()) == self.micro_batches else None
 
     def _choose(self, device: int, now: float) -> Action | None:
+        weights = self.weights[device]
         soonest = math.inf
         for unit in self._wanted(device):
-            number = len(self.ends[unit])
-            needed = [(self.ends[source], delay) for source, delay in self.into[unit]]
-            if number < self.micro_batches and all(len(ends) > number for ends, _ in needed):
-                arrival = max((ends[number] + delay for ends, delay in needed), default=0.0)
-                if arrival <= now:
-                    return Action(*unit, number)
-                soonest = min(soonest, arrival)
-        weights = next(iter(self.weights[device]), None)
-        waits = weights and soonest < now + self.patience * self.seconds[WEIGHTS][weights.stage]
-        return None if waits else weights
+            if (arrival := self.run.arrival(unit)) <= now:
+                self.done[unit.stage, unit.kind] += 1
+                self.bytes[device] += self.costs.change(unit)
+                if unit.kind == INPUTS:
+                    weights.append(unit._replace(kind=WEIGHTS))
+                if self.follows:
+                    self.follows[device].pop()
+                return unit
+            soonest = min(soonest, arrival)
+        if not weights or soonest < now + self.patience * self.run.seconds[WEIGHTS][weights[0].stage]:
+            return None
+        self.bytes[device] += self.costs.change(weights[0])
+        return weights.pop(0)
 
-    def _wanted(self, device: int) -> list[Unit]:
+    def _wanted(self, device: int) -> list[Action]:
         """Units that memory and rule admit, the most wanted first."""
         room = self.limit - self.bytes[device]
-        if self.follows:
-            units = self.follows[device][-1:]
-        else:
-            ahead = {s: len(self.ends[s, FORWARD]) - len(self.ends[s, INPUTS]) for s in self.held[device]}
-            units = [(stage, INPUTS) for stage in ahead]
-            units += [(s, FORWARD) for s in ahead if ahead[s] < self.ahead[s] and self.room[s] <= room]
-        return [unit for unit in units if self.costs.change(Action(*unit, 0)) <= room]
-
-    def _start(self, device: int, now: float, action: Action) -> None:
-        self.orders[device].append(action)
-        self.bytes[device] += self.costs.change(action)
-        end = self.free[device] = now + self.seconds[action.kind][action.stage]
-        heapq.heappush(self.events, (end, device))
-        if action.kind == WEIGHTS:
-            self.weights[device].pop(0)
-            return
-        if self.follows:
-            self.follows[device].pop()
-        if action.kind == INPUTS:
-            self.weights[device].append(action._replace(kind=WEIGHTS))
-        unit = (action.stage, action.kind)
-        self.ends[unit].append(end)
-        for peer, delay in self.woken[unit]:
-            heapq.heappush(self.events, (end + delay, peer))
+        units = self.follows[device][-1:] if self.follows else []
+        if not self.follows:
+            begun = [(stage, self.done[stage, FORWARD], self.done[stage, INPUTS]) for stage in self.held[device]]
+            units = [Action(stage, INPUTS, back) for stage, forth, back in begun if back < forth]
+            for stage, forth, back in begun:
+                if forth < self.micro_batches and forth - back <= self.ahead[stage] and self.room[stage] <= room:
+                    units.append(Action(stage, FORWARD, forth))
+        return [unit for unit in units if self.costs.change(unit) <= room]
 
 
 def searched(
@@ -328,38 +310,47 @@ def searched(
     2401.10241, section 3.1). Raises ValueError where none fits."""
     rows = [row for row in SCHEDULES.values() if "costs" not in row.takes and row.chunks in (chunks, None)]
     starts = [scheduled(row.name, devices, micro_batches, chunks=chunks) for row in rows]
+
+    def listed(count: int, rules: Sequence[Rule]) -> list[PipelineRun | None]:
+        named = {row.name: scheduled(row.name, devices, count, chunks=chunks) for row in rows}
+        return [_Listing(count, costs, limit_bytes, rule, named.get(rule[3])).listed() for rule in rules]
+
     places = sorted({start.devices for start in starts})
-    rules: list[Rule] = [(*rule, None) for rule in product(places, PATIENCE, AHEAD)]
-    few = min(micro_batches, ROUNDS * devices)
-    rules = rules[:: math.ceil(len(rules) * 3 * devices * chunks * few / UNITS)]
-    best = _ranked([_Listing(few, costs, limit_bytes, rule).schedule() for rule in rules], costs)
-    rules = [rules[at] for at in best[:FINALISTS]]
-    rules += [(start.devices, patience, 0.0, start) for start in starts for patience in PATIENCE[::2]]
+    rules: list[Rule] = [(place, patience, ahead, "") for patience, ahead, place in product(PATIENCE, AHEAD, places)]
+    rules += [(start.devices, patience, 0.0, start.name) for start in starts for patience in PATIENCE[::2]]
+    units = 3 * devices * chunks
+    few = min(micro_batches, max(ROUNDS * devices, UNITS // (units * len(rules))))
+    rules = rules[: max(len(places) * len(AHEAD), UNITS // (units * few))]
+    for scales in (CLOSER, (1.0,)):
+        ranked = [rules[at] for at in _ranked(listed(few, rules))]
+        best = {rule[1]: rule for rule in reversed(ranked)}.values()
+        rules = [(place, patience, ahead * scale, name) for place, patience, ahead, name in best for scale in scales]
     peaks = [max(costs.peaks(start))[0] for start in starts]
-    found = [start if peak <= limit_bytes * ROUNDING else None for start, peak in zip(starts, peaks, strict=True)]
-    longest = min((_score(start, costs)[0] for start in found if start), default=math.inf)
-    found += [_Listing(micro_batches, costs, limit_bytes, rule).schedule() for rule in rules]
-    if not any(found):
+    fits = [peak <= limit_bytes * ROUNDING for peak in peaks]
+    runs = [played(start, costs.run(start.devices)) if fit else None for start, fit in zip(starts, fits, strict=True)]
+    longest = min((_score(run)[0] for run in runs if run), default=math.inf)
+    runs += listed(micro_batches, rules)
+    if not any(runs):
         raise ValueError(
             f"no schedule of {chunks} stages on each of {devices} devices holds at most {limit_bytes:g} bytes, and "
             f"{starts[peaks.index(min(peaks))].name} at least {min(peaks):g}: take more devices, or recompute more"
         )
-    chosen = found[_ranked(found, costs, longest)[0]]
+    chosen = runs[_ranked(runs, longest)[0]]
     assert chosen is not None
-    return replace(chosen, name="searched")
+    orders = tuple(map(tuple, chosen.orders))
+    return Schedule(name="searched", micro_batches=micro_batches, devices=chosen.devices, orders=orders)
 
 
-def _score(schedule: Schedule, costs: PipelineCosts) -> tuple[float, float]:
+def _score(run: PipelineRun) -> tuple[float, float]:
     """Seconds of the step, and the longest time from a device's first action to its last."""
-    starts, ends = costs.played(schedule)
-    spans = [end[-1] - start[0] for start, end in zip(starts, ends, strict=True)]
-    return max(end[-1] for end in ends), max(spans)
+    spans = [ends[-1] - starts[0] for starts, ends in zip(run.starts, run.ends, strict=True)]
+    return max(ends[-1] for ends in run.ends), max(spans)
 
 
-def _ranked(schedules: Sequence[Schedule | None], costs: PipelineCosts, longest: float = math.inf) -> list[int]:
+def _ranked(runs: Sequence[PipelineRun | None], longest: float = math.inf) -> list[int]:
     """Positions, those of the shortest steps first. Nearly the shortest steps that are no longer than `longest` are
     equal, and the ones whose devices are occupied for the shortest time come first."""
-    scores = {at: _score(schedule, costs) for at, schedule in enumerate(schedules) if schedule}
+    scores = {at: _score(run) for at, run in enumerate(runs) if run}
     shortest = min((seconds for seconds, _ in scores.values()), default=0.0)
     quick = min(longest * ROUNDING, shortest * (1 + AS_QUICK))
     return sorted(scores, key=lambda at: (max(scores[at][0], quick), scores[at][1]))
@@ -411,9 +402,10 @@ def scheduled(name: str, devices: int, micro_batches: int, *, chunks: int = 1, *
             f"{name}: {devices} devices, {micro_batches} micro-batches and {chunks} stages on each device: give at "
             f"least 1 of each{f', and {row.chunks} stages' if row.chunks else ''}"
         )
-    schedule = row.run(
-        devices, micro_batches, **{k: v for k, v in {"chunks": chunks, **given}.items() if k in row.takes}
-    )
+    if "costs" in row.takes and "costs" not in given:
+        raise ValueError(f"{name} is made for the seconds and bytes of stages: give costs")
+    given = {"chunks": chunks} | given
+    schedule = row.run(devices, micro_batches, **{key: given[key] for key in row.takes if key in given})
     if name in SCHEDULES.added:
         schedule.check()
     return schedule
