@@ -26,9 +26,9 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from autopar.ir.emitter import Emitter
-from autopar.ir.graph import WAIT, InputRole, Node, OutputRole, Ref, is_view, map_references, producers, readers
+from autopar.ir.graph import WAIT, InputRole, Node, OutputRole, Ref, map_references, producers, readers
 from autopar.ir.layout import Replicate
-from autopar.ir.program import Program, ProgramInput, ProgramOutput, RankIndex
+from autopar.ir.program import LAYOUT, Program, ProgramInput, ProgramOutput, RankIndex
 from autopar.ir.rewrite import living, needed, reading
 from autopar.ops.kinds import SELECT, STACK
 from autopar.ops.losses import APART
@@ -214,8 +214,9 @@ class _Cutter:
         self._place_forward()
         self.there = self._availability()
         self.homes = {name: min(self.there[name]) for name in self.parameters.values()}
-        self._place_backward()
-        self._put_off()
+        leading = self._leading()
+        self._place_backward(leading)
+        self._put_off(leading)
         self.messages: dict[Message, None] = {}
 
     # ---- kinds of nodes
@@ -279,10 +280,12 @@ class _Cutter:
         return starts
 
     def _is_of_stage(self, node: Node) -> bool:
-        """Whether a stage computes it of each micro-batch: it varies, and depends on a parameter. A view is made where
-        it is read."""
+        """Whether a stage computes it of each micro-batch: it varies, and depends on a parameter. What lays a value out
+        is done where that is read."""
         of_end = node.name in self.tail or node.name in self.late or node.name in self.early
-        return not of_end and not is_view(node) and any(n in self.varying and n in self.trained for n in node.outputs)
+        if of_end or node.op in LAYOUT:
+            return False
+        return any(name in self.varying and name in self.trained for name in node.outputs)
 
     def _place_forward(self) -> None:
         starts = self._starts()
@@ -309,20 +312,22 @@ class _Cutter:
 
     def _leading(self) -> dict[str, int]:
         """Value of which a sum leads to the gradient of a parameter, and to nothing else -> the stage that holds it."""
-        homes: dict[str, int] = {}
-        for o in self.program.outputs:
-            waiting = [o.name or ""] if o.role == "gradient" and o.target in self.parameters else []
-            while waiting:
-                name = waiting.pop()
-                node = self._maker(name)
-                if node is not None and name not in homes:
-                    homes[name] = self.homes[self.parameters[o.target]]
-                    waiting += node.inputs if self._is_end(node) else ()
-        read = {name for node in self.program.backward if not self._is_end(node) for name in node.inputs}
-        return {name: home for name, home in homes.items() if name not in read}
+        homes = {
+            o.name: self.homes[self.parameters[o.target]]
+            for o in self.program.outputs
+            if o.role == "gradient" and o.name is not None and o.target in self.parameters
+        }
+        others = {o.name for o in self.program.outputs if o.name not in homes}
+        for node in reversed(self.program.backward):
+            ends = [homes[name] for name in node.outputs if name in homes]
+            if ends and (self._is_end(node) or node.op in LAYOUT):
+                for name in node.inputs:
+                    homes.setdefault(name, ends[0])
+            elif not self._is_end(node):
+                others.update(node.inputs)
+        return {name: home for name, home in homes.items() if name not in others}
 
-    def _place_backward(self) -> None:
-        leading = self._leading()
+    def _place_backward(self, leading: Mapping[str, int]) -> None:
         for node in self.program.backward:
             if not self._is_of_stage(node):
                 continue
@@ -335,14 +340,16 @@ class _Cutter:
                 fitting = [min(most, leading[node.name])]
             self.stage_of[node.name] = max(fitting, default=most)
 
-    def _put_off(self) -> None:
+    def _put_off(self, leading: Collection[str]) -> None:
         """Adds to the tail what adds up parts of gradients that several stages make."""
         for node in reversed(self.program.backward):
-            after = {self.program.nodes[k].name for name in node.outputs for k in self.read.get(name, ())}
             makers = {self._place(name) for name in node.inputs}
-            if len(makers) > 1 and after and after <= self.tail | self.late and is_linear(node, self.program.metas):
+            if len(makers) > 1 and node.name in leading and is_linear(node, self.program.metas):
                 self.tail.add(node.name)
                 self.stage_of.pop(node.name, None)
+        for node in self.program.backward:
+            if node.op in LAYOUT and node.name in leading and not self.tail.isdisjoint(node.inputs):
+                self.tail.add(node.name)
 
     def _is_late(self, name: str) -> bool:
         """Whether backward makes a value."""
@@ -354,7 +361,7 @@ class _Cutter:
     def _viewed(self, name: str) -> str:
         """What a value is a view of: itself, if it is none."""
         node = self._maker(name)
-        return name if node is None or not is_view(node) else self._viewed(node.inputs[0])
+        return name if node is None or node.op not in LAYOUT else self._viewed(node.inputs[0])
 
     def _place(self, name: str | None) -> int | None:
         """The stage that computes a value, if that is one."""
