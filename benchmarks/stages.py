@@ -1,0 +1,105 @@
+"""Pipelines beside the step that they cut: `python benchmarks/stages.py [--programs N] [--first SEED] [--zoo] [--json F]`.
+
+Models that the generator draws (`tests/support/generator.py`), or, with `--zoo`, small ones of `transformers`, are
+planned on a mesh whose first axis are micro-batches, cut into stages at random, and run in a random schedule, all
+devices in one process, in float64. Loss, outputs, buffers and gradients are compared with those of the same program on
+all its ranks at once, and, where no random numbers are drawn, with eager PyTorch. A model whose micro-batches need one
+another in the midst of a step is refused by name. The last lines count what came of all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import random
+import sys
+import time
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/support"))
+
+import torch
+import zoo
+from generator import Unfit, drawn
+from models import Case, eager, in_dtype
+from staging import difference, in_time
+
+from autopar.passes.lower.stages import TIME
+from autopar.solve.problem import Infeasible
+from autopar.solve.schedules import SCHEDULES, scheduled
+
+MESHES = ({"pp": 2, "dp": 2}, {"pp": 4, "tp": 2}, {"pp": 3, "dp": 1}, {"pp": 2, "dp": 2, "tp": 2}, {"pp": 5, "dp": 2})
+TOLERANCE = 1e-9
+
+
+def generated(seed: int) -> Case | None:
+    """A model of the generator's, if the seed draws one that trains as every program does."""
+    program = drawn(seed)
+    if not program.is_plain:
+        return None
+    module = program.load()
+    loss_fn = getattr(module, "loss_fn", None)
+    return Case(model=module.build(), batch=lambda step: ((), module.batch(step)), loss_fn=loss_fn)
+
+
+def tried(case: Case, rng: random.Random) -> tuple[str, str]:
+    """What came of a model: the outcome, and what says more."""
+    mesh = rng.choice(MESHES)
+    devices = rng.choice((2, 3, 4))
+    name = rng.choice([name for name in SCHEDULES if name != "searched"])
+    schedule = scheduled(name, devices, mesh["pp"], chunks=2)
+    try:
+        made = in_time(case, devices, mesh)
+        cut = made.cut(len(schedule.devices), rng.randrange(1 << 30))
+    except (ValueError, Infeasible) as error:
+        return "refused", f"{type(error).__name__}: {error}"
+    wanted, found = made.whole(), made.piped(cut, schedule)
+    error = difference(found, wanted)
+    said = f"{mesh} {name} {len(schedule.devices)} stages on {devices}, {len(cut.messages)} messages"
+    if not error < TOLERANCE:
+        return "wrong", f"{said}: {error:.2g} from the program of all ranks"
+    if any(i.role == "seed" for i in made.program.inputs):
+        return "right", said
+    plain = eager(in_dtype(case, torch.float64))
+    of_eager = max(
+        float((found.gradients[k] - g).abs().max() / max(float(g.abs().max()), 1e-9)) if g.numel() else 0.0
+        for k, g in plain.gradients.items()
+    )
+    return ("right" if of_eager < 1e-6 else "wrong"), f"{said}: {of_eager:.2g} from eager"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--programs", type=int, default=500)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--zoo", action="store_true")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    names: list[Any] = list(zoo.ZOO) if options.zoo else list(range(options.first, options.first + options.programs))
+    rows, began = [], time.perf_counter()
+    for name in names:
+        rng = random.Random(str(name))
+        try:
+            case = zoo.case(name, 3) if options.zoo else generated(name)
+            outcome, said = ("no plain program", "") if case is None else tried(case, rng)
+        except Unfit:
+            outcome, said = "no plain program", ""
+        except Exception as error:  # whatever it is, it is what came of the model
+            outcome, said = "crash", f"{type(error).__name__}: {error}"
+        rows.append({"model": name, "outcome": outcome, "said": said})
+        if outcome in ("wrong", "crash") or options.zoo:
+            print(f"{name}: {outcome} {said[:240]}", flush=True)
+    counts = Counter(row["outcome"] for row in rows)
+    print(f"{len(rows)} models in {time.perf_counter() - began:.0f} s: {dict(counts)}")
+    if options.json is not None:
+        options.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
