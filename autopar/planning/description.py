@@ -5,8 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from autopar.cost.memory import Peak
-from autopar.cost.timeline import Timeline
 from autopar.ir.layout import Layout, Split
 from autopar.ops.experts import PRODUCTS
 from autopar.passes.space.choices import SiteChoice
@@ -21,6 +19,7 @@ from .plan import ParameterPlan, Plan, Run, Segment, graph_digest
 from .provenance import ModelFacts
 from .request import Request
 from .search import SearchResult
+from .steps import Estimate
 from .timing import timing
 from .training import Training
 
@@ -49,16 +48,11 @@ class Subject:
         self,
         result: SearchResult,
         request: Request,
-        *,
-        bucket_bytes: int,
-        peak: Peak,
-        seconds: float,
-        exposed_seconds: float,
+        estimate: Estimate,
         least_seconds: float,
-        step: Timeline,
-        rewrites: str,
     ) -> Plan:
-        """The result of a search as the plan that answers a request, with its step, and what no step undercuts."""
+        """The result of a search as the plan that answers a request, with its estimate, and what no step
+        undercuts."""
         space, assignment = self.space, result.assignment
         items, provenance = account(space, assignment), self.facts.provenance(space.cluster, math.prod(space.mesh))
         provenance = provenance.times(self.training.micro_batches)
@@ -98,18 +92,18 @@ class Subject:
             checkpoints=self.facts.captured.checkpoints,
             experts=sum(node.op in PRODUCTS for node in self.facts.captured.graph.nodes),
             account=items,
-            peak=peak,
-            bucket_bytes=bucket_bytes,
-            seconds=seconds,
-            range_seconds=space.cluster.within(seconds),
-            exposed_seconds=exposed_seconds,
+            peak=estimate.peak,
+            bucket_bytes=estimate.bucket_bytes,
+            seconds=estimate.seconds,
+            range_seconds=space.cluster.within(estimate.seconds),
+            exposed_seconds=estimate.exposed_seconds,
             objective_seconds=result.score.objective,
             lower_bound_seconds=least_seconds,
             objective_bound_seconds=result.lower_bound,
             solve_seconds=result.seconds,
             without_rule=dict(space.without_rule),
-            timing=timing(step, items.optimizer_seconds, seconds),
-            rewrites=rewrites,
+            timing=timing(estimate.timeline, items.optimizer_seconds, estimate.seconds),
+            rewrites=estimate.rewrites,
             provenance=replace(provenance, winner=request.preset or provenance.winner),
         )
         return replace(plan, described=plan.digest)

@@ -27,7 +27,7 @@ logger = logging.getLogger("autopar")
 
 
 class Searches:
-    """Builds searches of a space. `steps` computes their peaks."""
+    """Builds searches of a space. `steps` evaluates what they find."""
 
     def __init__(self, space: Space, steps: Steps, effort: Effort, training: Training) -> None:
         self.space, self.steps, self.effort, self.training = space, steps, effort, training
@@ -46,7 +46,6 @@ class Searches:
     ) -> Search:
         """A search of the space, or of one at other prices, with a share of the work of a search. `pinned` adds to what
         the constraints pin."""
-        self.steps.forget()
         space, given = space or self.space, pins(self.space, request.constraints or {})
         return Search(
             self._builders.setdefault(id(space), ProblemBuilder(space)),
@@ -54,7 +53,7 @@ class Searches:
             request.bytes_limit,
             logger.info,
             pins=given if pinned is None else pinned(space, given),
-            peaks=self.steps.peaks_of(request.bytes_limit),
+            evaluate=partial(self.steps.evaluate, limit=request.bytes_limit),
             effort=self.effort.share(share),
             recompute=self.training.recompute == "auto",
             stage=request.stage,

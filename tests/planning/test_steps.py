@@ -10,7 +10,7 @@ import pytest
 
 from autopar.cli.loading import load
 from autopar.planning.planner import Planner
-from autopar.planning.steps import BUCKETS
+from autopar.planning.steps import NEAR, QUICK
 from autopar.testing.plans import random_assignment
 
 LAYERS = 8
@@ -37,10 +37,7 @@ def planner(config: str) -> Planner:
 @pytest.mark.parametrize("config", CONFIGS)
 def test_an_estimate_from_few_copies_is_near_what_the_program_of_all_says(config: str) -> None:
     """Of a random plan in which layers are alike. A bucket that reaches across more layers than the few differs."""
-    steps, assignment = planner(config).steps, random_assignment(planner(config).space, 1, alike=True)
-    steps.forget()
-    told, _ = steps.estimated_seconds(assignment, None)
-    true, _ = steps.seconds(assignment, BUCKETS[0])
-    assert told == pytest.approx(true, rel=0.03)
-    _, exact = steps.peak(assignment)
-    assert steps.peaks_of(None).estimate(assignment) == pytest.approx(exact.bytes, rel=0.05)
+    assignment, evaluate = random_assignment(planner(config).space, 1, alike=True), planner(config).evaluate
+    exact = evaluate(assignment)
+    assert evaluate(assignment, QUICK).seconds == pytest.approx(exact.seconds, rel=0.03)
+    assert evaluate(assignment, NEAR).bytes == pytest.approx(exact.bytes, rel=0.05)
