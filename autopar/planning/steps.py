@@ -28,7 +28,7 @@ from autopar.solve.effort import Effort
 from .account import optimizer_seconds
 from .bound import least_step_seconds
 from .micro import Part, in_sequence, parts_of
-from .writer import LOOKED_AT, Form, Writer
+from .writer import LOOKED_AT, ProgramForm, Writer
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ class Accuracy:
     made smaller until their own peak keeps the limit. Without it, peaks of the same accuracy decide."""
 
     copies: int
-    form: Form
+    form: ProgramForm
     sized_by: Accuracy | None = None
 
 
@@ -165,11 +165,11 @@ class Estimate:
 
         return self._timed("timeline", simulated)
 
-    def _simulated(self, form: Form) -> list[tuple[Timeline, Part]]:
+    def _simulated(self, form: ProgramForm) -> list[tuple[Timeline, Part]]:
         cluster, operators = self.steps.space.cluster, self.steps.operators
         return [(timeline(part.program, cluster, operators), part) for part in self.steps.parts(self._written(form))]
 
-    def _written(self, form: Form) -> Program:
+    def _written(self, form: ProgramForm) -> Program:
         return self.steps.writer.written(self.assignment, self.bucket_bytes, self.accuracy.copies, form)
 
     @property

@@ -38,11 +38,11 @@ HIDING_SHARE = 0.5
 Key = TypeVar("Key")
 T = TypeVar("T")
 
-Form = Literal["plain", "joined", "rough", "unsplit", "lowered"]
+ProgramForm = Literal["plain", "joined", "rough", "unsplit", "lowered"]
 """How far a program is lowered: as codegen writes it; with collectives in buckets, which start early; with gathers no
 further ahead of their readers than they must be, or as far as pays; and with collectives in parts where that pays."""
 
-Cut = tuple[int, Form, int, tuple[Lowering, ...]]
+ProgramKey = tuple[int, ProgramForm, int, tuple[Lowering, ...]]
 """The most copies in a run of equal ones (0: all), the form, the largest bucket (0: none), and what is registered."""
 
 Made = tuple[Program, tuple[str, ...]]
@@ -60,7 +60,7 @@ class Writer:
         self.space, self.flow = space, flow
         self.operators = TimelineCache(placements=memory)
         """What timelines share about operators on the cluster; `memory` says how results lie on any cluster."""
-        self.programs: list[tuple[tuple[Cut, Assignment], Made]] = []
+        self.programs: list[tuple[tuple[ProgramKey, Assignment], Made]] = []
         """The programs written last, the latest first."""
         self.shorts: list[tuple[tuple[int, Assignment], Short | None]] = []
         """Assignments with fewer copies, the latest first."""
@@ -68,7 +68,7 @@ class Writer:
         """The lowerings adopted for the last assignments, the latest first."""
 
     def written(
-        self, assignment: Assignment, bucket_bytes: int = LIMIT_BYTES, copies: int = 0, form: Form = "lowered"
+        self, assignment: Assignment, bucket_bytes: int = LIMIT_BYTES, copies: int = 0, form: ProgramForm = "lowered"
     ) -> Program:
         """The program of an assignment in a form, with its collectives in buckets of at most so many bytes; buckets
         smaller than `LIMIT_BYTES`, which save memory, leave collectives unsplit. If `copies` is not 0, each run of
@@ -87,7 +87,7 @@ class Writer:
         del self.shorts[LATEST_SHORTS:]
         return short
 
-    def _made(self, assignment: Assignment, bucket_bytes: int, copies: int = 0, form: Form = "lowered") -> Made:
+    def _made(self, assignment: Assignment, bucket_bytes: int, copies: int = 0, form: ProgramForm = "lowered") -> Made:
         copies = self._few(assignment, copies)
         taken = self._quickest(assignment) if form == "lowered" and bucket_bytes >= LIMIT_BYTES else ()
         if form == "lowered" and not taken:
@@ -125,7 +125,7 @@ class Writer:
 
     def _joined(self, assignment: Assignment, bucket_bytes: int, copies: int) -> Made:
         """With the lowerings that come first: collectives are in buckets, and start early."""
-        cut: Cut = (copies, "joined", bucket_bytes, lowerings("first"))
+        cut: ProgramKey = (copies, "joined", bucket_bytes, lowerings("first"))
         taken = self._first(assignment, bucket_bytes)  # which may cache this very program
         return self._kept(assignment, cut, lambda: self._lowered(taken, self._plain(assignment, copies)))
 
@@ -203,7 +203,7 @@ class Writer:
         del self.taken[when][LATEST_CHOICES:]
         return taken
 
-    def _kept(self, assignment: Assignment, cut: Cut, write: Callable[[], Made]) -> Made:
+    def _kept(self, assignment: Assignment, cut: ProgramKey, write: Callable[[], Made]) -> Made:
         """The cached program of an assignment, or a new one."""
         made = _remembered(self.programs, (cut, self._written_for(assignment, cut[0])), write)
         lengths = accumulate(len(p.forward) + len(p.backward) for _, (p, _) in self.programs)
