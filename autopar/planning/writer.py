@@ -10,7 +10,7 @@ from autopar.cost.bucketed import bucket_bytes as bucket_bytes_of
 from autopar.cost.streams import TimelineCache
 from autopar.ir.program import Program
 from autopar.passes.flow import CODEGEN, LOWERINGS, Flow, lowerings
-from autopar.passes.lower.lowering import LIMIT_BYTES, Adopted, Lowering, Target, When
+from autopar.passes.lower.lowering import LIMIT_BYTES, Adopted, Lowering, Rewrite, Target, When
 from autopar.passes.lower.shorten import KEPT as ESTIMATED_ON
 from autopar.passes.lower.shorten import Short, shortened
 from autopar.passes.space.problem import Assignment
@@ -62,6 +62,8 @@ class Writer:
         """What timelines share about operators on the cluster; `memory` says how results lie on any cluster."""
         self.programs: list[tuple[tuple[ProgramKey, Assignment], Made]] = []
         """The programs written last, the latest first."""
+        self.latest: list[tuple[Program, tuple[Rewrite, ...], Program]] = []
+        """What targets remember (`passes.lower.lowering`)."""
         self.shorts: list[tuple[tuple[int, Assignment], Short | None]] = []
         """Assignments with fewer copies, the latest first."""
         self.taken: dict[When, list[tuple[tuple[Any, ...], Taken]]] = {"first": [], "where quicker": []}
@@ -146,6 +148,7 @@ class Writer:
             cache=self.operators,
             axis_bytes=tuple(map(bucket_bytes_of, redistributor.links)),
             limit_bytes=bucket_bytes,
+            latest=self.latest,
             unhidden=tuple(axis for axis, link in enumerate(redistributor.links) if link.compute_share > HIDING_SHARE),
         )
 
