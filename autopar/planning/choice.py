@@ -205,7 +205,7 @@ class Choice:
         """The seconds of assignments at the prices of a candidate's timeline, times what its step is longer or shorter;
         without one, as if nothing overlapped."""
         if shortest is None:
-            return lambda assignment: account(self.space, assignment).seconds
+            return lambda assignment: self.steps.account(assignment).seconds
         space = self.searches.hiding(self._hidden(shortest.solved))
         ratio = shortest.seconds / account(space, shortest.solved.assignment).seconds
         return lambda assignment: ratio * account(space, assignment).seconds
@@ -247,7 +247,7 @@ class Choice:
         found.sort(key=_estimate)
         for number in range(self.effort.rounds):
             shortest = found[0]
-            priced = account(self.space, shortest.solved.assignment)
+            priced = self.steps.account(shortest.solved.assignment)
             if priced.communication_seconds < self.effort.hidden_worth * priced.seconds:
                 break
             part = self._hidden(shortest.solved)

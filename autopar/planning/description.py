@@ -14,13 +14,12 @@ from autopar.passes.space.problem import Assignment, Decisions
 from autopar.passes.space.sites import Region, Site
 from autopar.passes.space.space import Space
 
-from .account import account, parameter_layouts
+from .account import parameter_layouts
 from .plan import ParameterPlan, Plan, Run, Segment, graph_digest
 from .provenance import ModelFacts
 from .request import Request
 from .search import SearchResult
 from .steps import Estimate
-from .timing import timing
 from .training import Training
 
 
@@ -54,8 +53,7 @@ class Subject:
         """The result of a search as the plan that answers a request, with its estimate, and what no step
         undercuts."""
         space, assignment = self.space, result.assignment
-        items, provenance = account(space, assignment), self.facts.provenance(space.cluster, math.prod(space.mesh))
-        provenance = provenance.times(self.training.micro_batches)
+        provenance = self.facts.provenance(space.cluster, math.prod(space.mesh)).times(self.training.micro_batches)
         plan = Plan(
             model=self.model,
             graph=self.graph,
@@ -91,7 +89,7 @@ class Subject:
             training=self.training,
             checkpoints=self.facts.captured.checkpoints,
             experts=sum(node.op in PRODUCTS for node in self.facts.captured.graph.nodes),
-            account=items,
+            account=estimate.account,
             peak=estimate.peak,
             bucket_bytes=estimate.bucket_bytes,
             seconds=estimate.seconds,
@@ -102,7 +100,7 @@ class Subject:
             objective_bound_seconds=result.lower_bound,
             solve_seconds=result.seconds,
             without_rule=dict(space.without_rule),
-            timing=timing(estimate.timeline, items.optimizer_seconds, estimate.seconds),
+            timing=estimate.timing,
             rewrites=estimate.rewrites,
             provenance=replace(provenance, winner=request.preset or provenance.winner),
         )

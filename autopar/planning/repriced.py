@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from autopar.passes.space.space import Space
 from autopar.solve.problem import Infeasible, Score
 
-from .account import account
 from .plan import Plan
 from .request import Request
 from .search import SearchResult
@@ -46,7 +45,7 @@ def nearby(planner: Planner, plan: Plan, request: Request) -> list[Plan]:
 def repriced(planner: Planner, plan: Plan) -> Plan:
     """The plan at a planner's prices."""
     assignment = planner.assignment(plan)
-    priced = account(planner.space, assignment)
+    priced = planner.steps.account(assignment)
     score = Score(seconds=priced.seconds, bytes=priced.bytes)
     result = SearchResult(assignment=assignment, score=score, lower_bound=0.0, seconds=plan.solve_seconds)
     request = Request(

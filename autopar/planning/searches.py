@@ -14,7 +14,6 @@ from autopar.passes.space.space import Space
 from autopar.solve.effort import Effort
 from autopar.solve.problem import Score
 
-from .account import account
 from .constraints import Pins, pins
 from .presets import PRESETS, Preset, allowed_by
 from .request import Request
@@ -74,7 +73,7 @@ class Searches:
 
     def priced(self, result: SearchResult) -> SearchResult:
         """The result at the prices of the space, in which nothing is hidden: of these the solver proved nothing."""
-        score = Score(seconds=account(self.space, result.assignment).seconds, bytes=result.score.bytes)
+        score = Score(seconds=self.steps.account(result.assignment).seconds, bytes=result.score.bytes)
         return replace(result, score=score, lower_bound=0.0)
 
     def found(self, solved: Solved) -> SearchResult:

@@ -25,9 +25,10 @@ from autopar.passes.space.space import Space
 from autopar.profile.programs import Costs
 from autopar.solve.effort import Effort
 
-from .account import optimizer_seconds
+from .account import Account, account
 from .bound import least_step_seconds
 from .micro import Part, in_sequence, parts_of
+from .timing import Timing, timing
 from .writer import LOOKED_AT, ProgramForm, Writer
 
 T = TypeVar("T")
@@ -83,6 +84,11 @@ class Estimate:
     def program(self) -> Program:
         """What the figures are of."""
         return self._written(self.accuracy.form)
+
+    @property
+    def account(self) -> Account:
+        """What the assignment costs if nothing overlaps, item by item."""
+        return self.steps.account(self.assignment)
 
     @property
     def rewrites(self) -> str:
@@ -152,6 +158,11 @@ class Estimate:
         """Of all that the step runs."""
         return in_sequence([(step, part.times) for step, part in self._simulated(self.accuracy.form)])
 
+    @property
+    def timing(self) -> Timing:
+        """Where the seconds of the step go."""
+        return timing(self.timeline, self.account.optimizer_seconds, self.seconds)
+
     @cached_property
     def _seconds(self) -> tuple[float, float]:
         def simulated() -> tuple[float, float]:
@@ -161,7 +172,7 @@ class Estimate:
             whole = sum(part.times * short.seconds(step, part.program) for step, part in runs) if short else told
             ratio = steps.correction(self.assignment, self.bucket_bytes)
             exposed = sum(part.times * step.exposed_seconds for step, part in runs) * (whole / told if told else 1.0)
-            return whole * ratio + optimizer_seconds(steps.space, self.assignment), exposed * ratio
+            return whole * ratio + self.account.optimizer_seconds, exposed * ratio
 
         return self._timed("timeline", simulated)
 
@@ -197,6 +208,7 @@ class Steps:
     costs: Costs | None = None
     estimates: dict[tuple[Any, ...], Estimate] = field(default_factory=dict)
     """All that were asked for, by all that they depend on: what was asked, and the registered lowerings."""
+    accounts: dict[Assignment, Account] = field(default_factory=dict)
     latest: tuple[Program, tuple[Part, ...]] | None = None
     """The program whose parts were asked for last, with these."""
 
@@ -238,6 +250,12 @@ class Steps:
             if tried[-1].bytes > limit + self.effort.buckets_in_flight * size:
                 break
         return min(tried, key=lambda one: one.bytes)
+
+    def account(self, assignment: Assignment) -> Account:
+        """What an assignment costs if nothing overlaps."""
+        if assignment not in self.accounts:
+            self.accounts[assignment] = account(self.space, assignment)
+        return self.accounts[assignment]
 
     def parts(self, program: Program) -> tuple[Part, ...]:
         """What a step runs of a program."""

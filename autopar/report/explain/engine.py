@@ -42,7 +42,7 @@ class Explainer:
     def __init__(self, planner: Planner, plan: Plan) -> None:
         self.planner, self.space, self.plan = planner, planner.space, plan
         self.assignment = planner.assignment(plan)
-        self.before = account(self.space, self.assignment)
+        self.before = planner.steps.account(self.assignment)
 
     def explain(self, name: str, *, replan: int = 0) -> Explanation:
         """As `Plan.explain`."""
