@@ -55,7 +55,8 @@ class Limit:
         """`aim` is the limit on estimates, so that the exact peak keeps `bytes_limit`."""
         self.correction = 0.0
         """What rough estimates leave out."""
-        self.estimated: dict[Assignment, tuple[Solved, float]] = {}
+        self.estimated: dict[Assignment, Solved] = {}
+        """The solutions whose peaks were asked for."""
 
     def best(self, *, sure: bool) -> Solved:
         """The best that keeps the limit, by estimated peaks; `sure` estimates them better."""
@@ -97,7 +98,7 @@ class Limit:
         excess, bound = self._generate(pool, purse, sure=sure)
         kept = self._mixed(pool, excess, purse)
         if not kept and self.evaluate is not None:  # another excess may lead to sums that can be had
-            least = min(self._excess(solved) for solved, _ in self.estimated.values())
+            least = min(map(self._excess, self.estimated.values()))
             kept = self._mixed(pool, least, self.descent.purse(self.effort.limit))
         if not kept:  # sums fit, and peaks do not: what needs the least memory, and what lies between
             smallest = self.solve_at(self._most, pool.solutions[-1], purse)
@@ -162,9 +163,7 @@ class Limit:
         """The excess of a solution at the price of the limit, and not that of the cheapest one; `sure` learns from it
         what rough estimates leave out."""
         if sure and self.evaluate is not None:
-            missing = self.evaluate(solved.assignment, NEAR).bytes - self._peak(solved)
-            self.correction += missing
-            self.estimated = {key: (of, peak + missing) for key, (of, peak) in self.estimated.items()}
+            self.correction += self.evaluate(solved.assignment, NEAR).bytes - self._peak(solved)
         return self._excess(solved)
 
     def _mixed(self, pool: "_Pool", excess: float, purse: Purse) -> list[Solved]:
@@ -197,7 +196,7 @@ class Limit:
         """The solution with the smallest peak of all. Raises `Infeasible` if that, too, is over the limit."""
         pool.price = self._most
         least = pool.at_price()
-        smallest = min([*(solved for solved, _ in self.estimated.values()), *pool.solutions, *least], key=self._peak)
+        smallest = min([*self.estimated.values(), *pool.solutions, *least], key=self._peak)
         true = self._true_peak(smallest) if sure else self._peak(smallest)
         if true > self.bytes_limit:
             error = DoesNotFit(f"no plan fits in {self.bytes_limit:.0f} bytes: the smallest needs {true:.0f} bytes")
@@ -221,10 +220,8 @@ class Limit:
         """As estimated, which takes writing a program."""
         if self.evaluate is None:
             return solved.score.bytes
-        assignment = solved.assignment
-        if assignment not in self.estimated:
-            self.estimated[assignment] = solved, self.evaluate(assignment, ROUGH).bytes + self.correction
-        return self.estimated[assignment][1]
+        self.estimated.setdefault(solved.assignment, solved)
+        return self.evaluate(solved.assignment, ROUGH).bytes + self.correction
 
     def _true_peak(self, solved: Solved) -> float:
         return solved.score.bytes if self.evaluate is None else self.evaluate(solved.assignment, EXACT).bytes
