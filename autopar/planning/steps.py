@@ -66,6 +66,11 @@ PARTED = Accuracy(KEPT, "lowered", ROUGH)
 EXACT = Accuracy(0, "lowered", NEAR)
 
 
+def _timed(name: str) -> Callable[[Callable[[Estimate], T]], cached_property[T]]:
+    """A figure that is computed when it is first read, in seconds that count under a name."""
+    return lambda compute: cached_property(lambda self: self.steps.writer.flow.timed(name, compute, self))
+
+
 @dataclass(frozen=True, eq=False)
 class Estimate:
     """The step of an assignment with collectives in buckets of at most `bucket_bytes`, as well as its `accuracy`
@@ -95,63 +100,35 @@ class Estimate:
         """What the program's lowerings wrote, as text (`passes.flow.rewrites`)."""
         return self.steps.writer.rewrites(self.assignment, self.bucket_bytes)
 
-    @cached_property
+    @property
     def seconds(self) -> float:
         """Of the step, with the optimizer's."""
         return self._seconds[0]
 
-    @cached_property
+    @property
     def exposed_seconds(self) -> float:
         """The seconds of the step for which a rank stalls."""
         return self._seconds[1]
 
-    @cached_property
-    def bytes(self) -> float:
-        """Of a rank at the peak. (In a step of several micro-batches, what waits to be reduced is of all copies.)"""
-        short, steps = self._short, self.steps
-        if short is None or steps.space.micro_batches > 1:
-            return self.peak.bytes
+    @_timed("timeline")
+    def _seconds(self) -> tuple[float, float]:
+        steps, short, runs = self.steps, self._short, self._simulated(self.accuracy.form)
+        told = sum(part.times * step.seconds for step, part in runs)
+        whole = sum(part.times * short.seconds(step, part.program) for step, part in runs) if short else told
+        ratio = steps.correction(self.assignment, self.bucket_bytes)
+        exposed = sum(part.times * step.exposed_seconds for step, part in runs) * (whole / told if told else 1.0)
+        return whole * ratio + self.account.optimizer_seconds, exposed * ratio
 
-        def estimated() -> float:
-            program, optimizer = self.program, steps.space.optimizer
-            return short.most(moments(program, optimizer, steps.kind_of_device, steps.memory), program, optimizer)
-
-        return self._timed("peak", estimated)
-
-    @cached_property
-    def peak(self) -> Peak:
-        """A rank's memory when it is the most, by the program of all copies."""
-        steps = self.steps
-        if not self.is_exact:
-            return steps.evaluate(self.assignment, EXACT, None, (self.bucket_bytes,)).peak
-
-        def largest() -> Peak:
-            of_step = steps.space.optimizer, steps.kind_of_device, steps.memory
-            peaks = (peak(part.program, *of_step, part.waiting) for part in steps.parts(self.program))
-            return max(peaks, key=lambda one: one.bytes)
-
-        return self._timed("peak", largest)
-
-    @property
-    def phases(self) -> list[Moment]:
-        """The largest moments of each phase, of which the peak is the largest."""
-        steps = self.steps
-        return phases(self.program, steps.space.optimizer, steps.kind_of_device, steps.memory)
-
-    @cached_property
+    @_timed("timeline")
     def hidden_part(self) -> float:
         """The part of what travels in buckets that passes while a rank computes, by a timeline with collectives
         unsplit: of the seconds of all collectives that are not exchanges."""
-
-        def hidden() -> float:
-            total = hidden = 0.0
-            for step, part in self._simulated("unsplit"):
-                for row in step.communication:
-                    if row.kind != "all_to_all":
-                        total, hidden = total + part.times * row.seconds, hidden + part.times * row.hidden_seconds
-            return round(hidden / total, HIDDEN_DIGITS) if total else 0.0
-
-        return self._timed("timeline", hidden)
+        total = hidden = 0.0
+        for step, part in self._simulated("unsplit"):
+            for row in step.communication:
+                if row.kind != "all_to_all":
+                    total, hidden = total + part.times * row.seconds, hidden + part.times * row.hidden_seconds
+        return round(hidden / total, HIDDEN_DIGITS) if total else 0.0
 
     @property
     def timeline(self) -> Timeline:
@@ -163,18 +140,30 @@ class Estimate:
         """Where the seconds of the step go."""
         return timing(self.timeline, self.account.optimizer_seconds, self.seconds)
 
-    @cached_property
-    def _seconds(self) -> tuple[float, float]:
-        def simulated() -> tuple[float, float]:
-            steps, short = self.steps, self._short
-            runs = list(self._simulated(self.accuracy.form))
-            told = sum(part.times * step.seconds for step, part in runs)
-            whole = sum(part.times * short.seconds(step, part.program) for step, part in runs) if short else told
-            ratio = steps.correction(self.assignment, self.bucket_bytes)
-            exposed = sum(part.times * step.exposed_seconds for step, part in runs) * (whole / told if told else 1.0)
-            return whole * ratio + self.account.optimizer_seconds, exposed * ratio
+    @_timed("estimate")
+    def bytes(self) -> float:
+        """Of a rank at the peak. (In a step of several micro-batches, what waits to be reduced is of all copies.)"""
+        short, steps = self._short, self.steps
+        if short is None or steps.space.micro_batches > 1:
+            return self.peak.bytes
+        program, optimizer = self.program, steps.space.optimizer
+        return short.most(moments(program, optimizer, steps.kind_of_device, steps.memory), program, optimizer)
 
-        return self._timed("timeline", simulated)
+    @_timed("peak")
+    def peak(self) -> Peak:
+        """A rank's memory when it is the most, by the program of all copies."""
+        steps = self.steps
+        if not self.is_exact:
+            return steps.evaluate(self.assignment, EXACT, None, (self.bucket_bytes,)).peak
+        of_step = steps.space.optimizer, steps.kind_of_device, steps.memory
+        peaks = (peak(part.program, *of_step, part.waiting) for part in steps.parts(self.program))
+        return max(peaks, key=lambda one: one.bytes)
+
+    @property
+    def phases(self) -> list[Moment]:
+        """The largest moments of each phase, of which the peak is the largest."""
+        steps = self.steps
+        return phases(self.program, steps.space.optimizer, steps.kind_of_device, steps.memory)
 
     def _simulated(self, form: ProgramForm) -> list[tuple[Timeline, Part]]:
         cluster, operators = self.steps.space.cluster, self.steps.operators
@@ -186,9 +175,6 @@ class Estimate:
     @property
     def _short(self) -> Short | None:
         return self.steps.writer.short(self.assignment, self.accuracy.copies)
-
-    def _timed(self, name: str, compute: Callable[[], T]) -> T:
-        return self.steps.writer.flow.timed(name, compute)
 
 
 Evaluate = Callable[[Assignment, Accuracy], Estimate]
