@@ -366,7 +366,6 @@ def frameworks(planner: Planner) -> dict[str, float]:
     space = planner.space
     steps = []
     for priced in (space, replace(space, redistributor=with_buckets_hidden(space))):
-        planner.steps.forget()
         steps.append(planner.describe(best(priced, "cfp"), Request(cost="serial")).seconds)
     seconds["CFP"] = min(steps)
     seconds["free"] = planner.plan().seconds

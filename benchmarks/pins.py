@@ -87,9 +87,11 @@ class Timed:
     """Steps of assignments beside the plan's, and what the search's objective says of both."""
 
     def __init__(self, planner: Any, free: Any) -> None:
-        self.planner, self.best = planner, planner.assignment(free)
-        self.before = planner.steps.estimated_seconds(self.best, None)[0]
-        self.hidden = planner.steps.hidden_part(self.best)
+        from autopar.planning.steps import NEAR, QUICK
+
+        self.planner, self.best, self.quick = planner, planner.assignment(free), QUICK
+        self.before = planner.evaluate(self.best, QUICK).seconds
+        self.hidden = planner.evaluate(self.best, NEAR).hidden_part
         self.priced = self.objective(self.best)
 
     def objective(self, assignment: Any) -> float:
@@ -100,7 +102,7 @@ class Timed:
 
     def row(self, what: str, assignment: Any) -> Row:
         row: Row = {"what": what, "objective_ratio": self.objective(assignment) / self.priced}
-        return row | {"ratio": self.planner.steps.estimated_seconds(assignment, None)[0] / self.before}
+        return row | {"ratio": self.planner.evaluate(assignment, self.quick).seconds / self.before}
 
     def differing(self, assignment: Any) -> str:
         """The sites that decide otherwise than the plan, in the rest and in the middle copies of layers."""

@@ -377,7 +377,7 @@ def main() -> None:
         x = torch.zeros(32, 2048, 12288, dtype=torch.bfloat16)
     first = Planner(model, {"rows": 8, "cols": 8}, (x,), loss_fn=torch.mean, cluster="tpu-v4")
     plan = first.plan(solver="meshslice")
-    unsplit = first.writer.unsplit(first.assignment(plan), plan.bucket_bytes, 0)
+    unsplit = first.writer.written(first.assignment(plan), plan.bucket_bytes, form="unsplit")
     print(f"nothing in parts: {timeline(unsplit, first.cluster).seconds * 1e3:.3f} ms")
     print(f"slices and chunks, where quicker: {first.timeline(plan).seconds * 1e3:.3f} ms")
     for name, write in RIVALS.items():

@@ -98,22 +98,29 @@ class PlacementCache:
 
     def fresh(self, meta: TensorMeta) -> MemoryPlace:
         """A contiguous value in memory of its own."""
-        if meta not in self.contiguous:
+        place = self.contiguous.get(meta)
+        if place is None:
             stride = torch.empty(meta.shape, device="meta").stride()
-            self.contiguous[meta] = MemoryPlace(meta.shape, stride, 0, meta.dtype)
-        return self.contiguous[meta]
+            place = self.contiguous[meta] = MemoryPlace(meta.shape, stride, 0, meta.dtype)
+        return place
 
-    def results(self, instruction: Node, operands: tuple[MemoryPlace, ...]) -> Results:
+    def results(self, instruction: Node, placed: dict[str, MemoryPlace]) -> Results:
+        """How the results of a local operator lie in memory, where its operands are `placed`, as they are then, too."""
+        operands = tuple([placed[name] for name in instruction.inputs])
         key: tuple[Any, ...] = (instruction.form, operands)
         if instruction.op not in RULES.rows:  # a user may register it again, with other strides that its kernel needs
             key = (*key, *contract.needed_by(instruction.op).items())
-        if key not in self.operators:
+        known = self.operators.get(key)
+        if known is None:
             if len(self.operators) >= MOST_OPERATORS:
                 self.operators.clear()
             results, operands_bytes = _run(instruction, operands)
             copies = any(result is not None and result.of is None for result in results)
-            self.operators[key] = Results(results, copies, operands_bytes)
-        return self.operators[key]
+            known = self.operators[key] = Results(results, copies, operands_bytes)
+        for name, result in zip(instruction.outputs, known.results, strict=True):
+            if name and result is not None:
+                placed[name] = result.placed
+        return known
 
 
 @dataclass(eq=False)
@@ -159,10 +166,9 @@ class Memory:
         else:
             self.local(instruction)
 
-    def local(self, instruction: Node) -> Results:
+    def local(self, instruction: Node) -> None:
         """Place the results of a local op."""
-        placed = self.placed
-        results = self.cache.results(instruction, tuple([placed[name] for name in instruction.inputs]))
+        results = self.cache.results(instruction, self.placed)
         inside = results.operands_bytes
         for name, result in zip(instruction.outputs, results.results, strict=True):
             if result is None:
@@ -170,12 +176,10 @@ class Memory:
             if not name:
                 inside += result.bytes
             else:
-                placed[name] = result.placed
                 viewed = None if result.of is None else self.storages[instruction.inputs[result.of]]
                 self.storages[name] = viewed or (self.new(result.bytes),)
         if inside:
             self.unnamed[id(instruction)] = inside
-        return results
 
     def _collective(self, program: Program, line: Line, by_parts: bool) -> None:
         instruction = line.instruction

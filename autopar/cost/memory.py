@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from autopar.files.kinds import Count
 from autopar.ir import randomness, variates
@@ -50,8 +51,7 @@ class Peak:
         return sum(getattr(self, kind) for kind in KINDS)
 
 
-@dataclass(frozen=True, slots=True)
-class Moment:
+class Moment(NamedTuple):
     """What a rank holds while an instruction runs, or at the end of a step: the bytes of each of `KINDS`. Of its
     activations and temporaries, `weight_bytes` are those of parameters and their gradients, gathered or on their way,
     which a smaller batch leaves."""
@@ -116,7 +116,7 @@ def phases(program: Program, optimizer: Optimizer, device_type: str, cache: Plac
     for moment in moments(program, optimizer, device_type, cache, weighs=True):
         name = moment.phase.partition(",")[0]
         if name not in largest or moment.bytes > largest[name].bytes:
-            largest[name] = replace(moment, phase=name)
+            largest[name] = moment._replace(phase=name)
     return list(largest.values())
 
 
@@ -256,9 +256,10 @@ class _TrainingStep:
 
     def _look(self, phase: str, inside: int = 0, instruction: Node | None = None) -> None:
         """Remember this moment. `inside` is what lives within an operator."""
-        alive = {**self.alive, "temporaries": self.alive["temporaries"] + inside}
-        alive["gradients"] += self.waiting.get(phase.partition(",")[0], 0)
-        self.moments.append(Moment(phase, instruction, tuple(alive.values()), self.weight_bytes))
+        parameters, gradients, *others, temporaries = self.alive.values()
+        gradients += self.waiting.get(phase.partition(",")[0], 0) if self.waiting else 0
+        parts = (parameters, gradients, *others, temporaries + inside)
+        self.moments.append(Moment(phase, instruction, parts, self.weight_bytes))
 
 
 def _weights(program: Program) -> set[str]:
@@ -304,11 +305,11 @@ WORKSPACE: Mapping[str, Callable[[Metas, Metas, str], int]] = {
 
 def workspace_bytes(instruction: Node, metas: Mapping[str, TensorMeta], device_type: str) -> int:
     """Bytes that an instruction has alive at once beside its operands and results; 0 for ops without a row."""
+    workspace, attends = WORKSPACE.get(instruction.op), instruction.op in (ATTENTION, ATTENTION_BACKWARD)
+    if workspace is None and not attends:
+        return 0
     inputs = tuple(metas[name] for name in instruction.inputs)
-    if instruction.op in (ATTENTION, ATTENTION_BACKWARD):
+    if workspace is None:
         causal = bool(dict(instruction.kwargs).get("is_causal"))
         return attention_bytes(inputs, device_type, backward=instruction.op == ATTENTION_BACKWARD, causal=causal)
-    workspace = WORKSPACE.get(instruction.op)
-    if workspace is None:
-        return 0
     return workspace(inputs, tuple(metas[name] for name in instruction.outputs if name), device_type)

@@ -48,16 +48,16 @@ class LocalOperators:
             self.fusion, self.device = fusion(program), replace(device, fused_part=0.0, saved_part=0.0)
         instructions = program.nodes
         self.read = {name for instruction in instructions for name in instruction.inputs}
-        self.memory = liveness.Memory(cache=placements)
-        for name in self.read.difference(*(instruction.outputs for instruction in instructions)):
-            self.memory.give(name, self.metas[name])
+        self.placements = placements
+        given = self.read.difference(*(instruction.outputs for instruction in instructions))
+        self.placed = {name: placements.fresh(self.metas[name]) for name in given}
         self.read.update(program.saved, (o.name for o in program.outputs if o.name is not None))
         self._costs = costs
 
     def pass_by(self, instruction: Node) -> None:
         """The results of a collective lie in new memory."""
         for name in instruction.outputs:
-            self.memory.give(name, self.metas[name])
+            self.placed[name] = self.placements.fresh(self.metas[name])
 
     def starting(self, instruction: Node) -> float:
         """Seconds that the rank itself is busy with the start of a collective, where that was measured."""
@@ -67,18 +67,18 @@ class LocalOperators:
         return self.device.measured_seconds(instruction.op, *input_and_output_metas(instruction, self.metas))
 
     def cost(self, instruction: Node) -> Cost:
+        placed, outputs = self.placements.results(instruction, self.placed), instruction.outputs
         if (part := self.fusion.parts.get(instruction.name)) is not None:
-            self.memory.local(instruction)
             return self._of_kernel(part)
-        placed, outputs = self.memory.local(instruction), instruction.outputs
         # an op may leave out results that nobody reads
         wanted = outputs if len(outputs) == 1 else self.read.intersection(outputs) or outputs
         key = (placed, tuple([bool(name) and name in wanted for name in outputs]))
-        if key not in self._costs:
+        cost = self._costs.get(key)
+        if cost is None:
             results = tuple(self.metas[name] if name and name in wanted else None for name in outputs)
             call = replace(call_of(instruction, self.metas), outputs=results)
-            self._costs[key] = self._cost(instruction, placed.copies, call)
-        return self._costs[key]
+            cost = self._costs[key] = self._cost(instruction, placed.copies, call)
+        return cost
 
     def _of_kernel(self, part: Fused) -> Cost:
         """Of a part of a kernel. (Of compiled programs nothing is measured: `planning.micro.check_measured`.)"""

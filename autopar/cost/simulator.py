@@ -14,6 +14,7 @@ import heapq
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 Resource = Hashable
 """What is shared: there is 1 of each."""
@@ -22,8 +23,7 @@ FULL = 1e-12
 """A resource of which no more than this is left is used up."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class Task(NamedTuple):
     """`after` are positions of earlier tasks. Alone it takes max(`least_seconds`, `fixed_seconds` + `moving_seconds`);
     `uses` are parts of resources that it uses during its moving seconds at rate 1."""
 
@@ -40,8 +40,7 @@ class Task:
         return max(self.least_seconds, self.fixed_seconds + self.moving_seconds)
 
 
-@dataclass(frozen=True, slots=True)
-class TaskSpan:
+class TaskSpan(NamedTuple):
     """When a task starts and ends."""
 
     start_seconds: float

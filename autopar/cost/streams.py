@@ -8,7 +8,7 @@ takes longer while another axis uses the same links, an operator while a collect
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from autopar.cluster.loads import loads, price
@@ -56,13 +56,8 @@ def timeline(program: Program, cluster: Cluster, cache: TimelineCache | None = N
 def alone_seconds(program: Program, cluster: Cluster, cache: TimelineCache | None = None) -> dict[str, float]:
     """What each operator and each collective takes if nothing else runs, by its first result. Raises ValueError as
     `timeline`."""
-    writer = _Streams(program, cluster, cache or TimelineCache())
-    writer.write()
-    return {
-        name: writer.tasks[task].seconds
-        for task, instruction, _ in writer.order
-        if (name := _first(instruction)) and instruction.op != WAIT
-    }
+    streams = _Streams(program, cluster, cache or TimelineCache())
+    return {name: seconds for node in program.nodes if (seconds := streams.alone(node)) and (name := _first(node))}
 
 
 def _first(instruction: Node) -> str:
@@ -115,6 +110,13 @@ class _Streams:
         for instruction in self.program.backward:
             self._issue(instruction, backward=True)
 
+    def alone(self, instruction: Node) -> float:
+        """What an instruction takes if nothing else runs."""
+        if instruction.op != WAIT and not instruction.collective:
+            return self.local.cost(instruction).seconds
+        self.local.pass_by(instruction)
+        return self._collective(instruction).seconds if instruction.collective else 0.0
+
     def _issue(self, instruction: Node, *, backward: bool) -> None:
         if instruction.op == WAIT:
             self.local.pass_by(instruction)
@@ -153,7 +155,7 @@ class _Streams:
         key = (kind, axis, self._sent(instruction))
         if key not in self._priced:
             self._priced[key] = self._priced_task(*key)
-        return replace(self._priced[key], after=self.barrier)
+        return self._priced[key]._replace(after=self.barrier)
 
     def _priced_task(self, kind: str, axis: int, size: int) -> Task:
         link, stream = self.links[axis], self.program.axes[axis]

@@ -115,6 +115,10 @@ class Table(Mapping[str, Row]):
         INSTALLED.load()
         return self.own[name] if name in self.own else self.added[name]
 
+    def __contains__(self, name: object) -> bool:
+        INSTALLED.load()
+        return name in self.own or name in self.added
+
     def __iter__(self) -> Iterator[str]:
         INSTALLED.load()
         return iter((*self.own, *self.added))

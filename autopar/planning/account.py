@@ -150,18 +150,6 @@ def _add(sums: dict[Key, list[float]], key: Key, item: Item) -> None:
         total[i] += item.times * more
 
 
-def optimizer_seconds(space: Space, assignment: Assignment) -> float:
-    """`account(space, assignment).optimizer_seconds`, of parameters alone."""
-    return sum(
-        count * item.seconds
-        for region, decisions, count, _ in _regions(space, assignment)
-        for site in region.sites.values()
-        if site.kind == "parameter"
-        for item in site_items(space, site, space.decided(site, decisions[site.name]))
-        if item.kind == OPTIMIZER
-    )
-
-
 def _items(space: Space, assignment: Assignment) -> Iterator[tuple[str, Site, Item]]:
     """All items of a step, each with the root of a tensor, or the site, that it is of, and the site that makes it.
     Routes are told as what they consist of."""

@@ -50,10 +50,9 @@ class Profiled:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Contender:
-    """A plan with its program; candidates with the same `key` are the same."""
+    """A plan; candidates whose programs have the same `key` are the same."""
 
     plan: Plan
-    program: Program
     key: str
 
 
@@ -80,8 +79,6 @@ class Candidates:
         self.counts = dict.fromkeys(("measured", "recorded", "abandoned"), 0)
         self.off = 0.0
         """The largest share by which a prediction exceeded its measurement."""
-        self.segments: dict[str, Program] = {}
-        """Key of a measured candidate -> its segment program."""
         planner = self.planner
         programs: int = self.phases.timed(
             "analysis", segment_programs, planner.captured.graph, planner.segments, planner.space.mesh
@@ -134,7 +131,7 @@ class Candidates:
         for plan in plans:
             if limit is None or plan.bytes <= limit:
                 program = planner.writer.written(planner.assignment(plan), plan.bucket_bytes)
-                candidates.append(Contender(plan=plan, program=program, key=structure(program)))
+                candidates.append(Contender(plan=plan, key=structure(program)))
         return candidates
 
     def _first(self) -> list[Contender]:
@@ -158,17 +155,12 @@ class Candidates:
 
     def _seconds(self, candidates: Iterable[Contender]) -> dict[str, float]:
         """Key of a candidate -> the seconds of its step, at the measured prices."""
-        cluster = self.costs.measured(self.planner.space.mesh)
-        optimizer, cache = self.planner.optimizer.name, TimelineCache(placements=self.planner.memory)
-        usual = self.costs.usual_correction(self.planner.space.mesh)
+        measured = self.planner.profiled(self.costs)
 
-        def seconds(c: Contender) -> float:
-            segment = self.segments.get(c.key)
-            ratio = usual if segment is None else self.costs.correction(segment, cluster, cache)
-            updating = cluster.device.optimizer_seconds(optimizer, moved_bytes(self.planner, c.program))
-            return timeline(c.program, cluster, cache).seconds * ratio + updating
+        def seconds(plan: Plan) -> float:
+            return measured.evaluate(measured.assignment(plan), buckets=(plan.bucket_bytes,)).seconds
 
-        return {c.key: seconds(c) for c in candidates}
+        return {c.key: seconds(c.plan) for c in candidates}
 
     def _measured(self, candidate: Contender, predicted: float, best: float, number: int, left: int) -> ProgramRow:
         """The row of a candidate's segment program, which is measured unless the database has it."""
@@ -176,7 +168,6 @@ class Candidates:
         program: Program = self.phases.timed(
             "analysis", planner.writer.segment_program, planner.assignment(plan), plan.bucket_bytes
         )
-        self.segments[candidate.key] = program
         row = self.costs.row(structure(program), program.mesh)
         if row is None:
             cluster = self.costs.measured(program.mesh)

@@ -16,6 +16,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from autopar.passes.flow import Flow
 from autopar.passes.space.problem import Allowed, Assignment
@@ -34,12 +35,12 @@ from .search import Search, SearchResult
 from .searches import Searches
 from .shortfall import DoesNotFit
 from .solving import Solved
-from .steps import BUCKETS, Steps
+from .steps import BUCKETS, EXACT, NEAR, PARTED, QUICK, ROUGH, Estimate, Evaluate, Steps
 
 logger = logging.getLogger("autopar")
 
-Describe = Callable[[SearchResult, Request], Plan]
-"""Describes a search's result as a plan."""
+Describe = Callable[[SearchResult, Request, Estimate], Plan]
+"""Describes a search's result, and its estimate, as a plan."""
 
 Rival = tuple[str, Solved]
 
@@ -80,7 +81,7 @@ class Choice:
         solves presets while this one searches."""
         search, self.stage = self.searches.search(request), request.stage
         self.cheapest = cheapest = self.flow.timed("search", search.explore, bounded=False, known=self.cheapest)
-        if self.steps.peaks_of(None).rough(cheapest.assignment) > below:
+        if self.steps.evaluate(cheapest.assignment, ROUGH).bytes > below:
             return None
         self.known, limit = {}, request.bytes_limit
         with forked(lambda: self._of_presets(request), worthwhile=search.is_large, until=self.effort.until) as find:
@@ -104,8 +105,8 @@ class Choice:
         """The best within the limit by estimated peaks, or why there is none. If the cheapest needs too much, bytes
         have a price, and less traffic hides than by the cheapest's timeline: what hides it needs bytes."""
         limit = request.bytes_limit
-        if limit is not None and self.steps.peaks_of(limit, BUCKETS[:1]).rough(cheapest.assignment) > limit:
-            hidden = self.flow.timed("steps", self.steps.hidden_part, cheapest.assignment)
+        if limit is not None and self.steps.evaluate(cheapest.assignment, ROUGH).bytes > limit:
+            hidden = self._hidden(cheapest)
             search = self.searches.search(request, self.searches.hiding(self.effort.hidden_within * hidden))
             self.flow.timed("search", search.explore, start=cheapest.assignment, bounded=False)
         try:
@@ -115,15 +116,16 @@ class Choice:
             return [], error
         return [self._estimated(OWN, solved, limit, math.inf, search)], None
 
+    def _hidden(self, one: Solved) -> float:
+        return self.steps.evaluate(one.assignment, NEAR).hidden_part
+
     def _within(self, search: Search) -> Solved:
         """With the largest buckets, which hide most, and with smaller ones where none of these fits."""
         limit = search.bytes_limit
-        if limit is None:
-            return search.within(None)
         try:
-            return search.within(self.steps.peaks_of(limit, BUCKETS[:1]))
+            return search.within(self._evaluate(limit, BUCKETS[:1]))
         except DoesNotFit as error:
-            if error.smallest_bytes > limit + self.effort.buckets_in_flight * BUCKETS[0]:
+            if limit is None or error.smallest_bytes > limit + self.effort.buckets_in_flight * BUCKETS[0]:
                 raise
             return self._with_smaller_buckets(search, error)
         except Infeasible as error:
@@ -131,27 +133,25 @@ class Choice:
 
     def _confirmed(self, search: Search) -> Solved:
         """The best within the limit by exact peaks. Raises `DoesNotFit` if there is none."""
-        limit = search.bytes_limit
         try:
-            best = search.confirmed()
+            return search.confirmed()
         except Infeasible as error:
             self._with_smaller_buckets(search, error)
             return search.confirmed()
-        if limit is not None:
-            self.steps.peaks = {key: peak for key, peak in self.steps.peaks.items() if peak[-1].bytes <= limit}
-        return best
 
     def _with_smaller_buckets(self, search: Search, error: Infeasible) -> Solved:
         logger.info("with buckets of %d MiB %s", BUCKETS[0] >> 20, error)
-        self.steps.forget()
-        return search.within(self.steps.peaks_of(search.bytes_limit))
+        return search.within(self._evaluate(search.bytes_limit))
+
+    def _evaluate(self, limit: float | None, buckets: tuple[int, ...] = BUCKETS) -> Evaluate:
+        return partial(self.steps.evaluate, limit=limit, buckets=buckets)
 
     def _least(self, error: DoesNotFit, limit: float) -> DoesNotFit:
         """The error where nothing fits, of the preset's plan that needs the least, if it needs less."""
-        peaks = self.steps.peaks_of(limit)
+        evaluate = self._evaluate(limit)
         may = [one for name, one in self.presets or () if self._resting_bytes(name) < error.smallest_bytes]
-        smallest = min((one.assignment for one in may), key=peaks.rough, default=None)
-        if smallest is not None and (needed := peaks.exact(smallest)) < error.smallest_bytes:
+        smallest = min((one.assignment for one in may), key=lambda one: evaluate(one, ROUGH).bytes, default=None)
+        if smallest is not None and (needed := evaluate(smallest, EXACT).bytes) < error.smallest_bytes:
             error.smallest_bytes, error.smallest = needed, smallest
         return error
 
@@ -205,10 +205,9 @@ class Choice:
         """The seconds of assignments at the prices of a candidate's timeline, times what its step is longer or shorter;
         without one, as if nothing overlapped."""
         if shortest is None:
-            return lambda assignment: account(self.space, assignment).seconds
-        assignment = shortest.solved.assignment
-        space = self.searches.hiding(self.flow.timed("steps", self.steps.hidden_part, assignment))
-        ratio = shortest.seconds / account(space, assignment).seconds
+            return lambda assignment: self.steps.account(assignment).seconds
+        space = self.searches.hiding(self._hidden(shortest.solved))
+        ratio = shortest.seconds / account(space, shortest.solved.assignment).seconds
         return lambda assignment: ratio * account(space, assignment).seconds
 
     def _resting_bytes(self, name: str) -> float:
@@ -217,7 +216,7 @@ class Choice:
 
     def _is_far(self, other: Solved, limit: float) -> bool:
         """Whether a rival needs so much more than the limit that it keeps none where the search does not."""
-        return self.steps.peaks_of(limit).estimate(other.assignment) > limit * (1 + self.effort.limit_near)
+        return self.steps.evaluate(other.assignment, NEAR, limit).bytes > limit * (1 + self.effort.limit_near)
 
     def _preset_within(self, name: str, free: Solved, request: Request, least: float) -> Solved | None:
         """The best of a preset under the limit, if there is one and its step may be shorter than `least` seconds, which
@@ -226,7 +225,7 @@ class Choice:
         if limit is not None and (needed := self._resting_bytes(name)) > limit:
             logger.info("%s: no less than %.0f bytes", name, needed)
             return None
-        seconds, _ = self.flow.timed("steps", self.steps.estimated_seconds, free.assignment, None)
+        seconds = self.steps.evaluate(free.assignment, QUICK).seconds
         if seconds * (1 - self.effort.unsure) > least:  # and a limit makes no step shorter
             logger.info("%s: a step of about %.3f ms without a limit", name, seconds * 1e3)
             self._tell(name, seconds, "at least")
@@ -248,10 +247,10 @@ class Choice:
         found.sort(key=_estimate)
         for number in range(self.effort.rounds):
             shortest = found[0]
-            priced = account(self.space, shortest.solved.assignment)
+            priced = self.steps.account(shortest.solved.assignment)
             if priced.communication_seconds < self.effort.hidden_worth * priced.seconds:
                 break
-            part = self.flow.timed("steps", self.steps.hidden_part, shortest.solved.assignment)
+            part = self._hidden(shortest.solved)
             ways: list[tuple[float, Solved | None, bool]] = [(part, shortest.solved, False)]
             if number == 0:
                 anew = [(part, None, False), (part, None, True)]
@@ -289,10 +288,12 @@ class Choice:
     ) -> Estimated:
         """With the seconds of a program of few copies; in parts, if that may make the step shorter than `least`."""
         sure, assignment = 1 - self.effort.unsure, solved.assignment
-        seconds, exposed = self.flow.timed("steps", self.steps.estimated_seconds, assignment, limit)
+        estimate = self.steps.evaluate(assignment, QUICK, limit)
         # what is written in parts saves no more than what is exposed
-        if (seconds - exposed) * sure <= least and self.steps.writer.is_split(assignment):
-            seconds, _ = self.flow.timed("steps", self.steps.estimated_seconds, assignment, limit, split=True)
+        if (estimate.seconds - estimate.exposed_seconds) * sure <= least and self.steps.writer.is_split(assignment):
+            estimate = self.steps.evaluate(assignment, PARTED, limit)
+        is_over = estimate.is_exact and limit is not None and estimate.bytes > limit
+        seconds = math.inf if is_over else estimate.seconds
         logger.info("%s: a step of about %.3f ms", name, seconds * 1e3)
         self.stage.found(seconds)
         self._tell(name, seconds, "estimated")
@@ -310,7 +311,10 @@ class Choice:
             except DoesNotFit as raised:
                 error = raised
                 continue
-            plan = self.flow.timed("describe", self.describe, self.searches.found(solved), request)
+            evaluate = self._evaluate(limit) if one.search is None else one.search.evaluate
+            assert evaluate is not None
+            estimate = evaluate(solved.assignment, EXACT)
+            plan = self.flow.timed("describe", self.describe, self.searches.found(solved), request, estimate)
             self._tell(one.name, plan.seconds, "simulated", plan.bytes)
             logger.info("%s: a step of %.3f ms, %d bytes", one.name, plan.seconds * 1e3, plan.bytes)
             if one.search is None and limit is not None and plan.bytes > limit:
@@ -336,10 +340,8 @@ class Choice:
         presets: Mapping[str, Solved] = dict(self.presets or ())
         best = min((self.known[name] for name in presets if name in self.known), key=_seconds, default=None)
         if best is not None and best.precision == "at least":
-            assignment = presets[best.name].assignment
-            seconds, _ = self.steps.estimated_seconds(assignment, None)
-            peak = self.steps.peaks_of(None).estimate(assignment)
-            self._tell(best.name, max(seconds, best.seconds), "estimated", peak)
+            quick, near = (self.steps.evaluate(presets[best.name].assignment, how) for how in (QUICK, NEAR))
+            self._tell(best.name, max(quick.seconds, best.seconds), "estimated", near.bytes)
 
 
 def _seconds(one: Candidate) -> float:

@@ -5,8 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from autopar.cost.memory import Peak
-from autopar.cost.timeline import Timeline
 from autopar.ir.layout import Layout, Split
 from autopar.ops.experts import PRODUCTS
 from autopar.passes.space.choices import SiteChoice
@@ -16,12 +14,12 @@ from autopar.passes.space.problem import Assignment, Decisions
 from autopar.passes.space.sites import Region, Site
 from autopar.passes.space.space import Space
 
-from .account import account, parameter_layouts
+from .account import parameter_layouts
 from .plan import ParameterPlan, Plan, Run, Segment, graph_digest
 from .provenance import ModelFacts
 from .request import Request
 from .search import SearchResult
-from .timing import timing
+from .steps import Estimate
 from .training import Training
 
 
@@ -49,19 +47,13 @@ class Subject:
         self,
         result: SearchResult,
         request: Request,
-        *,
-        bucket_bytes: int,
-        peak: Peak,
-        seconds: float,
-        exposed_seconds: float,
+        estimate: Estimate,
         least_seconds: float,
-        step: Timeline,
-        rewrites: str,
     ) -> Plan:
-        """The result of a search as the plan that answers a request, with its step, and what no step undercuts."""
+        """The result of a search as the plan that answers a request, with its estimate, and what no step
+        undercuts."""
         space, assignment = self.space, result.assignment
-        items, provenance = account(space, assignment), self.facts.provenance(space.cluster, math.prod(space.mesh))
-        provenance = provenance.times(self.training.micro_batches)
+        provenance = self.facts.provenance(space.cluster, math.prod(space.mesh)).times(self.training.micro_batches)
         plan = Plan(
             model=self.model,
             graph=self.graph,
@@ -97,19 +89,19 @@ class Subject:
             training=self.training,
             checkpoints=self.facts.captured.checkpoints,
             experts=sum(node.op in PRODUCTS for node in self.facts.captured.graph.nodes),
-            account=items,
-            peak=peak,
-            bucket_bytes=bucket_bytes,
-            seconds=seconds,
-            range_seconds=space.cluster.within(seconds),
-            exposed_seconds=exposed_seconds,
+            account=estimate.account,
+            peak=estimate.peak,
+            bucket_bytes=estimate.bucket_bytes,
+            seconds=estimate.seconds,
+            range_seconds=space.cluster.within(estimate.seconds),
+            exposed_seconds=estimate.exposed_seconds,
             objective_seconds=result.score.objective,
             lower_bound_seconds=least_seconds,
             objective_bound_seconds=result.lower_bound,
             solve_seconds=result.seconds,
             without_rule=dict(space.without_rule),
-            timing=timing(step, items.optimizer_seconds, seconds),
-            rewrites=rewrites,
+            timing=estimate.timing,
+            rewrites=estimate.rewrites,
             provenance=replace(provenance, winner=request.preset or provenance.winner),
         )
         return replace(plan, described=plan.digest)

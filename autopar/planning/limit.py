@@ -8,7 +8,7 @@ computes the exact peak of the answer.
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from autopar.passes.space.choices import KEEP, REGATHER, SiteChoice
 from autopar.passes.space.problem import Allowed, Assignment
@@ -21,36 +21,25 @@ from .options import taken
 from .progress import WHOLE, Stage
 from .shortfall import DoesNotFit
 from .solving import Solved
+from .steps import EXACT, NEAR, ROUGH, Evaluate
 
 PRICE_DIGITS = 9
 """Of a price of memory that a pool gives: prices that differ by rounding lead to the same solves."""
-
-BytesOf = Callable[[Assignment], float]
-
-
-@dataclass(frozen=True, slots=True)
-class Peaks:
-    """Bytes of the peak of an assignment: exactly, estimated, and estimated roughly, in a fraction of the time."""
-
-    exact: BytesOf
-    estimate: BytesOf
-    rough: BytesOf
-
 
 SolveAt = Callable[[float, Solved, Purse], Solved]
 """Solves at a price of memory, from another solution, with a purse that pays."""
 
 
 class Limit:
-    """A limit on the peak of an assignment; without `peaks`, on its sum of bytes. Without one the plan is `cheapest`;
-    `allowed` says that the options of sites are restricted. `quick` mixes the options of the cheapest plan, and looks
-    at no others if that keeps the limit."""
+    """A limit on the peak of an assignment; if nothing can `evaluate` it, on its sum of bytes. Without a limit the plan
+    is `cheapest`; `allowed` says that the options of sites are restricted. `quick` mixes the options of the cheapest
+    plan, and looks at no others if that keeps the limit."""
 
     def __init__(
         self,
         descent: Descent,
         limit_bytes: float,
-        peaks: Peaks | None,
+        evaluate: Evaluate | None,
         cheapest: Solved,
         solve_at: SolveAt,
         *,
@@ -61,12 +50,13 @@ class Limit:
     ) -> None:
         self.cheapest, self.solve_at, self.allowed = cheapest, solve_at, allowed
         self.descent, self.quick, self.log, self.stage = descent, quick, log, stage
-        self.effort, self.peaks = descent.effort, peaks
+        self.effort, self.evaluate = descent.effort, evaluate
         self.bytes_limit = self.aim = limit_bytes
         """`aim` is the limit on estimates, so that the exact peak keeps `bytes_limit`."""
         self.correction = 0.0
         """What rough estimates leave out."""
-        self.estimated: dict[Assignment, tuple[Solved, float]] = {}
+        self.estimated: dict[Assignment, Solved] = {}
+        """The solutions whose peaks were asked for."""
 
     def best(self, *, sure: bool) -> Solved:
         """The best that keeps the limit, by estimated peaks; `sure` estimates them better."""
@@ -90,8 +80,8 @@ class Limit:
             self.aim = min(self.aim, self.bytes_limit - (true - self._peak(best))) - (true - self.bytes_limit)
             if left:
                 best = self.best(sure=True)
-        if self.peaks is not None:
-            self.peaks = Peaks(self.peaks.exact, self.peaks.exact, self.peaks.exact)
+        if (evaluate := self.evaluate) is not None:
+            self.evaluate = lambda assignment, _: evaluate(assignment, EXACT)
         self.aim, self.correction, self.estimated = self.bytes_limit, 0.0, {}
         return self.best(sure=True)
 
@@ -107,8 +97,8 @@ class Limit:
         pool = _Pool(self.descent, self.cheapest, self.allowed)
         excess, bound = self._generate(pool, purse, sure=sure)
         kept = self._mixed(pool, excess, purse)
-        if not kept and self.peaks is not None:  # another excess may lead to sums that can be had
-            least = min(self._excess(solved) for solved, _ in self.estimated.values())
+        if not kept and self.evaluate is not None:  # another excess may lead to sums that can be had
+            least = min(map(self._excess, self.estimated.values()))
             kept = self._mixed(pool, least, self.descent.purse(self.effort.limit))
         if not kept:  # sums fit, and peaks do not: what needs the least memory, and what lies between
             smallest = self.solve_at(self._most, pool.solutions[-1], purse)
@@ -148,7 +138,7 @@ class Limit:
                 break
             pool.price = price
             further = self.solve_at(price, solved or pool.solutions[-1], purse)
-            if self.peaks is None:
+            if self.evaluate is None:
                 bound = max(bound, further.lower_bound - price * row)
             is_new = pool.add(further)
             if solved is None:
@@ -156,9 +146,9 @@ class Limit:
                 continue
             least = min(_weighed(solved, price), solved.lower_bound + price * row)
             is_done = not is_new or _weighed(further, price) >= least * (1 - self.effort.gain)
-            if is_done and (corrected or self.peaks is None):
+            if is_done and (corrected or self.evaluate is None):
                 break
-            if not corrected and self.peaks is not None:
+            if not corrected and self.evaluate is not None:
                 excess, corrected = self._corrected(solved, sure=sure), True
         # the cheapest plan without a limit may lie far from the cheapest within it
         if self.allowed is None and price and not self._is_spent(purse):
@@ -172,10 +162,8 @@ class Limit:
     def _corrected(self, solved: Solved, *, sure: bool) -> float:
         """The excess of a solution at the price of the limit, and not that of the cheapest one; `sure` learns from it
         what rough estimates leave out."""
-        if sure and self.peaks is not None:
-            missing = self.peaks.estimate(solved.assignment) - self._peak(solved)
-            self.correction += missing
-            self.estimated = {key: (of, peak + missing) for key, (of, peak) in self.estimated.items()}
+        if sure and self.evaluate is not None:
+            self.correction += self.evaluate(solved.assignment, NEAR).bytes - self._peak(solved)
         return self._excess(solved)
 
     def _mixed(self, pool: "_Pool", excess: float, purse: Purse) -> list[Solved]:
@@ -208,7 +196,7 @@ class Limit:
         """The solution with the smallest peak of all. Raises `Infeasible` if that, too, is over the limit."""
         pool.price = self._most
         least = pool.at_price()
-        smallest = min([*(solved for solved, _ in self.estimated.values()), *pool.solutions, *least], key=self._peak)
+        smallest = min([*self.estimated.values(), *pool.solutions, *least], key=self._peak)
         true = self._true_peak(smallest) if sure else self._peak(smallest)
         if true > self.bytes_limit:
             error = DoesNotFit(f"no plan fits in {self.bytes_limit:.0f} bytes: the smallest needs {true:.0f} bytes")
@@ -230,15 +218,13 @@ class Limit:
 
     def _peak(self, solved: Solved) -> float:
         """As estimated, which takes writing a program."""
-        if self.peaks is None:
+        if self.evaluate is None:
             return solved.score.bytes
-        assignment = solved.assignment
-        if assignment not in self.estimated:
-            self.estimated[assignment] = solved, self.peaks.rough(assignment) + self.correction
-        return self.estimated[assignment][1]
+        self.estimated.setdefault(solved.assignment, solved)
+        return self.evaluate(solved.assignment, ROUGH).bytes + self.correction
 
     def _true_peak(self, solved: Solved) -> float:
-        return solved.score.bytes if self.peaks is None else self.peaks.exact(solved.assignment)
+        return solved.score.bytes if self.evaluate is None else self.evaluate(solved.assignment, EXACT).bytes
 
 
 class _Pool:

@@ -24,7 +24,7 @@ from .costs import COSTS
 from .plan import Plan
 from .request import Request
 from .search import Search, SearchResult
-from .steps import Steps
+from .steps import NEAR, Estimate
 
 logger = logging.getLogger("autopar")
 
@@ -74,13 +74,15 @@ class OnMeshes(Protocol):
 
     cluster: Cluster
     effort: Effort
-    steps: Steps
 
     def on(self, mesh_shape: Mapping[str, int], cluster: Any, effort: Effort | None = None) -> OnMeshes: ...
 
     def planned(self, request: Request) -> Plan: ...
 
     def limit(self, request: Request) -> float | None: ...
+
+    @property
+    def evaluate(self) -> Callable[..., Estimate]: ...
 
     @property
     def search(self) -> Callable[..., Search]: ...
@@ -135,7 +137,7 @@ def quick_seconds(on: OnMeshes, request: Request, meshes: int, below: float) -> 
     if request.memory_limit_bytes is None:
         free = descent(None)
         matters = limit is not None and free.score.objective < below
-        if limit is None or not matters or on.steps.peaks_of(limit).estimate(free.assignment) <= limit:
+        if limit is None or not matters or on.evaluate(free.assignment, NEAR, limit).bytes <= limit:
             return free.score.objective
         start = free.assignment
     try:

@@ -49,9 +49,9 @@ from .request import Gathers, Options, Request
 from .search import SearchResult
 from .searches import Searches, hidden_buckets
 from .shortfalls import fitting
-from .steps import Steps
+from .steps import NEAR, Estimate, Steps
 from .training import GATHERS, Training, named_optimizer
-from .writer import LOOKED_AT, Writer
+from .writer import Writer
 
 logger = logging.getLogger("autopar")
 
@@ -120,7 +120,7 @@ class Planner:
             self.space, self.writer, self.operators, self.kind_of_device, self.memory, self.effort, self.costs
         )
         self.searches = Searches(self.space, self.steps, self.effort, self.training)
-        self.search, self.preset, self.peak = self.searches.search, self.searches.preset, self.steps.peak
+        self.search, self.preset, self.evaluate = self.searches.search, self.searches.preset, self.steps.evaluate
         self.subject = Subject(self.space, self.facts, self.training)
         self.check, self.assignment = self.subject.check, self.subject.assignment
 
@@ -225,7 +225,7 @@ class Planner:
             plan,
             self.space,
             assignment,
-            lambda training: self.trained(training).steps.estimated_seconds(assignment, None, kept=LOOKED_AT)[0],
+            lambda training: self.trained(training).evaluate(assignment, NEAR).seconds,
         )
 
     def limit(self, request: Request) -> float | None:
@@ -256,21 +256,11 @@ class Planner:
 
         return fitting(self.steps, request, self.limit(request), attempt)
 
-    def describe(self, result: SearchResult, request: Request) -> Plan:
-        """The result of a search as a plan."""
-        bucket_bytes, peak = self.peak(result.assignment, request.bytes_limit)
-        seconds, exposed = self.seconds.timed("timeline", self.steps.seconds, result.assignment, bucket_bytes)
-        step = self.steps.run.timeline(self.writer.written(result.assignment, bucket_bytes))
-        return self.subject.described(
-            *(result, request),
-            bucket_bytes=bucket_bytes,
-            peak=peak,
-            seconds=seconds,
-            exposed_seconds=exposed,
-            least_seconds=self.seconds.timed("bound", lambda: self.steps.least_seconds),
-            step=step,
-            rewrites=self.writer.rewrites(result.assignment, bucket_bytes),
-        )
+    def describe(self, result: SearchResult, request: Request, estimate: Estimate | None = None) -> Plan:
+        """The result of a search as a plan, with its estimate (none given: within the request's limit)."""
+        estimate = estimate or self.evaluate(result.assignment, limit=request.bytes_limit)
+        least_seconds = self.seconds.timed("bound", lambda: self.steps.least_seconds)
+        return self.subject.described(result, request, estimate, least_seconds)
 
     def program(self, plan: Plan, rewrites: str | None = None) -> Program:
         """The program that runs a plan, with its collectives in buckets; or, with other `rewrites`, as `Plan.program`.
@@ -284,9 +274,9 @@ class Planner:
 
     def timeline(self, plan: Plan) -> Timeline:
         """When each instruction of a plan's step runs on the planner's cluster. Raises ValueError as `program`."""
-        program = self.program(plan)
+        assignment, on = self.assignment(plan), self.gathering(plan.training.gathers)
         with uncollected():
-            return self.gathering(plan.training.gathers).steps.run.timeline(program)
+            return on.evaluate(assignment, buckets=(plan.bucket_bytes,)).timeline
 
     def assignment_at(self, at_rest: Mapping[str, Layout], near: Decided | None = None) -> Assignment:
         """`best_at_rest` in this planner's space."""

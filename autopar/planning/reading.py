@@ -67,8 +67,8 @@ def refreshed(planner: Planner, plan: Plan) -> Plan:
     of the cluster did. Raises ValueError for a plan of another model or mesh, and for decisions that contradict
     themselves."""
     Stage(doing="computing the plan's figures").tell()
-    program = planner.program(plan)
-    again = repriced(planner, replace(plan, peak=planner.steps.run.peak(program)))
+    planner.program(plan)  # raises where decisions contradict themselves
+    again = repriced(planner, plan)
     assert again.provenance is not None
     origin = plan.provenance or again.provenance
     proved = plan.objective_bound_seconds if origin.cluster == again.provenance.cluster else 0.0

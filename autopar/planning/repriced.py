@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from autopar.passes.space.space import Space
 from autopar.solve.problem import Infeasible, Score
 
-from .account import account
 from .plan import Plan
 from .request import Request
 from .search import SearchResult
 from .shortfalls import fitting
+from .steps import NEAR
 
 if TYPE_CHECKING:
     from .planner import Planner
@@ -33,7 +33,7 @@ def nearby(planner: Planner, plan: Plan, request: Request) -> list[Plan]:
         result = planner.search(request, space).run(start=start, bounded=False, sure=False)
         return planner.describe(planner.searches.priced(result), request)
 
-    for hidden in dict.fromkeys((0.0, planner.steps.hidden_part(start))):
+    for hidden in dict.fromkeys((0.0, planner.evaluate(start, NEAR).hidden_part)):
         try:
             attempt = partial(near, planner.searches.hiding(hidden))
             plans.append(fitting(planner.steps, request, planner.limit(request), attempt))
@@ -45,8 +45,7 @@ def nearby(planner: Planner, plan: Plan, request: Request) -> list[Plan]:
 def repriced(planner: Planner, plan: Plan) -> Plan:
     """The plan at a planner's prices."""
     assignment = planner.assignment(plan)
-    planner.steps.peaks = {assignment: (plan.bucket_bytes, plan.peak)}
-    priced = account(planner.space, assignment)
+    priced = planner.steps.account(assignment)
     score = Score(seconds=priced.seconds, bytes=priced.bytes)
     result = SearchResult(assignment=assignment, score=score, lower_bound=0.0, seconds=plan.solve_seconds)
     request = Request(
@@ -55,5 +54,5 @@ def repriced(planner: Planner, plan: Plan) -> Plan:
         memory_limit_bytes=math.inf if plan.memory_limit_bytes is None else plan.memory_limit_bytes,
         constraints=plan.constraints,
     )
-    described = planner.describe(result, request)
+    described = planner.describe(result, request, planner.evaluate(assignment, buckets=(plan.bucket_bytes,)))
     return replace(described, memory_limit_from=plan.memory_limit_from, headroom=plan.headroom)

@@ -18,10 +18,11 @@ from autopar.solve.problem import Score
 from .account import account
 from .constraints import Pins
 from .descent import Descent
-from .limit import Limit, Peaks, SolveAt
+from .limit import Limit, SolveAt
 from .options import Options, joint, taken
 from .progress import WHOLE, Stage
 from .solving import Solved, Solves
+from .steps import Evaluate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +37,8 @@ class SearchResult:
 
 
 class Search:
-    """A search over one space. `bytes_limit` bounds the peak of an assignment; without `peaks`, its sum of bytes."""
+    """A search over one space. `bytes_limit` bounds the peak of an assignment; if nothing can `evaluate` it, its
+    sum of bytes."""
 
     def __init__(
         self,
@@ -45,17 +47,17 @@ class Search:
         bytes_limit: float | None,
         log: Callable[[str], None],
         pins: Pins | None = None,
-        peaks: Peaks | None = None,
+        evaluate: Evaluate | None = None,
         effort: Effort = EFFORT,
         recompute: bool = True,
         stage: Stage = WHOLE,
     ) -> None:
         """Of the space of a builder, whose tables several searches share. `recompute`: copies of segments may be."""
         self.space = space = builder.space
-        self.bytes_limit, self.peaks, self.log, self.effort = bytes_limit, peaks, log, effort
+        self.bytes_limit, self.evaluate, self.log, self.effort = bytes_limit, evaluate, log, effort
         self.options, self.stage = Options(space, pins or {}, bytes_limit), stage
         self.sites = self.options.sites
-        recompute = recompute and bytes_limit is not None and peaks is not None
+        recompute = recompute and bytes_limit is not None and evaluate is not None
         self.solve = Solves(builder, log, effort, recompute=recompute)
         self.descent = Descent(self.options, self.solve, solver, effort=effort, log=log)
         self.cheapest: tuple[Solved, SolveAt] | None = None
@@ -91,7 +93,7 @@ class Search:
         best = self.explore(allowed, start=start, bounded=bounded, below=below)
         if not best.score.objective < below:
             return self._result(best, started)
-        result = self._result(self._limited(self.peaks, sure=sure), started)
+        result = self._result(self._limited(sure=sure), started)
         if sure:
             result = self._result(self.confirmed(), started)
         return replace(result, seconds=time.perf_counter() - started)
@@ -135,7 +137,7 @@ class Search:
         """What keeps the limit of the options of the `cheapest` of those `allowed`; of others where these do not. Its
         peak is estimated, roughly. Raises `Infeasible` as `run`."""
         self.explore(allowed, bounded=False, known=cheapest)
-        return self._limited(self.peaks, sure=False, quick=True)
+        return self._limited(sure=False, quick=True)
 
     def near(self, start: Solved | None, weighed: Space, *, fast_first: bool = False) -> Solved | None:
         """What one descent finds from a solution of another search of the space, or from all replicated, with slow axes
@@ -147,24 +149,24 @@ class Search:
         found = descent.descend(first, descent.axes()[:: -1 if fast_first else 1], purse=purse)
         self.cheapest = found, descent.at_price
         if self.bytes_limit is None or start is None:
-            return self._limited(self.peaks, sure=False, quick=True)
+            return self._limited(sure=False, quick=True)
         if start.price:
             prices = (
                 account(self.space, one.assignment).seconds + start.price * one.score.bytes for one in (found, start)
             )
             if next(prices) > self.effort.near_price * next(prices):
                 return None
-        mixed = self._limit(found, descent.at_price, self.peaks, quick=True).first()
+        mixed = self._limit(found, descent.at_price, quick=True).first()
         if mixed is not None:
             seconds = (account(weighed, one.assignment).seconds for one in (mixed, start))
             if next(seconds) > self.effort.near_mixed * next(seconds):
                 return None
-        return self._limited(self.peaks, sure=False, quick=True)
+        return self._limited(sure=False, quick=True)
 
-    def within(self, peaks: Peaks | None) -> Solved:
-        """The best that keeps the limit, if any, by such peaks, which are estimated, after `explore`. Raises
-        `Infeasible` as `run`."""
-        return self._limited(peaks, sure=True)
+    def within(self, evaluate: Evaluate) -> Solved:
+        """The best that keeps the limit, if any, by such estimates, after `explore`. Raises `Infeasible` as `run`."""
+        self.evaluate = evaluate
+        return self._limited(sure=True)
 
     def confirmed(self) -> Solved:
         """What `within` returned if its exact peak keeps the limit, or the best that does. Raises `Infeasible` as
@@ -174,20 +176,20 @@ class Search:
         self.limited = limit, best if limit is None else limit.confirmed(best)
         return self.limited[1]
 
-    def _limited(self, peaks: Peaks | None, *, sure: bool, quick: bool = False) -> Solved:
+    def _limited(self, *, sure: bool, quick: bool = False) -> Solved:
         assert self.cheapest is not None
         best, solve_at = self.cheapest
         limit = None
         if self.bytes_limit is not None:
-            limit = self._limit(best, solve_at, peaks, quick=quick)
+            limit = self._limit(best, solve_at, quick=quick)
             best = limit.best(sure=sure)
         self.limited = limit, best
         return best
 
-    def _limit(self, cheapest: Solved, solve_at: SolveAt, peaks: Peaks | None, *, quick: bool = False) -> Limit:
+    def _limit(self, cheapest: Solved, solve_at: SolveAt, *, quick: bool = False) -> Limit:
         assert self.bytes_limit is not None
         return Limit(
-            *(self.descent, self.bytes_limit, peaks, cheapest, solve_at),
+            *(self.descent, self.bytes_limit, self.evaluate, cheapest, solve_at),
             quick=quick,
             allowed=self.allowed,
             log=self.log,

@@ -14,7 +14,6 @@ from autopar.passes.space.space import Space
 from autopar.solve.effort import Effort
 from autopar.solve.problem import Score
 
-from .account import account
 from .constraints import Pins, pins
 from .presets import PRESETS, Preset, allowed_by
 from .request import Request
@@ -27,7 +26,7 @@ logger = logging.getLogger("autopar")
 
 
 class Searches:
-    """Builds searches of a space. `steps` computes their peaks."""
+    """Builds searches of a space. `steps` evaluates what they find."""
 
     def __init__(self, space: Space, steps: Steps, effort: Effort, training: Training) -> None:
         self.space, self.steps, self.effort, self.training = space, steps, effort, training
@@ -46,7 +45,6 @@ class Searches:
     ) -> Search:
         """A search of the space, or of one at other prices, with a share of the work of a search. `pinned` adds to what
         the constraints pin."""
-        self.steps.forget()
         space, given = space or self.space, pins(self.space, request.constraints or {})
         return Search(
             self._builders.setdefault(id(space), ProblemBuilder(space)),
@@ -54,7 +52,7 @@ class Searches:
             request.bytes_limit,
             logger.info,
             pins=given if pinned is None else pinned(space, given),
-            peaks=self.steps.peaks_of(request.bytes_limit),
+            evaluate=partial(self.steps.evaluate, limit=request.bytes_limit),
             effort=self.effort.share(share),
             recompute=self.training.recompute == "auto",
             stage=request.stage,
@@ -75,7 +73,7 @@ class Searches:
 
     def priced(self, result: SearchResult) -> SearchResult:
         """The result at the prices of the space, in which nothing is hidden: of these the solver proved nothing."""
-        score = Score(seconds=account(self.space, result.assignment).seconds, bytes=result.score.bytes)
+        score = Score(seconds=self.steps.account(result.assignment).seconds, bytes=result.score.bytes)
         return replace(result, score=score, lower_bound=0.0)
 
     def found(self, solved: Solved) -> SearchResult:

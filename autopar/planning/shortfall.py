@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from autopar.cost.liveness import PlacementCache
-from autopar.cost.memory import Moment, Peak, phases
+from autopar.cost.memory import Moment
 from autopar.cost.optimizers import OPTIMIZERS, Optimizer
 from autopar.ir.layout import Split, local_meta
 from autopar.ir.program import Program, ProgramInput
@@ -22,6 +21,7 @@ from autopar.passes.space.space import Space
 from autopar.solve.problem import Infeasible
 
 from .checks import RANKS_MOST
+from .steps import Estimate
 from .texts import bytes_text
 
 UPDATE = "optimizer step"
@@ -54,19 +54,16 @@ class Remedy:
 
 @dataclass(frozen=True, kw_only=True)
 class Shortfall:
-    """The smallest plan that was reached, as a `program` with its `peak`, over the `limit`, which is the device's if
+    """The exact `estimate` of the smallest plan that was reached, over the `limit`, which is the device's if
     `by_device`. Its text says what would fit."""
 
     space: Space
-    program: Program
-    device_type: str
+    estimate: Estimate
     limit: float
     by_device: bool
-    peak: Peak
-    memory: PlacementCache = field(repr=False)
 
     def __str__(self) -> str:
-        peak = self.peak
+        peak = self.estimate.peak
         parts = {
             "parameters": peak.parameters,
             "gradients": peak.gradients,
@@ -155,7 +152,7 @@ class Shortfall:
                 if (needed := self.needed(replace(change, optimizer=of.optimizer))) <= self.limit:
                     both = " and ".join(each.partition(" instead")[0] for each in (words, narrower))
                     return f"Take {both} together (about {bytes_text(needed)})."
-        least = bytes_text(self.peak.bytes, up=True)
+        least = bytes_text(self.estimate.peak.bytes, up=True)
         more = f"devices with {least} to use" if self.by_device else f"a memory limit of at least {least}"
         return f"Give {more}, or a smaller model."
 
@@ -189,7 +186,11 @@ class Shortfall:
 
     @cached_property
     def _phases(self) -> list[Moment]:
-        return phases(self.program, self.space.optimizer, self.device_type, self.memory)
+        return self.estimate.phases
+
+    @cached_property
+    def program(self) -> Program:
+        return self.estimate.program
 
     def _bytes(self, given: ProgramInput) -> int:
         return local_meta(given.meta, given.layout, self.program.mesh).bytes

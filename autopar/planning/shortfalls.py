@@ -21,15 +21,11 @@ def shortfall_of(steps: Steps, error: DoesNotFit, request: Request, limit: float
     """The error with what the smallest plan needs, and what would fit."""
     assignment = error.smallest
     assert limit is not None and assignment is not None
-    bucket_bytes, of_rank = steps.peak(assignment, limit)
     told = Shortfall(
         space=steps.space,
-        program=steps.writer.written(assignment, bucket_bytes),
-        device_type=steps.kind_of_device,
+        estimate=steps.evaluate(assignment, limit=limit),
         limit=limit,
         by_device=request.memory_limit_bytes is None,
-        peak=of_rank,
-        memory=steps.memory,
     )
     raised = Infeasible(str(told))
     raised.smallest_bytes = error.smallest_bytes

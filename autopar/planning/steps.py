@@ -1,38 +1,184 @@
-"""The step of an assignment: its seconds, and a rank's peak memory during it.
+"""Estimates: the seconds of an assignment's step, and a rank's peak memory during it.
 
-Exact figures come from the timeline and the peak of the assignment's program, estimates from a program of fewer copies
-of each segment, with collectives unsplit.
+`Steps.evaluate` scores every assignment, whoever made it. How well a figure is known is its accuracy: exact figures
+come from the timeline and the peak of the assignment's program, others from a program of fewer copies of each segment,
+with collectives unsplit.
 """
 
-import math
-from collections.abc import Iterator, Sequence
+from __future__ import annotations
+
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
+from typing import Any, TypeVar
 
 from autopar.cost import liveness
-from autopar.cost.memory import Peak, moments
-from autopar.cost.streams import TimelineCache
+from autopar.cost.memory import Moment, Peak, moments, peak, phases
+from autopar.cost.streams import TimelineCache, timeline
+from autopar.cost.timeline import Timeline
+from autopar.ir.program import Program
 from autopar.passes.flow import LOWERINGS
 from autopar.passes.lower.lowering import LIMIT_BYTES
-from autopar.passes.lower.shorten import KEPT, shortened
+from autopar.passes.lower.shorten import KEPT, Short
 from autopar.passes.space.problem import Assignment
 from autopar.passes.space.space import Space
 from autopar.profile.programs import Costs
 from autopar.solve.effort import Effort
 
-from .account import optimizer_seconds
+from .account import Account, account
 from .bound import least_step_seconds
-from .limit import Peaks
-from .micro import StepRun
-from .writer import LOOKED_AT, Writer
+from .micro import Part, in_sequence, parts_of
+from .timing import Timing, timing
+from .writer import LOOKED_AT, ProgramForm, Writer
+
+T = TypeVar("T")
 
 BUCKETS = (LIMIT_BYTES, LIMIT_BYTES // 8, LIMIT_BYTES // 64, LIMIT_BYTES // 512)
 """Bytes of a bucket; a plan takes the largest that keep the memory limit."""
 
-_SECONDS = ("seconds", "exposed_seconds")
-
 HIDDEN_DIGITS = 2
 """Of the part that is hidden: a finer one would be another space with tables of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accuracy:
+    """How well a step is known: by a program with at most so many `copies` of each run of equal ones (0: all), in a
+    `form` (`Writer`). Under a limit buckets are as large as by the accuracy `sized_by`; those of all copies are then
+    made smaller until their own peak keeps the limit. Without it, peaks of the same accuracy decide."""
+
+    copies: int
+    form: ProgramForm
+    sized_by: Accuracy | None = None
+
+
+ROUGH = Accuracy(KEPT, "rough")
+"""Of peaks, in a fraction of the time: gathers are no further ahead than they must be."""
+
+NEAR = Accuracy(LOOKED_AT, "unsplit")
+"""Splitting collectives changes a peak little, and answers are checked with their own programs."""
+
+QUICK = Accuracy(KEPT, "unsplit", ROUGH)
+"""Of steps."""
+
+PARTED = Accuracy(KEPT, "lowered", ROUGH)
+"""Of steps with collectives in parts."""
+
+EXACT = Accuracy(0, "lowered", NEAR)
+
+
+def _timed(name: str) -> Callable[[Callable[[Estimate], T]], cached_property[T]]:
+    """A figure that is computed when it is first read, in seconds that count under a name."""
+    return lambda compute: cached_property(lambda self: self.steps.writer.flow.timed(name, compute, self))
+
+
+@dataclass(frozen=True, eq=False)
+class Estimate:
+    """The step of an assignment with collectives in buckets of at most `bucket_bytes`, as well as its `accuracy`
+    knows it. A figure is computed when it is first read; programs and timelines are not kept."""
+
+    steps: Steps = field(repr=False)
+    assignment: Assignment = field(repr=False)
+    accuracy: Accuracy
+    bucket_bytes: int
+
+    @property
+    def is_exact(self) -> bool:
+        return not self.accuracy.copies
+
+    @property
+    def program(self) -> Program:
+        """What the figures are of."""
+        return self._written(self.accuracy.form)
+
+    @property
+    def account(self) -> Account:
+        """What the assignment costs if nothing overlaps, item by item."""
+        return self.steps.account(self.assignment)
+
+    @property
+    def rewrites(self) -> str:
+        """What the program's lowerings wrote, as text (`passes.flow.rewrites`)."""
+        return self.steps.writer.rewrites(self.assignment, self.bucket_bytes)
+
+    @property
+    def seconds(self) -> float:
+        """Of the step, with the optimizer's."""
+        return self._seconds[0]
+
+    @property
+    def exposed_seconds(self) -> float:
+        """The seconds of the step for which a rank stalls."""
+        return self._seconds[1]
+
+    @_timed("timeline")
+    def _seconds(self) -> tuple[float, float]:
+        steps, short, runs = self.steps, self._short, self._simulated(self.accuracy.form)
+        told = sum(part.times * step.seconds for step, part in runs)
+        whole = sum(part.times * short.seconds(step, part.program) for step, part in runs) if short else told
+        ratio = steps.correction(self.assignment, self.bucket_bytes)
+        exposed = sum(part.times * step.exposed_seconds for step, part in runs) * (whole / told if told else 1.0)
+        return whole * ratio + self.account.optimizer_seconds, exposed * ratio
+
+    @_timed("timeline")
+    def hidden_part(self) -> float:
+        """The part of what travels in buckets that passes while a rank computes, by a timeline with collectives
+        unsplit: of the seconds of all collectives that are not exchanges."""
+        total = hidden = 0.0
+        for step, part in self._simulated("unsplit"):
+            for row in step.communication:
+                if row.kind != "all_to_all":
+                    total, hidden = total + part.times * row.seconds, hidden + part.times * row.hidden_seconds
+        return round(hidden / total, HIDDEN_DIGITS) if total else 0.0
+
+    @property
+    def timeline(self) -> Timeline:
+        """Of all that the step runs."""
+        return in_sequence([(step, part.times) for step, part in self._simulated(self.accuracy.form)])
+
+    @property
+    def timing(self) -> Timing:
+        """Where the seconds of the step go."""
+        return timing(self.timeline, self.account.optimizer_seconds, self.seconds)
+
+    @_timed("estimate")
+    def bytes(self) -> float:
+        """Of a rank at the peak. (In a step of several micro-batches, what waits to be reduced is of all copies.)"""
+        short, steps = self._short, self.steps
+        if short is None or steps.space.micro_batches > 1:
+            return self.peak.bytes
+        program, optimizer = self.program, steps.space.optimizer
+        return short.most(moments(program, optimizer, steps.kind_of_device, steps.memory), program, optimizer)
+
+    @_timed("peak")
+    def peak(self) -> Peak:
+        """A rank's memory when it is the most, by the program of all copies."""
+        steps = self.steps
+        if not self.is_exact:
+            return steps.evaluate(self.assignment, EXACT, None, (self.bucket_bytes,)).peak
+        of_step = steps.space.optimizer, steps.kind_of_device, steps.memory
+        peaks = (peak(part.program, *of_step, part.waiting) for part in steps.parts(self.program))
+        return max(peaks, key=lambda one: one.bytes)
+
+    @property
+    def phases(self) -> list[Moment]:
+        """The largest moments of each phase, of which the peak is the largest."""
+        steps = self.steps
+        return phases(self.program, steps.space.optimizer, steps.kind_of_device, steps.memory)
+
+    def _simulated(self, form: ProgramForm) -> list[tuple[Timeline, Part]]:
+        cluster, operators = self.steps.space.cluster, self.steps.operators
+        return [(timeline(part.program, cluster, operators), part) for part in self.steps.parts(self._written(form))]
+
+    def _written(self, form: ProgramForm) -> Program:
+        return self.steps.writer.written(self.assignment, self.bucket_bytes, self.accuracy.copies, form)
+
+    @property
+    def _short(self) -> Short | None:
+        return self.steps.writer.short(self.assignment, self.accuracy.copies)
+
+
+Evaluate = Callable[[Assignment, Accuracy], Estimate]
+"""`Steps.evaluate` within a limit."""
 
 
 @dataclass(eq=False)
@@ -46,120 +192,69 @@ class Steps:
     memory: liveness.PlacementCache
     effort: Effort
     costs: Costs | None = None
-    run: StepRun = field(init=False)
-    peaks: dict[Assignment, tuple[int, Peak]] = field(default_factory=dict)
-    """The cached peaks of one search."""
+    estimates: dict[tuple[Any, ...], Estimate] = field(default_factory=dict)
+    """All that were asked for, by all that they depend on: what was asked, and the registered lowerings."""
+    accounts: dict[Assignment, Account] = field(default_factory=dict)
+    latest: tuple[Program, tuple[Part, ...]] | None = None
+    """The program whose parts were asked for last, with these."""
 
-    def __post_init__(self) -> None:
-        self.run = StepRun(self.space, self.kind_of_device, self.operators, self.memory)
+    def evaluate(
+        self,
+        assignment: Assignment,
+        accuracy: Accuracy = EXACT,
+        limit: float | None = None,
+        buckets: tuple[int, ...] = BUCKETS,
+    ) -> Estimate:
+        """The step of an assignment with the largest of these `buckets` with which a rank's peak keeps the limit, or
+        else with those with which it needs the least. It is exact where fewer copies would leave none out."""
+        accuracy = self._reached(assignment, accuracy)
+        buckets = buckets[:1] if limit is None else buckets
+        key = assignment, accuracy, limit if len(buckets) > 1 else None, buckets, tuple(LOWERINGS.values())
+        if key not in self.estimates:
+            self.estimates[key] = (
+                Estimate(self, assignment, accuracy, *buckets)
+                if limit is None or len(buckets) == 1
+                else self._within(limit, assignment, accuracy, buckets)
+            )
+        return self.estimates[key]
 
-    def forget(self) -> None:
-        """Empties the cache of peaks, which hold for one limit."""
-        self.peaks = {}
+    def _reached(self, assignment: Assignment, accuracy: Accuracy) -> Accuracy:
+        return accuracy if self.writer.short(assignment, accuracy.copies) is not None else EXACT
 
-    def peaks_of(self, limit: float | None, buckets: Sequence[int] = BUCKETS) -> Peaks:
-        """Of an assignment with such buckets."""
-
-        def estimated(assignment: Assignment, *, rough: bool) -> float:
-            return self.writer.flow.timed("estimate", self._estimate, assignment, limit, buckets, rough=rough)
-
-        return Peaks(
-            exact=lambda assignment: self.peak(assignment, limit, buckets)[1].bytes,
-            estimate=partial(estimated, rough=False),
-            rough=partial(estimated, rough=True),
-        )
-
-    def peak(
-        self, assignment: Assignment, memory_limit_bytes: float | None = None, buckets: Sequence[int] = BUCKETS
-    ) -> tuple[int, Peak]:
-        """The largest buckets with which an assignment's program keeps the limit (else those with which it needs the
-        least), and a rank's peak during a training step with them."""
-        if assignment not in self.peaks:
-            peaks = self.writer.flow.timed("peak", lambda: list(self._peaks(assignment, memory_limit_bytes, buckets)))
-            fits = memory_limit_bytes is None or peaks[-1][1].bytes <= memory_limit_bytes
-            self.peaks[assignment] = peaks[-1] if fits else min(peaks, key=lambda item: item[1].bytes)
-        return self.peaks[assignment]
-
-    def _estimate(
-        self, assignment: Assignment, limit: float | None, buckets: Sequence[int], *, rough: bool = False
-    ) -> float:
-        """An estimate of `peak` from the program of fewer copies with collectives unsplit. Splitting them changes the
-        peak little, and answers are checked with their own programs. `rough`: with gathers no further ahead than they
-        must be."""
-        estimates = list(self._estimates(assignment, limit, buckets, rough=rough))
-        return min(estimates) if estimates else self.peak(assignment, limit, buckets)[1].bytes
-
-    def _estimates(
-        self, assignment: Assignment, limit: float | None, buckets: Sequence[int], *, rough: bool = False
-    ) -> Iterator[float]:
-        """Peaks with smaller and smaller buckets, as `_peaks`; none if a program of fewer copies cannot be had."""
-        kept = KEPT if rough else LOOKED_AT
-        if self.space.micro_batches > 1:
-            return  # what waits to be reduced is of all copies
-        if (short := shortened(self.writer.space, assignment, kept)) is None:
-            return
+    def _within(self, limit: float, assignment: Assignment, accuracy: Accuracy, buckets: tuple[int, ...]) -> Estimate:
+        """With smaller and smaller buckets, up to the first that keep the limit, or to where they no longer matter."""
+        if accuracy.sized_by is not None:
+            before = self._reached(assignment, accuracy.sized_by)
+            if before != accuracy:
+                largest = self.evaluate(assignment, before, limit, buckets).bucket_bytes
+                buckets = (largest,) if accuracy.copies else buckets[buckets.index(largest) :]
+        tried: list[Estimate] = []
         for size in buckets:
-            bucketed = (self.writer.rough if rough else self.writer.unsplit)(assignment, size, kept)
-            during = moments(bucketed, self.space.optimizer, self.kind_of_device, self.memory)
-            peak_bytes = short.most(during, bucketed, self.space.optimizer)
-            yield peak_bytes
-            if self._is_settled(peak_bytes, size, limit):
-                return
+            tried.append(self.evaluate(assignment, accuracy, None, (size,)))
+            if len(buckets) == 1 or tried[-1].bytes <= limit:
+                return tried[-1]
+            if tried[-1].bytes > limit + self.effort.buckets_in_flight * size:
+                break
+        return min(tried, key=lambda one: one.bytes)
 
-    def _peaks(self, assignment: Assignment, limit: float | None, buckets: Sequence[int]) -> Iterator[tuple[int, Peak]]:
-        """Peaks with smaller and smaller buckets, up to the first that keep the limit, or to where buckets no longer
-        matter. Larger buckets are skipped if their estimates exceed the limit."""
-        tried = [] if limit is None or len(buckets) == 1 else list(self._estimates(assignment, limit, buckets))
-        for size in buckets[max(0, len(tried) - 1) :]:
-            bucketed = self.writer.written(assignment, size)
-            of_rank = self.run.peak(bucketed)
-            yield size, of_rank
-            if self._is_settled(of_rank.bytes, size, limit):
-                return
+    def account(self, assignment: Assignment) -> Account:
+        """What an assignment costs if nothing overlaps."""
+        if assignment not in self.accounts:
+            self.accounts[assignment] = account(self.space, assignment)
+        return self.accounts[assignment]
 
-    def estimated_seconds(
-        self, assignment: Assignment, limit: float | None, *, split: bool = False, kept: int = KEPT
-    ) -> tuple[float, float]:
-        """The seconds of an assignment's step, and for how many of them a rank stalls, estimated from the program that
-        keeps so many copies, with collectives unsplit unless `split`. If there is none, they are exact, and infinite if
-        the peak is over the limit."""
-        short = shortened(self.writer.space, assignment, kept)
-        if short is None:
-            bucket_bytes = BUCKETS[0]
-            if limit is not None:
-                bucket_bytes, of_rank = self.peak(assignment, limit)
-                if of_rank.bytes > limit:
-                    return math.inf, 0.0
-            return self.seconds(assignment, bucket_bytes)
-        tried = 1 if limit is None else len(list(self._estimates(assignment, limit, BUCKETS, rough=True)))
-        bucket_bytes = BUCKETS[tried - 1]
-        write = self.writer.written if split else self.writer.unsplit
-        program = write(assignment, bucket_bytes, kept)
-        parts = self.run.timelines(program)
-        step = sum(times * short.seconds(of_few, part) for of_few, part, times in parts)
-        step *= self._correction(assignment, bucket_bytes)
-        of_parts, exposed_of_parts = (sum(n * getattr(t, what) for t, _, n in parts) for what in _SECONDS)
-        exposed = step * exposed_of_parts / of_parts
-        return step + optimizer_seconds(self.space, assignment), exposed
+    def parts(self, program: Program) -> tuple[Part, ...]:
+        """What a step runs of a program."""
+        if self.latest is None or self.latest[0] is not program:
+            self.latest = program, parts_of(program, self.space.micro_batches, holds=self.space.holds)
+        return self.latest[1]
 
-    def hidden_part(self, assignment: Assignment) -> float:
-        """The part of what travels in buckets that passes while a rank computes, by the timeline of few copies of an
-        assignment: of the seconds of all collectives that are not exchanges."""
-        copies = LOOKED_AT if shortened(self.writer.space, assignment, LOOKED_AT) is not None else 0
-        total = hidden = 0.0
-        for of_few, _, times in self.run.timelines(self.writer.unsplit(assignment, BUCKETS[0], copies)):
-            for row in of_few.communication:
-                if row.kind != "all_to_all":
-                    total, hidden = total + times * row.seconds, hidden + times * row.hidden_seconds
-        return round(hidden / total, HIDDEN_DIGITS) if total else 0.0
-
-    def seconds(self, assignment: Assignment, bucket_bytes: int) -> tuple[float, float]:
-        """The seconds of an assignment's step by its timeline, and for how many of them a rank stalls."""
-        parts = self.run.timelines(self.writer.written(assignment, bucket_bytes))
-        ratio = self._correction(assignment, bucket_bytes)
-        updating = optimizer_seconds(self.space, assignment)
-        step, exposed = (sum(times * getattr(of, what) for of, _, times in parts) for what in _SECONDS)
-        return step * ratio + updating, exposed * ratio
+    def correction(self, assignment: Assignment, bucket_bytes: int) -> float:
+        """The factor from a timeline's seconds to those that its program takes, by measured programs."""
+        if self.costs is None or not self.costs.with_links:
+            return 1.0
+        segment = self.writer.segment_program(assignment, bucket_bytes)
+        return self.costs.correction(segment, self.space.cluster, self.operators)
 
     @cached_property
     def least_seconds(self) -> float:
@@ -167,15 +262,3 @@ class Steps:
         or a compiler fuses operators."""
         is_known = self.costs is None and not LOWERINGS.added and not self.memory.fuses
         return least_step_seconds(self.space, self.effort) if is_known else 0.0
-
-    def _correction(self, assignment: Assignment, bucket_bytes: int) -> float:
-        """The factor from a timeline's seconds to those that its program takes, by measured programs."""
-        if self.costs is None or not self.costs.with_links:
-            return 1.0
-        segment = self.writer.segment_program(assignment, bucket_bytes)
-        return self.costs.correction(segment, self.space.cluster, self.operators)
-
-    def _is_settled(self, peak_bytes: float, bucket_bytes: int, limit: float | None) -> bool:
-        """Whether smaller buckets are unnecessary, or would not suffice."""
-        beyond = self.effort.buckets_in_flight * bucket_bytes
-        return limit is None or peak_bytes <= limit or peak_bytes > limit + beyond

@@ -3,16 +3,16 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate, combinations
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from autopar.cost import liveness
 from autopar.cost.bucketed import bucket_bytes as bucket_bytes_of
 from autopar.cost.streams import TimelineCache
 from autopar.ir.program import Program
 from autopar.passes.flow import CODEGEN, LOWERINGS, Flow, lowerings
-from autopar.passes.lower.lowering import LIMIT_BYTES, Adopted, Lowering, Target, When
+from autopar.passes.lower.lowering import LIMIT_BYTES, Adopted, Lowering, Rewrite, Target, When
 from autopar.passes.lower.shorten import KEPT as ESTIMATED_ON
-from autopar.passes.lower.shorten import shortened
+from autopar.passes.lower.shorten import Short, shortened
 from autopar.passes.space.problem import Assignment
 from autopar.passes.space.space import Space
 
@@ -29,15 +29,21 @@ LATEST_INSTRUCTIONS = 400_000
 LATEST_CHOICES = 8
 """How many assignments' choices of lowerings are cached."""
 
+LATEST_SHORTS = 16
+"""How many assignments are cached with fewer copies."""
+
 HIDING_SHARE = 0.5
 """The most of its ranks' processors that a collective may take for it to be hidden: by more, ranks gain nothing."""
 
 Key = TypeVar("Key")
 T = TypeVar("T")
 
-Form = tuple[int, str, int, tuple[Lowering, ...]]
-"""The form of a program: the most copies in a run of equal ones (0: all), how far it is lowered, its largest bucket (0:
-none), and the registered lowerings."""
+ProgramForm = Literal["plain", "joined", "rough", "unsplit", "lowered"]
+"""How far a program is lowered: as codegen writes it; with collectives in buckets, which start early; with gathers no
+further ahead of their readers than they must be, or as far as pays; and with collectives in parts where that pays."""
+
+ProgramKey = tuple[int, ProgramForm, int, tuple[Lowering, ...]]
+"""The most copies in a run of equal ones (0: all), the form, the largest bucket (0: none), and what is registered."""
 
 Made = tuple[Program, tuple[str, ...]]
 """A program, and the rewrites that made it of the plain one, as texts (`passes.flow.rewrites`)."""
@@ -54,56 +60,54 @@ class Writer:
         self.space, self.flow = space, flow
         self.operators = TimelineCache(placements=memory)
         """What timelines share about operators on the cluster; `memory` says how results lie on any cluster."""
-        self.programs: list[tuple[tuple[Form, Assignment], Made]] = []
+        self.programs: list[tuple[tuple[ProgramKey, Assignment], Made]] = []
         """The programs written last, the latest first."""
+        self.latest: list[tuple[Program, tuple[Rewrite, ...], Program]] = []
+        """What targets remember (`passes.lower.lowering`)."""
+        self.shorts: list[tuple[tuple[int, Assignment], Short | None]] = []
+        """Assignments with fewer copies, the latest first."""
         self.taken: dict[When, list[tuple[tuple[Any, ...], Taken]]] = {"first": [], "where quicker": []}
         """The lowerings adopted for the last assignments, the latest first."""
 
-    def written(self, assignment: Assignment, bucket_bytes: int = LIMIT_BYTES, copies: int = 0) -> Program:
-        """The program of an assignment, with its collectives in buckets of at most so many bytes; buckets smaller than
-        `LIMIT_BYTES`, which save memory, leave collectives unsplit. If `copies` is not 0, each run of equal copies has
-        at most so many. Raises ValueError if the assignment contradicts itself."""
-        return self._made(assignment, bucket_bytes, copies)[0]
+    def written(
+        self, assignment: Assignment, bucket_bytes: int = LIMIT_BYTES, copies: int = 0, form: ProgramForm = "lowered"
+    ) -> Program:
+        """The program of an assignment in a form, with its collectives in buckets of at most so many bytes; buckets
+        smaller than `LIMIT_BYTES`, which save memory, leave collectives unsplit. If `copies` is not 0, each run of
+        equal copies has at most so many. Raises ValueError if the assignment contradicts itself."""
+        return self._made(assignment, bucket_bytes, copies, form)[0]
 
     def rewrites(self, assignment: Assignment, bucket_bytes: int) -> str:
         """What was written of an assignment's plain program, as text (`passes.flow.rewrites`)."""
         return ",".join(self._made(assignment, bucket_bytes)[1])
 
-    def _made(self, assignment: Assignment, bucket_bytes: int, copies: int = 0) -> Made:
-        if copies and shortened(self.space, assignment, copies) is None:
-            copies = 0
-        if bucket_bytes < LIMIT_BYTES or not (taken := self._quickest(assignment)):
-            return self._unsplit(assignment, bucket_bytes, copies)
+    def short(self, assignment: Assignment, copies: int) -> Short | None:
+        """The assignment of at most so many copies of each run of equal ones (0: all); None where none is left out."""
+        if not copies:
+            return None
+        short = _remembered(self.shorts, (copies, assignment), lambda: shortened(self.space, assignment, copies))
+        del self.shorts[LATEST_SHORTS:]
+        return short
 
-        def lowered() -> Made:
-            return self._finished(self._lowered(taken, self._joined(assignment, bucket_bytes, copies)), bucket_bytes)
+    def _made(self, assignment: Assignment, bucket_bytes: int, copies: int = 0, form: ProgramForm = "lowered") -> Made:
+        copies = self._few(assignment, copies)
+        taken = self._quickest(assignment) if form == "lowered" and bucket_bytes >= LIMIT_BYTES else ()
+        if form == "lowered" and not taken:
+            form = "unsplit"
 
-        return self._kept(assignment, (copies, "lowered", bucket_bytes, tuple(LOWERINGS.values())), lowered)
+        def made() -> Made:
+            if form == "rough":
+                target = replace(self._target(bucket_bytes), trials=False)
+                joined = self._after(lowerings("first"), self._plain(assignment, copies), target)[0]
+            else:
+                joined = self._lowered(taken, self._joined(assignment, bucket_bytes, copies))
+            return self._after(lowerings("last"), joined, self._target(bucket_bytes))[0]
 
-    def unsplit(self, assignment: Assignment, bucket_bytes: int, copies: int) -> Program:
-        """As `written`, but with collectives unsplit."""
-        return self._unsplit(assignment, bucket_bytes, copies)[0]
-
-    def _unsplit(self, assignment: Assignment, bucket_bytes: int, copies: int) -> Made:
-        rows = (*lowerings("first"), *lowerings("last"))
-        return self._kept(
-            assignment,
-            (copies, "unsplit", bucket_bytes, rows),
-            lambda: self._finished(self._joined(assignment, bucket_bytes, copies), bucket_bytes),
-        )
+        return self._kept(assignment, (copies, form, bucket_bytes, tuple(LOWERINGS.values())), made)
 
     def is_split(self, assignment: Assignment) -> bool:
         """Whether `written` writes collectives in parts."""
         return bool(self._quickest(assignment))
-
-    def rough(self, assignment: Assignment, bucket_bytes: int, copies: int) -> Program:
-        """As `unsplit`, but gathers are no further ahead of their readers than they must be."""
-        rows, target = lowerings("first"), replace(self._target(bucket_bytes), trials=False)
-
-        def joined() -> Made:
-            return self._finished(self._after(rows, self._plain(assignment, copies), target)[0], bucket_bytes)
-
-        return self._kept(assignment, (copies, "rough", bucket_bytes, (*rows, *lowerings("last"))), joined)[0]
 
     def segment_program(self, assignment: Assignment, bucket_bytes: int) -> Program:
         """The program that measures an assignment: few copies of each of its segments."""
@@ -115,7 +119,7 @@ class Writer:
 
     def _plain(self, assignment: Assignment, copies: int) -> Made:
         def generated() -> Made:
-            short = shortened(self.space, assignment, copies) if copies else None
+            short = self.short(assignment, copies)
             space, shorter = (self.space, assignment) if short is None else (short.space, short.assignment)
             return self.flow.run(CODEGEN, space, shorter), ()
 
@@ -123,22 +127,18 @@ class Writer:
 
     def _joined(self, assignment: Assignment, bucket_bytes: int, copies: int) -> Made:
         """With the lowerings that come first: collectives are in buckets, and start early."""
-        form = (copies, "joined", bucket_bytes, lowerings("first"))
+        cut: ProgramKey = (copies, "joined", bucket_bytes, lowerings("first"))
         taken = self._first(assignment, bucket_bytes)  # which may cache this very program
-        return self._kept(assignment, form, lambda: self._lowered(taken, self._plain(assignment, copies)))
-
-    def _finished(self, made: Made, bucket_bytes: int) -> Made:
-        """With the lowerings that come last."""
-        return self._after(lowerings("last"), made, self._target(bucket_bytes))[0]
+        return self._kept(assignment, cut, lambda: self._lowered(taken, self._plain(assignment, copies)))
 
     def _few(self, assignment: Assignment, copies: int) -> int:
         """How many copies to choose lowerings on, so that the choice costs the same at any depth: so many, or 0 (all)
         for an assignment without that many equal copies."""
-        return copies if shortened(self.space, assignment, copies) is not None else 0
+        return copies if self.short(assignment, copies) is not None else 0
 
     def _written_for(self, assignment: Assignment, copies: int) -> Assignment:
         """What a program of so many copies is written for: assignments whose runs differ in length alone share it."""
-        short = shortened(self.space, assignment, copies) if copies else None
+        short = self.short(assignment, copies)
         return assignment if short is None else short.assignment
 
     def _target(self, bucket_bytes: int) -> Target:
@@ -148,6 +148,7 @@ class Writer:
             cache=self.operators,
             axis_bytes=tuple(map(bucket_bytes_of, redistributor.links)),
             limit_bytes=bucket_bytes,
+            latest=self.latest,
             unhidden=tuple(axis for axis, link in enumerate(redistributor.links) if link.compute_share > HIDING_SHARE),
         )
 
@@ -205,9 +206,9 @@ class Writer:
         del self.taken[when][LATEST_CHOICES:]
         return taken
 
-    def _kept(self, assignment: Assignment, form: Form, write: Callable[[], Made]) -> Made:
+    def _kept(self, assignment: Assignment, cut: ProgramKey, write: Callable[[], Made]) -> Made:
         """The cached program of an assignment, or a new one."""
-        made = _remembered(self.programs, (form, self._written_for(assignment, form[0])), write)
+        made = _remembered(self.programs, (cut, self._written_for(assignment, cut[0])), write)
         lengths = accumulate(len(p.forward) + len(p.backward) for _, (p, _) in self.programs)
         del self.programs[max(2, sum(length <= LATEST_INSTRUCTIONS for length in lengths)) :]
         return made

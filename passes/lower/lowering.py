@@ -33,7 +33,8 @@ When = Literal["first", "where quicker", "last"]
 class Target:
     """What a program is lowered for: a cluster, the cache of timelines on it, the most bytes that a bucket holds, on
     each mesh axis (none given: no more than) and on any, and the axes on which no collective hides behind what is
-    computed. Without `trials`, a lowering that is taken in any case takes its first form, and simulates none."""
+    computed. Without `trials`, a lowering that is taken in any case takes its first form, and simulates none. `latest`
+    are programs, rewrites and what these made of them: a lowering may look at a program again, with trials."""
 
     cluster: Cluster
     cache: TimelineCache = field(default_factory=TimelineCache)
@@ -41,6 +42,7 @@ class Target:
     limit_bytes: int = LIMIT_BYTES
     unhidden: tuple[int, ...] = ()
     trials: bool = True
+    latest: list[tuple[Program, tuple[Rewrite, ...], Program]] = field(default_factory=list)
 
     def seconds(self, program: Program) -> float:
         """Of a step, by the program's timeline."""

@@ -256,7 +256,7 @@ def test_no_descent_at_a_price_is_better_than_what_a_limit_leaves(monkeypatch: p
     monkeypatch.setattr(search.descent, "descend", noted)
     answer = search.run(bounded=False)
     assert search.options.replicated() in starts
-    kept = [found.score.objective for found in ends if planner.peak(found.assignment, limit)[1].bytes <= limit]
+    kept = [found.score.objective for found in ends if planner.evaluate(found.assignment, limit=limit).bytes <= limit]
     assert kept and answer.score.objective <= min(kept) * (1 + 1e-9)
 
 

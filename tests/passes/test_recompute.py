@@ -18,7 +18,7 @@ from transformers import Cohere2Config, Cohere2ForCausalLM
 
 from autopar.cost.memory import Peak, moments, peak
 from autopar.passes.codegen.program import codegen
-from autopar.passes.lower.bucket import LIMIT_BYTES, bucket
+from autopar.passes.lower.bucket import bucket
 from autopar.passes.lower.shorten import shortened
 from autopar.passes.space.choices import KEEP, REGATHER
 from autopar.passes.space.problem import Assignment, ProblemBuilder
@@ -26,6 +26,7 @@ from autopar.planning.account import account
 from autopar.planning.options import taken
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
+from autopar.planning.steps import QUICK
 from autopar.planning.writer import LOOKED_AT
 from autopar.solve.pricing import priced_at
 from autopar.solve.problem import Infeasible, evaluate
@@ -188,9 +189,7 @@ def test_a_step_is_told_where_first_results_are_not_read() -> None:
     assert any(not node.outputs[0] for node in made.program(made.plan()).forward)
     assignment = made.assignment(made.plan())
     assert shortened(made.space, assignment) is not None
-    told, _ = made.steps.estimated_seconds(assignment, None)
-    true, _ = made.steps.seconds(assignment, LIMIT_BYTES)
-    assert told == pytest.approx(true, rel=0.02)
+    assert made.evaluate(assignment, QUICK).seconds == pytest.approx(made.evaluate(assignment).seconds, rel=0.02)
 
 
 def test_few_copies_tell_the_step_of_all() -> None:
@@ -204,6 +203,6 @@ def test_few_copies_tell_the_step_of_all() -> None:
     assert repeat.count == 7 and len(repeat.copies[0]) >= 400
     for preset in ("meshslice", "megatron"):
         assignment = made.assignment(made.plan(solver=preset, memory_limit_bytes=math.inf))
-        told, _ = made.steps.estimated_seconds(assignment, None)
-        true, _ = made.steps.seconds(assignment, LIMIT_BYTES)
-        assert told == pytest.approx(true, rel=0.02), preset
+        assert made.evaluate(assignment, QUICK).seconds == pytest.approx(made.evaluate(assignment).seconds, rel=0.02), (
+            preset
+        )

@@ -23,6 +23,7 @@ from torch import nn
 from autopar import Precision
 from autopar.cluster.library import named_cluster
 from autopar.cluster.machine import Device, Operators
+from autopar.cost.streams import timeline
 from autopar.cost.timeline import COMPUTE
 from autopar.passes.space.problem import Assignment
 from autopar.passes.space.sites import Site
@@ -32,7 +33,6 @@ from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
 from autopar.planning.presets import PRESETS
 from autopar.planning.request import Gathers, Request
-from autopar.planning.steps import BUCKETS
 from autopar.solve.effort import Effort
 
 GRID = {"dp": 2, "tp": 2}
@@ -72,11 +72,11 @@ def places(space: Space) -> Iterator[tuple[Site, str]]:
 def computed(planner: Planner, assignment: Assignment) -> Mapping[str, float]:
     """Name of a graph's node -> the seconds of what a rank computes for it in a step."""
     seconds: dict[str, float] = defaultdict(float)
-    for timeline, program, times in planner.steps.run.timelines(planner.writer.written(assignment)):
-        serves = {name: node.serves for node in (*program.forward, *program.backward) for name in node.outputs if name}
-        for event in timeline.events:
+    for part in planner.steps.parts(planner.writer.written(assignment)):
+        serves = {name: node.serves for node in part.program.nodes for name in node.outputs if name}
+        for event in timeline(part.program, planner.space.cluster, planner.operators).events:
             if event.stream == COMPUTE:
-                seconds[serves[event.name]] += times * event.seconds
+                seconds[serves[event.name]] += part.times * event.seconds
     return seconds
 
 
@@ -87,8 +87,7 @@ def check(planner: Planner, assignment: Assignment) -> None:
     assert sum(least[site.key] > 0 for site, _ in operators) >= 5
     for site, name in operators:
         assert least[site.key] <= seconds[name] * ROUNDING, f"{name}, {site.rule}"
-    step, _ = planner.steps.seconds(assignment, BUCKETS[0])
-    assert 0 < least_step_seconds(space) <= step * ROUNDING
+    assert 0 < least_step_seconds(space) <= planner.evaluate(assignment).seconds * ROUNDING
 
 
 @pytest.mark.parametrize(("name", "mesh", "cluster", "seed"), pairwise(NAMES, MESHES[1:], (None, "dgx-h100"), (0, 1)))

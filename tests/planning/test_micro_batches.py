@@ -17,7 +17,7 @@ import plans
 import pytest
 import torch
 import torch.distributed as dist
-from micro_batches import COUNT, Net, counted, ids
+from micro_batches import COUNT, Net, counted, ids, issued_by
 from models import assert_close, whole
 from pairwise import pairwise
 from ranks import run
@@ -32,7 +32,7 @@ from autopar.passes.lower.bucket import bucket
 from autopar.passes.lower.hold import held
 from autopar.planning.account import account
 from autopar.planning.advice import LEAST_SPEEDUP
-from autopar.planning.micro import MicroBatches
+from autopar.planning.micro import parts_of
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
 from autopar.planning.request import Gathers, Request
@@ -56,10 +56,10 @@ def test_the_objective_counts_the_collectives_that_a_step_issues(name: str, gath
     made = planner(name).gathering(gathers)
     assignment = plans.random_assignment(made.space, seed)
     promised = {(c.kind, c.axis): (c.count, c.bytes) for c in account(made.space, assignment).collectives}
-    step = MicroBatches.of(codegen(made.space, assignment), COUNT, holds=gathers == "once")
+    step = parts_of(codegen(made.space, assignment), COUNT, holds=gathers == "once")
     counts: Counter[tuple[str, str]] = Counter()
     sizes: Counter[tuple[str, str]] = Counter()
-    for (kind, axis, size), times in step.collectives().items():
+    for (kind, axis, size), times in issued_by(step).items():
         counts[kind, axis] += times
         sizes[kind, axis] += times * size
     assert promised == {key: (counts[key], sizes[key]) for key in counts}
@@ -90,9 +90,9 @@ def test_the_peak_counts_what_waits_and_what_is_held(name: str) -> None:
     made = planner(name)
     each, once = (made.gathering(way) for way in WAYS)
     assignment = each.assignment(made.plan(solver="fsdp"))
-    single = planner(name, 1).peak(assignment)[1]
-    apart, kept = (way.peak(assignment)[1] for way in (each, once))
-    pending = MicroBatches.of(made.writer.written(assignment), COUNT, holds=False).pending_bytes
+    single, apart, kept = (way.evaluate(assignment) for way in (planner(name, 1), each, once))
+    *_, last = parts_of(made.writer.written(assignment), COUNT, holds=False)
+    pending = last.waiting["forward"]
     assert single.bytes < apart.bytes <= single.bytes + 2 * pending and apart.bytes <= kept.bytes
 
 
@@ -219,14 +219,14 @@ def issued_as_predicted() -> None:
     """As many collectives as the plan's programs hold, in a step of so many calls."""
     for solver in ("ddp", "fsdp"):
         module = parallel(solver)
-        step = MicroBatches.of(module.program, COUNT, holds=module.plan.training.gathers == "once")
+        step = parts_of(module.program, COUNT, holds=module.plan.training.gathers == "once")
         module(ids(9)).backward()  # the first call agrees on more
         module.zero_grad()
         with calls_counted() as calls:
             for micro in range(COUNT):
                 with module.no_sync() if micro < COUNT - 1 else nullcontext():
                     module(ids(micro)).backward()
-        assert sum(calls.values()) == sum(step.collectives().values())
+        assert sum(calls.values()) == issued_by(step).total()
 
 
 def test_ranks_issue_what_the_plan_counts() -> None:
@@ -277,7 +277,7 @@ def test_advice_is_what_more_micro_batches_take_and_a_plan_for_them_is_no_longer
     exact = []
     for gathers in WAYS:
         on = made.trained(Training(micro_batches=count, gathers=gathers))
-        exact.append(on.steps.seconds(made.assignment(plan), plan.bucket_bytes)[0])
+        exact.append(on.evaluate(made.assignment(plan), buckets=(plan.bucket_bytes,)).seconds)
     assert speedup == pytest.approx(count * plan.seconds / min(exact), rel=0.02)
     # searched for them, a plan is at least as quick
     searched = made.trained(Training(micro_batches=count)).plan(solver=solver)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import plans
 import pytest
 import torch
 import torch.distributed as dist
+from micro_batches import issued_by
 from models import assert_close, assert_same, eager, simulated, whole
 from pairwise import pairwise
 from ranks import run
@@ -31,7 +31,7 @@ from autopar.passes.capture.errors import CaptureError
 from autopar.passes.codegen.precision import with_casts, written
 from autopar.passes.lower.accumulate import accumulation
 from autopar.planning.account import account
-from autopar.planning.micro import MicroBatches
+from autopar.planning.micro import parts_of
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
 from autopar.planning.request import Gathers, Request
@@ -202,10 +202,7 @@ def test_the_objective_counts_the_collectives_that_are_issued(
     made = planner(name, precision, micro_batches=micro_batches).gathering(gathers)
     assignment = plans.random_assignment(made.space, seed)
     promised = {(c.kind, c.axis): (c.count, c.bytes) for c in account(made.space, assignment).collectives}
-    program = written(made.space, assignment)
-    issued = Counter(program.collectives())
-    if micro_batches > 1:
-        issued = MicroBatches.of(program, micro_batches, holds=gathers == "once").collectives()
+    issued = issued_by(parts_of(written(made.space, assignment), micro_batches, holds=gathers == "once"))
     found: dict[tuple[str, str], tuple[int, int]] = {}
     for (kind, axis, size), times in issued.items():
         count, total = found.get((kind, axis), (0, 0))

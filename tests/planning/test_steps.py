@@ -10,21 +10,18 @@ import pytest
 
 from autopar.cli.loading import load
 from autopar.planning.planner import Planner
-from autopar.planning.steps import BUCKETS
+from autopar.planning.steps import BUCKETS, EXACT, NEAR, PARTED
 from autopar.testing.plans import random_assignment
-
-LAYERS = 8
 
 STILL = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0)
 
+WIDE = {"num_hidden_layers": 8, "hidden_size": 512, "num_attention_heads": 8}
+
 CONFIGS: Mapping[str, dict[str, Any]] = {
-    "GPT2Config": {"n_layer": LAYERS, **STILL, "n_embd": 512, "n_head": 8, "bos_token_id": 0, "eos_token_id": 0},
-    "LlamaConfig": {
-        "num_hidden_layers": LAYERS,
-        "hidden_size": 512,
-        "intermediate_size": 1408,
-        "num_attention_heads": 8,
-    },
+    "GPT2Config": {"n_layer": 8, **STILL, "n_embd": 512, "n_head": 8, "bos_token_id": 0, "eos_token_id": 0},
+    "LlamaConfig": {**WIDE, "intermediate_size": 1408},
+    "MixtralConfig": {**WIDE, "intermediate_size": 1024, "num_key_value_heads": 8, "num_local_experts": 8},
+    "BertConfig": {**WIDE, "intermediate_size": 2048},
 }
 
 
@@ -34,13 +31,30 @@ def planner(config: str) -> Planner:
     return Planner(model.model, {"a": 2, "b": 2}, model.args, model.kwargs, cluster="dgx-h100")
 
 
+@pytest.mark.parametrize(("bucket_bytes", "step", "peak"), [(1, 0.01, 0.001), (BUCKETS[0], 0.03, 0.03)])
+@pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("config", CONFIGS)
-def test_an_estimate_from_few_copies_is_near_what_the_program_of_all_says(config: str) -> None:
-    """Of a random plan in which layers are alike. A bucket that reaches across more layers than the few differs."""
-    steps, assignment = planner(config).steps, random_assignment(planner(config).space, 1, alike=True)
-    steps.forget()
-    told, _ = steps.estimated_seconds(assignment, None)
-    true, _ = steps.seconds(assignment, BUCKETS[0])
-    assert told == pytest.approx(true, rel=0.03)
-    _, exact = steps.peak(assignment)
-    assert steps.peaks_of(None).estimate(assignment) == pytest.approx(exact.bytes, rel=0.05)
+def test_an_estimate_from_few_copies_is_near_what_the_program_of_all_says(
+    config: str, seed: int, bucket_bytes: int, step: float, peak: float
+) -> None:
+    """Of a random plan in which layers are alike: nearly exactly where every collective travels alone. Buckets that
+    reach across layers are others among few layers."""
+    made = planner(config)
+    assignment = random_assignment(made.space, seed, alike=True)
+    exact, near, quick = (made.evaluate(assignment, how, buckets=(bucket_bytes,)) for how in (EXACT, NEAR, PARTED))
+    assert quick.seconds == pytest.approx(exact.seconds, rel=step)
+    assert near.bytes == pytest.approx(exact.bytes, rel=peak)
+    assert exact.bytes == exact.peak.bytes and not (near.is_exact or quick.is_exact)
+
+
+def test_an_estimate_is_made_once_and_is_exact_where_no_copy_is_left_out() -> None:
+    """With the largest buckets that keep a limit, as far as it is known which these are."""
+    made = planner("LlamaConfig")
+    alike, mixed = (random_assignment(made.space, 0, alike=alike) for alike in (True, False))
+    assert made.evaluate(mixed, NEAR) is made.evaluate(mixed, PARTED) is made.evaluate(mixed)
+    exact = made.evaluate(alike)
+    assert exact.bucket_bytes == BUCKETS[0] and made.evaluate(alike, limit=exact.bytes).bucket_bytes == BUCKETS[0]
+    least = made.evaluate(alike, buckets=BUCKETS[-1:])
+    within = made.evaluate(alike, limit=least.bytes)
+    assert within is made.evaluate(alike, buckets=(within.bucket_bytes,)) and within.bytes <= least.bytes < exact.bytes
+    assert made.evaluate(alike, NEAR, limit=1.0).bytes <= made.evaluate(alike, NEAR).bytes

@@ -169,7 +169,7 @@ def test_no_plan_of_a_preset_needs_less_than_its_parameters_at_rest(preset: str)
     allowed = made.preset(preset)
     best = made.search(Request(memory_limit_bytes=math.inf)).run(allowed)
     needed = resting_bytes(made.space, allowed)
-    assert 0 < needed <= made.peak(best.assignment, None)[1].bytes
+    assert 0 < needed <= made.evaluate(best.assignment).bytes
 
 
 def test_an_order_whose_tables_are_too_large_is_given_up_and_its_work_is_counted() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
+from autopar.planning.micro import Part
 from autopar.runtime.module import ParallelModule
 
 COUNT = 4
@@ -32,6 +33,15 @@ class Net(nn.Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         h = self.embed(ids)
         return F.cross_entropy(self.head(self.norm(h + self.body(h))).flatten(0, 1), ids.roll(1, 1).flatten())
+
+
+def issued_by(parts: Sequence[Part]) -> Counter[tuple[str, str, int]]:
+    """(kind, axis, bytes) of what a step issues -> how often."""
+    issued: Counter[tuple[str, str, int]] = Counter()
+    for part in parts:
+        for one, count in Counter(part.program.collectives()).items():
+            issued[one] += part.times * count
+    return issued
 
 
 def ids(step: int) -> torch.Tensor:

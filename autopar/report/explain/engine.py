@@ -15,6 +15,7 @@ from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
 from autopar.planning.progress import Stage
 from autopar.planning.reading import request_of
+from autopar.planning.steps import NEAR, QUICK
 from autopar.planning.texts import short_bytes, short_seconds
 
 from ..page import UNFUSED, WITHOUT_DROPOUT
@@ -41,7 +42,7 @@ class Explainer:
     def __init__(self, planner: Planner, plan: Plan) -> None:
         self.planner, self.space, self.plan = planner, planner.space, plan
         self.assignment = planner.assignment(plan)
-        self.before = account(self.space, self.assignment)
+        self.before = planner.steps.account(self.assignment)
 
     def explain(self, name: str, *, replan: int = 0) -> Explanation:
         """As `Plan.explain`."""
@@ -128,14 +129,13 @@ class Explainer:
 
     def _step(self, assignment: Assignment) -> tuple[float, float]:
         """The step and the peak of an assignment with the plan's buckets, as `refreshed` computes them."""
-        planner, bucket_bytes = self.planner, self.plan.bucket_bytes
-        seconds, _ = planner.steps.seconds(assignment, bucket_bytes)
-        return seconds, planner.steps.run.peak(planner.writer.written(assignment, bucket_bytes)).bytes
+        estimate = self.planner.evaluate(assignment, buckets=(self.plan.bucket_bytes,))
+        return estimate.seconds, estimate.bytes
 
     def _roughly(self, assignment: Assignment) -> tuple[float, float]:
         """The same, estimated by a program of fewer layers: differences count, not the figures."""
-        steps = self.planner.steps
-        return steps.estimated_seconds(assignment, None)[0], steps.peaks_of(None).estimate(assignment)
+        evaluate = self.planner.evaluate
+        return evaluate(assignment, QUICK).seconds, evaluate(assignment, NEAR).bytes
 
     def _replanned(self, question: Question, place: Location, other: Alternative) -> Alternative:
         """The alternative with the plan that is pinned to it."""
