@@ -42,8 +42,8 @@ def generated(seed: int) -> Case | None:
     if not program.is_plain:
         return None
     module = program.load()
-    loss_fn = getattr(module, "loss_fn", None)
-    return Case(model=module.build(), batch=lambda step: ((), module.batch(step)), loss_fn=loss_fn)
+    loss_fn = getattr(module, "loss_fn", None) or getattr(module, "loss_of", None)
+    return Case(model=module.make(), batch=lambda step: ((), module.batch(step)), loss_fn=loss_fn)
 
 
 def tried(case: Case, rng: random.Random) -> tuple[str, str]:
@@ -51,7 +51,7 @@ def tried(case: Case, rng: random.Random) -> tuple[str, str]:
     mesh = rng.choice(MESHES)
     devices = rng.choice((2, 3, 4))
     name = rng.choice([name for name in SCHEDULES if name != "searched"])
-    schedule = scheduled(name, devices, mesh["pp"], chunks=2)
+    schedule = scheduled(name, devices, mesh["pp"], chunks=SCHEDULES[name].chunks or 2)
     try:
         made = in_time(case, devices, mesh)
         cut = made.cut(len(schedule.devices), rng.randrange(1 << 30))
