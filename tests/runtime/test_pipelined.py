@@ -1,0 +1,191 @@
+"""A pipeline on the ranks of a mesh: the module trains as the model does, in stages."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from models import in_dtype
+from staging import in_time
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import autopar
+from autopar.compat.redistributing import full_tensor
+from autopar.planning.at_rest import Decided
+from autopar.planning.reports import Once
+from autopar.planning.request import Request
+from autopar.runtime.modes import Modes, Planning
+from autopar.runtime.module import CallOptions, ParallelModule
+from autopar.runtime.pipeline import StageRun
+from autopar.runtime.pipelined import Pipelined
+from autopar.solve.schedules import SCHEDULES, scheduled
+
+zoo = pytest.importorskip("zoo")
+
+STEPS = 3
+
+
+def module(name: str, mesh: DeviceMesh, micro_batches: int, schedule: str, seed: int) -> tuple[Any, ParallelModule]:
+    """The case, and its module, cut anywhere."""
+    case = in_dtype(zoo.case(name, 3), torch.float64)
+    devices, *others = mesh.shape
+    names = mesh.mesh_dim_names
+    assert names is not None
+    made = in_time(case, devices, dict(zip(names, (micro_batches, *others), strict=True)))
+    units = scheduled(schedule, devices, micro_batches, chunks=SCHEDULES[schedule].chunks or 2)
+    pipelined = Pipelined.of(made.cut(len(units.devices), seed), units)
+    outside = pipelined.outside
+    at_rest = {i.target: i.layout for i in outside.inputs if i.role == "parameter"}
+    decided = Decided.of(made.planner.space, made.assignment)
+    planning = Planning(request=Request(cluster="dgx-h100"), decided=decided, once=Once(), pipelined=pipelined)
+    again = Modes(case.model, made.planner.captured, mesh, at_rest, case.loss_fn, planning)
+    options = CallOptions(pipelined=pipelined, again=again)
+    return case, ParallelModule(case.model, made.planner.captured, outside, None, mesh, options)
+
+
+def _difference(parallel: torch.nn.Module, plain: torch.nn.Module) -> float:
+    pairs = zip(parallel.parameters(), plain.parameters(), strict=True)
+    whole = ((full_tensor(p.detach()) if isinstance(p, DTensor) else p, q) for p, q in pairs)
+    return max(float((p - q).abs().max()) for p, q in whole)
+
+
+def _trains(
+    name: str, sizes: dict[str, int], micro_batches: int, schedule: str, seed: int, folder: str
+) -> dict[str, float]:
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    case, parallel = module(name, mesh, micro_batches, schedule, seed)
+    plain = copy.deepcopy(case.model)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (parallel, plain)]
+    found = {"loss": 0.0, "norm": 0.0}
+
+    def loss_of(model: torch.nn.Module, rows: int, step: int) -> torch.Tensor:
+        args, kwargs = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t[:rows], case.batch(step))
+        output = model(*args, **kwargs)
+        loss: torch.Tensor = output.loss if case.loss_fn is None else case.loss_fn(output)
+        return loss
+
+    for step in range(STEPS):
+        rows = 5 if step == 1 else 8  # a smaller batch, which the micro-batches do not divide
+        losses = [loss_of(model, rows, step) * 2 for model in (parallel, plain)]
+        for loss in losses:
+            loss.backward()
+        norms = [
+            autopar.clip_grad_norm_(parallel.parameters(), 1.0),
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0),
+        ]
+        for what, (one, other) in (("loss", losses), ("norm", norms)):
+            found[what] = max(found[what], abs(float(one) - float(other)))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    found["parameters"] = _difference(parallel, plain)
+    parallel.eval()
+    plain.eval()
+    args, kwargs = case.batch(7)
+    with torch.no_grad():
+        one, other = (model(*args, **kwargs) for model in (parallel, plain))
+    found["logits"] = float((one.logits - other.logits).abs().max())
+    state = parallel.state_dict()
+    dcp.save({"model": state}, checkpoint_id=f"{folder}/dcp")
+    parallel.save_pretrained(f"{folder}/files")
+    with torch.no_grad():
+        for parameter in parallel.parameters():
+            parameter.zero_()
+    dcp.load({"model": state}, checkpoint_id=f"{folder}/dcp")
+    parallel.load_state_dict(state)
+    found["loaded"] = _difference(parallel, plain)
+    again = type(plain).from_pretrained(f"{folder}/files", dtype=torch.float64)
+    found["files"] = _difference(again, plain)
+    held = sum(p.to_local().numel() for p in parallel.parameters())
+    found["part"] = held / sum(p.numel() for p in plain.parameters())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "micro_batches", "schedule"),
+    [
+        ("GPT-2", {"pp": 2, "dp": 2}, 4, "1f1b"),
+        ("T5", {"pp": 4}, 4, "zb-h1"),
+        ("Llama, tied", {"pp": 2, "tp": 2}, 3, "zb-v"),
+    ],
+)
+def test_a_module_in_stages_trains_as_the_model(
+    name: str, sizes: dict[str, int], micro_batches: int, schedule: str, tmp_path: Path
+) -> None:
+    """Three steps with a stock optimizer and clipping, a smaller batch among them; then evaluation, a distributed
+    checkpoint and files of weights."""
+    for found in ranks.run(4, _trains, name, sizes, micro_batches, schedule, 5, str(tmp_path)):
+        part = found.pop("part")
+        assert all(value < 1e-9 for value in found.values()), found
+        assert part < 0.95
+
+
+def _asks(what: str) -> str:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
+    case, parallel = module("GPT-2", mesh, 2, "gpipe", 1)
+    args, kwargs = case.batch(0)
+    output = parallel(*args, **kwargs)
+    output.loss.backward()
+    try:
+        if what == "logits":
+            output.logits.sum()
+        else:
+            torch.nn.utils.clip_grad_norm_(parallel.parameters(), 1.0)
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [("logits", "output.logits is not kept in a training step of a pipeline"), ("norm", "must have the same mesh")],
+)
+def test_what_a_rank_has_not_is_no_number(what: str, words: str) -> None:
+    """Outputs that nobody keeps, and torch's own norm, which would be that of one stage."""
+    assert all(words in found for found in ranks.run(2, _asks, what))
+
+
+def _ends(when: int) -> str:
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("pp",))
+    case, parallel = module("GPT-2", mesh, 4, "1f1b", 3)
+    args, kwargs = case.batch(0)
+    parallel(*args, **kwargs).loss.backward()
+    if dist.get_rank() == 2:
+        _end_in(when)
+    try:
+        parallel(*args, **kwargs).loss.backward()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def _end_in(when: int) -> None:
+    """Ends this process as the unit of this number begins."""
+    run, count = StageRun.run, itertools.count()
+
+    def ending(self: StageRun[Any], action: Any, received: Any) -> Any:
+        if next(count) == when:
+            time.sleep(0.5)
+            os._exit(1)
+        return run(self, action, received)
+
+    StageRun.run = ending  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("when", [0, 3, 6])
+def test_a_rank_that_ends_ends_the_step(when: int) -> None:
+    """In a forward, in the steady state, in the last backwards: the others say what they waited for, and none hangs."""
+    found = ranks.outcomes(4, _ends, when, timeout_seconds=120.0)
+    said = [str(outcome.value) for rank, outcome in enumerate(found) if rank != 2]
+    assert all("mesh axis 'pp'" in text or "came to call 2" in text for text in said), found
+    assert any("micro-batch" in text and "stage" in text for text in said), found
