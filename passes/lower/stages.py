@@ -175,9 +175,9 @@ class _Cutter:
     read."""
 
     def __init__(self, program: Program, cuts: tuple[str, ...]) -> None:
-        self.program, self.cuts = program, cuts
+        self.program, self.cuts, self.nodes = program, cuts, program.nodes
         self.numbers = range(len(cuts) + 1)
-        self.made, self.read = producers(program.nodes), readers(program.nodes)
+        self.made, self.read = producers(self.nodes), readers(self.nodes)
         self.given = {i.name: i for i in program.inputs}
         self.tangents = {i.name for i in program.inputs if i.role == "tangent"}
         self.everywhere = (Replicate(),) * len(program.mesh)
@@ -203,7 +203,7 @@ class _Cutter:
     # ---- kinds of nodes
 
     def _follow(self) -> None:
-        for node in self.program.nodes:
+        for node in self.nodes:
             names = [name for name in node.outputs if name]
             if not self.trained.isdisjoint(node.inputs):
                 self.trained.update(names)
@@ -220,15 +220,15 @@ class _Cutter:
 
     def _late(self) -> set[str]:
         late = set[str]()
-        for node in reversed(self.program.nodes):
-            after = [self.program.nodes[k].name for name in node.outputs for k in self.read.get(name, ())]
+        for node in reversed(self.nodes):
+            after = [self.nodes[k].name for name in node.outputs for k in self.read.get(name, ())]
             if self._is_sum(node) and late.issuperset(after):
                 late.add(node.name)
         return late
 
     def _refuse_between(self) -> None:
         """Raises ValueError where a micro-batch reads what others compute with parameters, or writes."""
-        for k, node in enumerate(self.program.nodes):
+        for k, node in enumerate(self.nodes):
             if not _in_time(node):
                 continue
             is_forward = k < len(self.program.forward)
@@ -302,7 +302,7 @@ class _Cutter:
     def _put_off(self) -> None:
         """Adds to the tail what adds up parts of gradients that several stages make."""
         for node in reversed(self.program.backward):
-            after = {self.program.nodes[k].name for name in node.outputs for k in self.read.get(name, ())}
+            after = {self.nodes[k].name for name in node.outputs for k in self.read.get(name, ())}
             makers = {self._place(name) for name in node.inputs}
             if len(makers) > 1 and after and after <= self.tail | self.late and is_linear(node, self.program.metas):
                 self.tail.add(node.name)
@@ -342,7 +342,7 @@ class _Cutter:
         return at
 
     def _maker(self, name: str | None) -> Node | None:
-        return self.program.nodes[self.made[name]] if name in self.made else None
+        return self.nodes[self.made[name]] if name in self.made else None
 
     # ---- programs
 
@@ -389,7 +389,7 @@ class _Cutter:
         halves: tuple[list[str], list[str]] = ([], [])
         for name in handed:
             halves[self._is_late(name)].append(name)
-        own = [node for node in self.program.nodes if self.stage_of.get(node.name) == number]
+        own = [node for node in self.nodes if self.stage_of.get(node.name) == number]
         return self._program(own, *halves, once=False, results=of_model)
 
     def _rest(self, number: int) -> tuple[Program, list[str]]:
