@@ -13,7 +13,7 @@ import torch.distributed as dist
 from autopar.ir.graph import TensorMeta
 from autopar.ir.layout import Layout, Replicate, Shape, Split, owned_digits, owned_indices
 from autopar.ir.program import Program, ProgramOutput
-from autopar.ir.schedule import BACKWARD, FORWARD, RECEIVE, SEND, Action, Schedule
+from autopar.ir.schedule import FORWARD, RECEIVE, SEND, Action, Schedule
 from autopar.passes.lower.stages import TIME, Message, Staged, tells_time
 
 from .execute import Executable
@@ -144,7 +144,7 @@ class Ranks:
     def _carried(self, action: Action) -> list[Message]:
         """What a transfer carries."""
         source, target = (action.stage, action.peer) if action.kind == SEND else (action.peer, action.stage)
-        return [m for m in self.staged.messages if (m.source, m.target) == (source, target) and edge(m)[2] == action.of]
+        return [m for m in self.staged.messages if (m.source, m.target) == (source, target) and m.edge[2] == action.of]
 
     # ---- a step
 
@@ -239,9 +239,3 @@ def joined(parts: Mapping[Shape, torch.Tensor], o: ProgramOutput, mesh: Shape) -
 
 def _padded(size: int, layout: Layout, dim: int) -> int:
     return max([size, *(p.period for p in layout if isinstance(p, Split) and p.dim == dim)])
-
-
-def edge(message: Message) -> tuple[int, int, str]:
-    """What carries a message: what forward makes for a later stage goes with its forward, all else with backward."""
-    ahead = message.made == "forward" and message.source < message.target
-    return message.source, message.target, FORWARD if ahead else BACKWARD
