@@ -39,7 +39,8 @@ class Subject:
 
     @property
     def mesh(self) -> dict[str, int]:
-        return dict(zip(self.space.axes, self.space.mesh, strict=True))
+        stages, mesh = self.space.cluster.stages, self.space.mesh  # in whose place there are micro-batches
+        return dict(zip(self.space.axes, (stages, *mesh[1:]) if stages > 1 else mesh, strict=True))
 
     @property
     def graph(self) -> str:
@@ -60,8 +61,11 @@ class Subject:
     ) -> Plan:
         """The result of a search as the plan that answers a request, with its step, and what no step undercuts."""
         space, assignment = self.space, result.assignment
-        items, provenance = account(space, assignment), self.facts.provenance(space.cluster, math.prod(space.mesh))
-        provenance = provenance.times(self.training.micro_batches)
+        items, provenance = (
+            account(space, assignment),
+            self.facts.provenance(space.cluster, math.prod(self.mesh.values())),
+        )
+        provenance = provenance.times(1 if space.in_time else self.training.micro_batches)
         plan = Plan(
             model=self.model,
             graph=self.graph,

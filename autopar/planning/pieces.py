@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 from autopar.cost.optimizers import Optimizer
-from autopar.ir.graph import Node
 from autopar.ir.layout import local_meta
 from autopar.ir.program import Program
 from autopar.passes.lower.stages import Kinds, unstacked
