@@ -61,10 +61,8 @@ class Subject:
     ) -> Plan:
         """The result of a search as the plan that answers a request, with its step, and what no step undercuts."""
         space, assignment = self.space, result.assignment
-        items, provenance = (
-            account(space, assignment),
-            self.facts.provenance(space.cluster, math.prod(self.mesh.values())),
-        )
+        items, ranks = account(space, assignment), math.prod(self.mesh.values())
+        provenance = self.facts.provenance(space.cluster, ranks)
         provenance = provenance.times(1 if space.in_time else self.training.micro_batches)
         plan = Plan(
             model=self.model,

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import logging
 import math
+import time
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -47,6 +49,7 @@ from .presets.axis import data
 from .presets.context import Context
 from .request import AUTO, STAGES, Request
 from .search import Search, SearchResult
+from .solving import Solved
 from .stages import Figures, Pipeline, StagePlan, Step, figures
 from .steps import BUCKETS
 from .timing import timing
@@ -135,12 +138,15 @@ def first_count(request: Request, batch: int, stages: int) -> int:
 @dataclass(frozen=True, kw_only=True)
 class Look:
     """What a search found for a number of micro-batches. Its step takes about so many `seconds`, and at `least` those
-    that operators take."""
+    that operators take; a device needs about so many `bytes`."""
 
     on: Planner
-    result: SearchResult
+    solved: Solved
+    allowed: Allowed | None
+    pinned: Pins
     seconds: float
     least: float
+    bytes: float
 
     @property
     def micro_batches(self) -> int:
@@ -172,7 +178,7 @@ class Pipelines:
     def planned(self, request: Request) -> Plan:
         """The plan with the shortest step. Raises ValueError where nothing can be cut so, and `Infeasible` where no
         stages keep the limit."""
-        planner = self.planner
+        planner, started = self.planner, time.perf_counter()
         if request.cost != "analytical":
             raise ValueError(f"cost is {request.cost!r} with stages on {self.axis!r}, whose prices are 'analytical'")
         limit, usable = planner.limit(request), planner.cluster.device.usable_bytes
@@ -187,7 +193,7 @@ class Pipelines:
             )
             error.smallest_bytes = self.smallest
             raise error
-        plan = self.described(best, request)
+        plan = self.described(best, request, time.perf_counter() - started)
         if request.memory_limit_bytes is not None or usable is None:
             return plan
         return replace(plan, memory_limit_bytes=usable, memory_limit_from="device", headroom=request.free_part)
@@ -198,11 +204,7 @@ class Pipelines:
         stages = request.stage.part(0.0, 0.4).parts(len(counts))
         for count in counts:
             next(stages)
-            try:
-                looks.append(self._look(self.planner.in_time(count), request, limit))
-            except Infeasible as error:
-                self.smallest = min(self.smallest, error.smallest_bytes)
-                logger.info("%d micro-batches: %s", count, error)
+            looks.append(self._look(self.planner.in_time(count), request, limit))
         looks.sort(key=lambda look: look.seconds)
         best: Made | None = None
         done = 0
@@ -230,32 +232,42 @@ class Pipelines:
     # ---- assignments
 
     def _look(self, on: Planner, request: Request, limit: float | None) -> Look:
-        """The assignment of a search for a number of micro-batches, within the limit of a device."""
+        """The cheapest assignment for a number of micro-batches; where it needs more than the limit, its layers are
+        taken to run forward twice."""
         space, m = on.space, on.training.micro_batches
-        context = Context(space, on.searches.blocks())
+        context = Context(space, self.planner.searches.blocks())
         pinned = _both(time_pins(context), pins(space, _placed(request, self.axis)))
-        flight, builder = min(m, self.devices), ProblemBuilder(space)
+        allowed = self._of_preset(on, request, pinned)
+        search = Search(ProblemBuilder(space), request.exact_solver, None, logger.info, pins=pinned, effort=on.effort)
+        solved: Solved = on.seconds.timed("search", search.explore, allowed, bounded=False)
+        items = account(space, solved.assignment)
+        size = self._bytes(items, m)
+        again = 4 / 3 if limit is not None and size > limit else 1.0
+        least = items.compute_seconds / self.devices
+        return Look(
+            on=on, solved=solved, allowed=allowed, pinned=pinned, bytes=size, least=least,
+            seconds=again * items.seconds / self.devices * (1 + (self.devices - 1) / m / 2),
+        )  # fmt: skip
+
+    def _within(self, look: Look, request: Request, limit: float) -> Look:
+        """An assignment of which a device needs no more than the limit."""
+        on, m = look.on, look.micro_batches
+        space = on.space
 
         def peak(assignment: Assignment) -> float:
-            return self._bytes(account(space, assignment), flight)
+            return self._bytes(account(space, assignment), m)
 
-        def search(limit: float | None) -> SearchResult:
-            return Search(
-                builder, request.exact_solver, limit, logger.info, pins=pinned,
-                peaks=Peaks(exact=peak, estimate=peak, rough=peak), effort=on.effort,
-                recompute=on.training.recompute == "auto", stage=request.stage,
-            ).run(self._of_preset(on, request, pinned), bounded=False)  # fmt: skip
+        search = Search(
+            ProblemBuilder(space), request.exact_solver, limit, logger.info, pins=look.pinned,
+            peaks=Peaks(exact=peak, estimate=peak, rough=peak), effort=on.effort,
+            recompute=on.training.recompute == "auto", stage=request.stage,
+        )  # fmt: skip
+        solved: Solved = on.seconds.timed("limit", search.mixed, look.solved, look.allowed)
+        return replace(look, solved=solved, bytes=peak(solved.assignment))
 
-        result = on.seconds.timed("search", search, None)
-        if limit is not None and peak(result.assignment) > limit:
-            result = on.seconds.timed("search", search, limit)
-        items = account(space, result.assignment)
-        bubble = 1 + (self.devices - 1) / m / 2
-        least = items.compute_seconds / self.devices
-        return Look(on=on, result=result, seconds=items.seconds / self.devices * bubble, least=least)
-
-    def _bytes(self, items: Account, flight: int) -> float:
-        """About what a device needs: its share of what is at rest, and of so many micro-batches in flight."""
+    def _bytes(self, items: Account, micro_batches: int) -> float:
+        """About what a device needs: its share of what is at rest, and of the micro-batches in flight."""
+        flight = min(micro_batches, self.devices)
         resting = items.parameter_bytes + items.gradient_bytes + items.optimizer_bytes
         return (resting + flight * items.activation_bytes) / self.devices
 
@@ -273,25 +285,22 @@ class Pipelines:
         """The best stages of an assignment; of others, searched under a smaller limit, where these need too much."""
         aim = limit
         for _ in range(TRIES):
-            made = min(self._made(look, request, limit), key=lambda made: _order(made, limit), default=None)
-            if made is not None and (limit is None or made.peak <= limit):
-                return made
-            needed = math.inf if made is None else made.peak
-            self.smallest = min(self.smallest, needed)
-            if limit is None or aim is None:
-                return made
-            aim *= 0.85 if made is None else max(0.5, 0.98 * limit / needed)
             try:
-                look = self._look(look.on, request, aim)
+                tried = look if aim is None or look.bytes <= aim else self._within(look, request, aim)
             except Infeasible as error:
                 logger.info("%d micro-batches: %s", look.micro_batches, error)
                 return None
+            made = min(self._made(tried, request, limit), key=lambda made: _order(made, limit))
+            self.smallest = min(self.smallest, made.peak)
+            if limit is None or aim is None or made.peak <= limit:
+                return made
+            aim = min(aim, tried.bytes) * max(0.5, 0.98 * limit / made.peak)
         return None
 
     def _made(self, look: Look, request: Request, limit: float | None) -> Iterator[Made]:
         """Steps of an assignment by the best schedules, with their cuts, and by a searched one."""
         on = look.on
-        program = on.writer.plain(look.result.assignment)
+        program = on.writer.plain(look.solved.assignment)
         parts, spans = self._pieces(on, program, request)
         found: list[tuple[float, tuple[int, ...], Schedule, int]] = []
         for row, chunks in self._schedules(request, bool(spans), len(parts.names)):
@@ -310,7 +319,7 @@ class Pipelines:
                 f"the mesh has {self.devices} stages on {self.axis!r}, and {on.facts.name} can be cut into "
                 f"{len(parts.names)} pieces: give fewer stages"
             )
-        taken = list(dict.fromkeys(cuts for _, cuts, _, _ in found))[:CUT]
+        taken = list(dict.fromkeys(cuts for _, cuts, _, _ in found))[: CUT if len(program.nodes) < WORK else 1]
         for cuts in taken:
             names = tuple(parts.names[at] for at in cuts)
             of_stages = self.figures(on, program, names)
@@ -365,9 +374,8 @@ class Pipelines:
         cluster = on.cluster
         link = cluster.staged(1).links((cluster.stages, *on.space.mesh[1:]))[TIME]
         seconds = [collective_seconds("shift", parts.crosses[at], link) for at in cuts]
-        edges = {(k, k + 1, "F"): s for k, s in enumerate(seconds)} | {
-            (k + 1, k, "B"): s for k, s in enumerate(seconds)
-        }
+        edges = {(k, k + 1, "F"): s for k, s in enumerate(seconds)}
+        edges |= {(b, a, "B"): s for (a, b, _), s in edges.items()}
         run = simulate(schedule, PipelineCosts(stages=tuple(costs), transfers=edges))
         ends = zip(run.ends, range(self.devices), strict=True)
         devices = schedule.devices
@@ -385,16 +393,13 @@ class Pipelines:
             return parts, None
         spans = [[1, len(parts.names) - 1] for _ in range(self.devices - 1)]
         for first, last, stage, _ in pinned:
-            begin, end = (
-                next(k for k, at in enumerate((*parts.positions[1:], math.inf)) if at > place)
-                for place in (first, last)
-            )
+            begin, end = (bisect_right(parts.positions, place) - 1 for place in (first, last))
             for number in range(self.devices - 1):
                 if number < stage:
                     spans[number][1] = min(spans[number][1], begin)
                 else:
                     spans[number][0] = max(spans[number][0], end + 1)
-        for (first, _, stage, text), (_, _, later, other) in pairwise(sorted(pinned)):
+        for (_, _, stage, text), (_, _, later, other) in pairwise(sorted(pinned)):
             if later < stage:
                 raise ValueError(
                     f"constraint {other} is a stage before that of {text}, which comes first in forward: pin modules "
@@ -428,17 +433,14 @@ class Pipelines:
         """The step that a plan says, with its own cuts. Raises ValueError for cuts that are none."""
         on, said = self.planner, plan.pipeline
         assert said is not None
-        result = SearchResult(
-            assignment=on.assignment(plan), lower_bound=0.0, seconds=plan.solve_seconds,
-            score=Score(seconds=plan.objective_seconds, bytes=0.0),
-        )  # fmt: skip
-        look = Look(on=on, result=result, seconds=0.0, least=0.0)
+        solved = Solved(on.assignment(plan), Score(seconds=plan.objective_seconds, bytes=0.0), 0.0)
+        look = Look(on=on, solved=solved, allowed=None, pinned={}, seconds=0.0, least=0.0, bytes=0.0)
         if len(said.cuts) != said.chunks * self.devices - 1:
             raise ValueError(
                 f"the plan has {len(said.cuts)} cuts, and {said.chunks} stages on each of {self.devices} devices: give "
                 f"{said.chunks * self.devices - 1}"
             )
-        of_stages = self.figures(on, on.writer.plain(result.assignment), tuple(said.cuts))
+        of_stages = self.figures(on, on.writer.plain(solved.assignment), tuple(said.cuts))
         first = "1f1b" if said.chunks == 1 else "interleaved"
         schedule = said.schedule if said.schedule != "searched" else first
         run = scheduled(schedule, self.devices, said.micro_batches, chunks=said.chunks)
@@ -456,40 +458,35 @@ class Pipelines:
             solver=plan.solver, cost=plan.cost, memory_limit_bytes=limit, constraints=plan.constraints or None
         )
         return replace(
-            self.described(self.again(plan), request),
+            self.described(self.again(plan), request, plan.solve_seconds),
             memory_limit_from=plan.memory_limit_from,
             headroom=plan.headroom,
         )
 
-    def described(self, made: Made, request: Request) -> Plan:
+    def described(self, made: Made, request: Request, spent: float) -> Plan:
         """A step as a plan."""
-        on, step = made.look.on, made.step
+        on, step, solved = made.look.on, made.step, made.look.solved
         busiest = max(range(self.devices), key=lambda device: step.run.busy_seconds[device])
-        lines = [
-            (line, made.step.figures.staged.program, 1)
-            for s in step.held[busiest]
-            for line in step.figures.stages[s].timelines
-        ]
-        unit, m = step_of(lines), made.look.micro_batches
-        after = sum(step.figures.stages[s].after for s in step.held[busiest])
+        stages, cut_up = [step.figures.stages[s] for s in step.held[busiest]], step.figures.staged
+        unit = step_of([(line, cut_up.program, 1) for stage in stages for line in stage.timelines])
+        m, after = made.look.micro_batches, sum(stage.after for stage in stages)
         where = timing(unit, after, after + m * unit.seconds)
-        idle = step.seconds - after - m * unit.seconds
-        sent = sum(message.edge[:2] != () for message in step.figures.staged.messages)
-        size = sum(step.figures.staged.program.metas[message.name].bytes for message in step.figures.staged.messages)
+        idle = max(0.0, step.seconds - after - m * unit.seconds)
+        sent = [x.name for x in cut_up.messages if x.source in step.held[busiest]]
+        travels = sum(seconds for edge, seconds in step.figures.transfers.items() if edge[0] in step.held[busiest])
         waits = Communication(
-            kind="send", axis=self.axis, count=m * sent, bytes=m * size,
-            seconds=m * sum(step.figures.transfers.values()), exposed_seconds=max(0.0, idle),
+            kind="send", axis=self.axis, count=m * len(sent), bytes=m * sum(cut_up.program.metas[n].bytes for n in sent),
+            seconds=max(m * travels, idle), exposed_seconds=idle,
         )  # fmt: skip
         least = least_step_seconds(on.space, on.effort) / self.devices
         plan = on.subject.described(
-            *(made.look.result, request),
+            *(SearchResult(assignment=solved.assignment, score=solved.score, lower_bound=0.0, seconds=spent), request),
             bucket_bytes=BUCKETS[0], peak=step.largest, seconds=step.seconds,
-            exposed_seconds=m * unit.exposed_seconds + max(0.0, idle), least_seconds=min(least, step.seconds),
+            exposed_seconds=m * unit.exposed_seconds + idle, least_seconds=min(least, step.seconds),
             step=unit, rewrites="",
         )  # fmt: skip
-        plan = replace(
-            plan, pipeline=self._record(made), timing=replace(where, communication=(*where.communication, waits))
-        )
+        where = replace(where, communication=(*where.communication, waits))
+        plan = replace(plan, pipeline=self._record(made), timing=where)
         return replace(plan, described=plan.digest)
 
     def _record(self, made: Made) -> Pipeline:
