@@ -4,7 +4,8 @@ Micro-batches are the ranks of an axis in time, which stands in the place of the
 assignment is searched as on any other, and its program is cut into stages. A candidate is a number of micro-batches, an
 assignment, cuts and a schedule:
 
-- For each number of micro-batches an assignment is searched, and its step estimated from the account.
+- For each number of micro-batches an assignment is searched, and its step and its memory estimated from the account,
+  with none or some of its layers recomputed; where none fits, one is searched within the limit.
 - The program of the most promising ones is written, and priced operator by operator. For each schedule an exact dynamic
   program cuts it (`solve.cuts`), within the memory of a device and what the schedule has in flight.
 - The best cuts are made, their units timed as programs of their own, and all schedules simulated with them.
@@ -77,8 +78,17 @@ CUT = 2
 SEARCHED_UNITS = 6_000
 """Up to so many units, a schedule is searched for the stages that were chosen."""
 
-TRIES = 4
-"""Searches under a smaller and smaller limit, where the stages of an assignment need more than was estimated."""
+TRIES = 3
+"""Cuts under a smaller and smaller limit, where stages need more than was estimated."""
+
+RECOMPUTED = (0.25, 0.5, 0.75, 1.0)
+"""Parts of the copies of layers that are recomputed in backward, where memory is scarce."""
+
+FEW = 4
+"""Micro-batches for each device that schedules are compared on before stages are cut."""
+
+CLOSE = 1.1
+"""Schedules are simulated that were estimated to take no more than so many times as long as the best."""
 
 
 def time_pins(context: Context) -> Pins:
@@ -137,16 +147,15 @@ def first_count(request: Request, batch: int, stages: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """What a search found for a number of micro-batches. Its step takes about so many `seconds`, and at `least` those
-    that operators take; a device needs about so many `bytes`."""
+    """An assignment for a number of micro-batches. Its step takes about so many `seconds`, and a device needs about so
+    many `bytes`."""
 
     on: Planner
     solved: Solved
     allowed: Allowed | None
     pinned: Pins
-    seconds: float
-    least: float
-    bytes: float
+    seconds: float = 0.0
+    bytes: float = 0.0
 
     @property
     def micro_batches(self) -> int:
@@ -174,6 +183,8 @@ class Pipelines:
         self.planner, self.axis, self.devices = planner, planner.axis, planner.mesh[planner.axis]
         self.smallest = math.inf
         """The least bytes of a device that were reached."""
+        self.needed: dict[int, float] = {}
+        """Micro-batches -> what stages of an assignment for so many needed."""
 
     def planned(self, request: Request) -> Plan:
         """The plan with the shortest step. Raises ValueError where nothing can be cut so, and `Infeasible` where no
@@ -201,21 +212,23 @@ class Pipelines:
     def _best(self, request: Request, limit: float | None) -> Made | None:
         counts = [self.planner.training.micro_batches] if request.micro_batches != AUTO else self._counts()
         looks: list[Look] = []
-        stages = request.stage.part(0.0, 0.4).parts(len(counts))
-        for count in counts:
-            next(stages)
-            looks.append(self._look(self.planner.in_time(count), request, limit))
-        looks.sort(key=lambda look: look.seconds)
+        for count, _ in zip(counts, request.stage.part(0.0, 0.4).parts(len(counts)), strict=True):
+            looks += self._looks(self.planner.in_time(count), request, limit)
         best: Made | None = None
-        done = 0
-        for look, stage in zip(looks, request.stage.part(0.4, 1.0).parts(len(looks)), strict=False):
-            if best is not None and (done > WORK or look.least >= best.step.seconds or self.planner.effort.is_over):
-                continue
-            done += len(self.planner.captured.graph.nodes)
-            made = self._made_within(look, request, limit)
+        done, limited = 0, set[int]()
+        stages = request.stage.part(0.4, 1.0).parts(len(looks) + len(counts))
+        while looks and (best is None or not (done > WORK or self.planner.effort.is_over)):
+            looks.sort(key=lambda look: (limit is not None and look.bytes > limit, look.seconds))
+            look, stage, made = looks.pop(0), next(stages), None
+            if limit is None or look.bytes <= limit:
+                done += len(self.planner.captured.graph.nodes)
+                made = self._made_within(look, request, limit)
             if made is not None and (best is None or made.step.seconds < best.step.seconds):
                 best = made
                 stage.found(best.step.seconds)
+            elif made is None and limit is not None and look.micro_batches not in limited:
+                limited.add(look.micro_batches)
+                looks += self._within(look, request, limit)
         return best
 
     def _counts(self) -> list[int]:
@@ -231,45 +244,67 @@ class Pipelines:
 
     # ---- assignments
 
-    def _look(self, on: Planner, request: Request, limit: float | None) -> Look:
-        """The cheapest assignment for a number of micro-batches; where it needs more than the limit, its layers are
-        taken to run forward twice."""
-        space, m = on.space, on.training.micro_batches
+    def _looks(self, on: Planner, request: Request, limit: float | None) -> Iterator[Look]:
+        """The cheapest assignment for a number of micro-batches, and, within a limit, those that recompute a part of
+        the copies of each layer: the first ones, whose stages have the most in flight."""
+        space = on.space
         context = Context(space, self.planner.searches.blocks())
         pinned = _both(time_pins(context), pins(space, _placed(request, self.axis)))
         allowed = self._of_preset(on, request, pinned)
         search = Search(ProblemBuilder(space), request.exact_solver, None, logger.info, pins=pinned, effort=on.effort)
         solved: Solved = on.seconds.timed("search", search.explore, allowed, bounded=False)
-        items = account(space, solved.assignment)
-        size = self._bytes(items, m)
-        again = 4 / 3 if limit is not None and size > limit else 1.0
-        least = items.compute_seconds / self.devices
-        return Look(
-            on=on, solved=solved, allowed=allowed, pinned=pinned, bytes=size, least=least,
-            seconds=again * items.seconds / self.devices * (1 + (self.devices - 1) / m / 2),
-        )  # fmt: skip
+        look = self._estimate(Look(on=on, solved=solved, allowed=allowed, pinned=pinned))
+        yield look
+        if limit is None or on.training.recompute != "auto" or not any(body.again.operators for body in space.bodies):
+            return
+        for part in RECOMPUTED:
+            assignment = solved.assignment
+            again = tuple(
+                tuple(k < math.ceil(part * len(copies)) and bool(body.again.operators) for k in range(len(copies)))
+                for body, copies in zip(space.bodies, assignment.copies, strict=True)
+            )
+            yield self._estimate(replace(look, solved=replace(solved, assignment=replace(assignment, recompute=again))))
 
-    def _within(self, look: Look, request: Request, limit: float) -> Look:
-        """An assignment of which a device needs no more than the limit."""
-        on, m = look.on, look.micro_batches
-        space = on.space
+    def _estimate(self, look: Look) -> Look:
+        items, m = account(look.on.space, look.solved.assignment), look.micro_batches
+        bubble = 1 + (self.devices - 1) / m / 2
+        size = self._bytes(look.on, look.solved.assignment, items)
+        return replace(look, seconds=items.seconds / self.devices * bubble, bytes=size)
+
+    def _bytes(self, on: Planner, assignment: Assignment, items: Account) -> float:
+        """About what a device needs: its share of what is at rest, and of the micro-batches in flight, which are the
+        fewer the later its stage, and of which stages before `recomputed` keep the less."""
+        copies = [again for number in range(len(assignment.copies)) for again in assignment.again(number)]
+        part = sum(copies) / max(1, len(copies))
+        kept = account(on.space, replace(assignment, recompute=())).activation_bytes if part else items.activation_bytes
+        less = (items.activation_bytes - (1 - part) * kept) / part if part else kept
+        shares = [min(1.0, max(0.0, part * self.devices - k)) for k in range(self.devices)]
+        flights = [min(on.training.micro_batches, self.devices - k) for k in range(self.devices)]
+        resting = items.parameter_bytes + items.gradient_bytes + items.optimizer_bytes
+        most = max(n * (share * less + (1 - share) * kept) for n, share in zip(flights, shares, strict=True))
+        return (resting + max(most, items.gradient_bytes)) / self.devices  # at the end, sums and what they reduce to
+
+    def _within(self, look: Look, request: Request, limit: float) -> Iterator[Look]:
+        """An assignment of which a device needs no more than the limit, if there is one. It leaves as much free as the
+        stages of the assignment before needed more than was estimated."""
+        on, limit = look.on, limit * min(1.0, look.bytes / self.needed.get(look.micro_batches, look.bytes))
 
         def peak(assignment: Assignment) -> float:
-            return self._bytes(account(space, assignment), m)
+            return self._bytes(on, assignment, account(on.space, assignment))
 
         search = Search(
-            ProblemBuilder(space), request.exact_solver, limit, logger.info, pins=look.pinned,
+            ProblemBuilder(on.space), request.exact_solver, limit, logger.info, pins=look.pinned,
             peaks=Peaks(exact=peak, estimate=peak, rough=peak), effort=on.effort,
             recompute=on.training.recompute == "auto", stage=request.stage,
         )  # fmt: skip
-        solved: Solved = on.seconds.timed("limit", search.mixed, look.solved, look.allowed)
-        return replace(look, solved=solved, bytes=peak(solved.assignment))
-
-    def _bytes(self, items: Account, micro_batches: int) -> float:
-        """About what a device needs: its share of what is at rest, and of the micro-batches in flight."""
-        flight = min(micro_batches, self.devices)
-        resting = items.parameter_bytes + items.gradient_bytes + items.optimizer_bytes
-        return (resting + flight * items.activation_bytes) / self.devices
+        try:
+            search.explore(look.allowed, bounded=False, known=look.solved)
+            solved: Solved = on.seconds.timed("limit", search.within, search.peaks)
+        except Infeasible as error:
+            logger.info("%d micro-batches: %s", look.micro_batches, error)
+            self.smallest = min(self.smallest, error.smallest_bytes)
+            return
+        yield self._estimate(replace(look, solved=solved))
 
     def _of_preset(self, on: Planner, request: Request, pinned: Pins) -> Allowed | None:
         if request.preset is None:
@@ -282,55 +317,77 @@ class Pipelines:
     # ---- stages
 
     def _made_within(self, look: Look, request: Request, limit: float | None) -> Made | None:
-        """The best stages of an assignment; of others, searched under a smaller limit, where these need too much."""
-        aim = limit
-        for _ in range(TRIES):
-            try:
-                tried = look if aim is None or look.bytes <= aim else self._within(look, request, aim)
-            except Infeasible as error:
-                logger.info("%d micro-batches: %s", look.micro_batches, error)
-                return None
-            made = min(self._made(tried, request, limit), key=lambda made: _order(made, limit))
-            self.smallest = min(self.smallest, made.peak)
-            if limit is None or aim is None or made.peak <= limit:
-                return made
-            aim = min(aim, tried.bytes) * max(0.5, 0.98 * limit / made.peak)
-        return None
-
-    def _made(self, look: Look, request: Request, limit: float | None) -> Iterator[Made]:
-        """Steps of an assignment by the best schedules, with their cuts, and by a searched one."""
+        """The best stages of an assignment that keep the limit, if any do."""
         on = look.on
         program = on.writer.plain(look.solved.assignment)
         parts, spans = self._pieces(on, program, request)
-        found: list[tuple[float, tuple[int, ...], Schedule, int]] = []
-        for row, chunks in self._schedules(request, bool(spans), len(parts.names)):
-            schedule = self._scheduled(row, chunks, look.micro_batches)
-            cuts = cut(
-                parts.chain(look.micro_batches), in_flight(schedule), math.inf if limit is None else limit / chunks,
-                spans,
-            )  # fmt: skip
-            if cuts is None and chunks == 1 and row.name in ("1f1b", request.schedule):  # the least that is needed
-                cuts = cut(parts.chain(look.micro_batches), in_flight(schedule), math.inf, spans)
+        beyond = [0.0] * self.devices
+        for _ in range(TRIES):
+            found = [*self._made(look, request, parts, spans, program, limit, beyond)]
+            if not found:
+                logger.info("%d micro-batches: no cuts within %s bytes", look.micro_batches, limit)
+                return None
+            made, estimated = min(found, key=lambda one: _order(one[0], limit))
+            self.smallest, self.needed[look.micro_batches] = min(self.smallest, made.peak), made.peak
+            logger.info(
+                "%d micro-batches, %s: %.4g s, about %.4g, in %.3g bytes, about %.3g",
+                *(
+                    look.micro_batches,
+                    made.step.run.schedule.name,
+                    made.step.seconds,
+                    look.seconds,
+                    made.peak,
+                    look.bytes,
+                ),
+            )
+            if limit is None or made.peak <= limit:
+                return made
+            beyond = [max(0.0, peak.bytes - about) for peak, about in zip(made.step.peaks, estimated, strict=True)]
+        return None
+
+    def _made(
+        self,
+        look: Look,
+        request: Request,
+        parts: Pieces,
+        spans: list[Span] | None,
+        program: Program,
+        limit: float | None,
+        beyond: Sequence[float],
+    ) -> Iterator[tuple[Made, list[float]]]:
+        """Steps of an assignment by the best schedules and a searched one, with cuts whose stages are estimated to keep
+        the limit, less what devices need `beyond` estimates; and these estimates."""
+        on, m = look.on, look.micro_batches
+        most = math.inf if limit is None else limit
+        found: list[tuple[float, tuple[int, ...], Scheduler, int]] = []
+        for row, chunks in self._schedules(request, spans is not None, len(parts.names)):
+            few = min(m, FEW * self.devices)
+            schedule = scheduled(row.name, self.devices, few, chunks=chunks)
+            flight = [min(m, n) if n < few else m for n in in_flight(schedule)]
+            limits = [(most - beyond[device]) / chunks for device in schedule.devices]
+            cuts = cut(parts.chain(m), flight, limits, spans)
             if cuts is not None:
-                found.append((self._estimated(parts, cuts, schedule, on), tuple(cuts), schedule, chunks))
-        found.sort(key=lambda one: one[0])
-        if not found:
+                found.append((self._estimated(parts, cuts, schedule, on), tuple(cuts), row, chunks))
+        if not found and self.devices > len(parts.names):
             raise ValueError(
                 f"the mesh has {self.devices} stages on {self.axis!r}, and {on.facts.name} can be cut into "
                 f"{len(parts.names)} pieces: give fewer stages"
             )
-        taken = list(dict.fromkeys(cuts for _, cuts, _, _ in found))[: CUT if len(program.nodes) < WORK else 1]
-        for cuts in taken:
+        found.sort(key=lambda one: one[0])
+        few_cuts = CUT if len(program.nodes) < WORK else 1
+        for cuts in list(dict.fromkeys(cuts for _, cuts, _, _ in found))[:few_cuts]:
             names = tuple(parts.names[at] for at in cuts)
             of_stages = self.figures(on, program, names)
             best: Made | None = None
-            for _, other, schedule, chunks in found:
-                if len(other) == len(cuts):
+            for seconds, other, row, chunks in found:
+                if len(other) == len(cuts) and (best is None or seconds < CLOSE * found[0][0]):
+                    schedule = scheduled(row.name, self.devices, m, chunks=chunks)
                     made = Made(look=look, cuts=names, chunks=chunks, step=of_stages.step(schedule))
-                    yield made
+                    peaks = PipelineCosts(stages=tuple(parts.costs(cuts)[0])).peaks(schedule)
+                    yield made, [size for size, _ in peaks]
                     best = min(filter(None, (best, made)), key=lambda made: _order(made, limit))
             assert best is not None
-            yield from self._searched(best, request, limit)
+            yield from ((made, [0.0] * self.devices) for made in self._searched(best, request, limit))
 
     def _searched(self, made: Made, request: Request, limit: float | None) -> Iterator[Made]:
         """The step by a schedule that is searched for these stages, if that was asked for, or is soon done."""
@@ -342,11 +399,9 @@ class Pipelines:
                 logger.info("%s", error)
 
     def searched(self, made: Made, limit: float | None) -> Schedule:
-        stages = made.step.figures.stages
-        working = max(stage.working for stage in stages) + made.step.figures.inputs
         return scheduled(
             "searched", self.devices, made.look.micro_batches, chunks=made.chunks, costs=made.step.figures.costs,
-            limit_bytes=math.inf if limit is None else limit - working,
+            limit_bytes=math.inf if limit is None else limit - made.step.figures.inputs,
         )  # fmt: skip
 
     def figures(self, on: Planner, program: Program, names: Sequence[str]) -> Figures:
@@ -365,21 +420,19 @@ class Pipelines:
                 if several and chunks * self.devices <= most and not (is_pinned and chunks > 1):
                     yield row, chunks
 
-    def _scheduled(self, row: Scheduler, chunks: int, micro_batches: int) -> Schedule:
-        return scheduled(row.name, self.devices, micro_batches, chunks=chunks)
-
     def _estimated(self, parts: Pieces, cuts: Sequence[int], schedule: Schedule, on: Planner) -> float:
-        """The seconds of a step before anything is cut."""
+        """The seconds of a step before anything is cut, from a schedule of the first micro-batches: with each of the
+        others the busiest device goes on for as long as with those."""
         costs, once = parts.costs(cuts)
-        cluster = on.cluster
+        cluster, devices = on.cluster, schedule.devices
         link = cluster.staged(1).links((cluster.stages, *on.space.mesh[1:]))[TIME]
         seconds = [collective_seconds("shift", parts.crosses[at], link) for at in cuts]
         edges = {(k, k + 1, "F"): s for k, s in enumerate(seconds)}
         edges |= {(b, a, "B"): s for (a, b, _), s in edges.items()}
         run = simulate(schedule, PipelineCosts(stages=tuple(costs), transfers=edges))
-        ends = zip(run.ends, range(self.devices), strict=True)
-        devices = schedule.devices
-        return max(end[-1] + sum(o for o, at in zip(once, devices, strict=True) if at == d) for end, d in ends)
+        more = on.training.micro_batches / schedule.micro_batches - 1
+        after = [sum(o for o, at in zip(once, devices, strict=True) if at == d) for d in range(self.devices)]
+        return max(ends[-1] + o for ends, o in zip(run.ends, after, strict=True)) + more * max(run.busy_seconds)
 
     # ---- pins of stages
 
@@ -434,7 +487,7 @@ class Pipelines:
         on, said = self.planner, plan.pipeline
         assert said is not None
         solved = Solved(on.assignment(plan), Score(seconds=plan.objective_seconds, bytes=0.0), 0.0)
-        look = Look(on=on, solved=solved, allowed=None, pinned={}, seconds=0.0, least=0.0, bytes=0.0)
+        look = Look(on=on, solved=solved, allowed=None, pinned={})
         if len(said.cuts) != said.chunks * self.devices - 1:
             raise ValueError(
                 f"the plan has {len(said.cuts)} cuts, and {said.chunks} stages on each of {self.devices} devices: give "
@@ -475,7 +528,8 @@ class Pipelines:
         sent = [x.name for x in cut_up.messages if x.source in step.held[busiest]]
         travels = sum(seconds for edge, seconds in step.figures.transfers.items() if edge[0] in step.held[busiest])
         waits = Communication(
-            kind="send", axis=self.axis, count=m * len(sent), bytes=m * sum(cut_up.program.metas[n].bytes for n in sent),
+            kind="send", axis=self.axis, count=m * len(sent),
+            bytes=m * sum(cut_up.program.metas[name].bytes for name in sent),
             seconds=max(m * travels, idle), exposed_seconds=idle,
         )  # fmt: skip
         least = least_step_seconds(on.space, on.effort) / self.devices

@@ -148,12 +148,10 @@ class Step:
 
     def _peak(self, device: int, here: Sequence[int]) -> Peak:
         stages = [self.figures.stages[s] for s in here]
-        resting = sum(stage.cost.rest_bytes for stage in stages)
-        flying, at = self.run.peaks[device]
-        flying, working, finishing = (
-            flying - resting,
-            *(max(getattr(stage, name) for stage in stages) for name in ("working", "finishing")),
-        )
+        most, at = self.run.peaks[device]
+        working = sum(stage.working for stage in stages)
+        flying = most - sum(stage.cost.rest_bytes for stage in stages)
+        finishing = max(stage.finishing for stage in stages)
         ends = finishing > flying + working
         return Peak(
             parameters=sum(stage.parameters for stage in stages),
@@ -231,11 +229,12 @@ class _Stage:
         lines = [timeline(unit, space.cluster, self.operators) for unit in (u.forward, u.inputs, u.weights)]
         held = self._bytes({i.name for unit in (u.inputs, u.weights) for i in unit.inputs}, (u.forward,))
         kept = self._bytes({i.name for i in u.weights.inputs}, (u.forward, u.inputs))
+        working = max(0, self._working(u.forward) - held, self._working(u.inputs), self._working(u.weights))
         copies = space.optimizer.copies * max((meta.bytes for meta in trained), default=0)
         return StageFigures(
             cost=StageCost(
                 forward_seconds=lines[0].seconds, inputs_seconds=lines[1].seconds, weights_seconds=lines[2].seconds,
-                held_bytes=held, kept_bytes=min(held, kept), rest_bytes=parameters + states + sums,
+                held_bytes=held, kept_bytes=min(held, kept), rest_bytes=parameters + states + sums + working,
             ),
             timelines=tuple(lines),
             before=before + count * self._seconds(u.counts) + self._seconds(u.counted),
@@ -243,7 +242,7 @@ class _Stage:
             parameters=parameters,
             states=states,
             sums=sums,
-            working=max(0, self._working(u.forward) - held, self._working(u.inputs), self._working(u.weights)),
+            working=working,
             finishing=max(self._working(u.rest), copies),
         )  # fmt: skip
 

@@ -27,25 +27,27 @@ class Chain:
 
 
 def cut(
-    chain: Chain, in_flight: Sequence[float], limit_bytes: float = math.inf, spans: Sequence[Span] | None = None
+    chain: Chain, in_flight: Sequence[float], limits: Sequence[float] | None = None, spans: Sequence[Span] | None = None
 ) -> list[int] | None:
     """The pieces with which the stages begin, but for the first: those of the shortest longest stage, and of these the
-    ones where the least crosses. Stage i has `in_flight[i]` micro-batches in flight, and at most `limit_bytes`; cut i
+    ones where the least crosses. Stage i has `in_flight[i]` micro-batches in flight, and keeps `limits[i]`; cut i
     lies in `spans[i]`. None where no cuts keep the limit."""
     pieces, stages = len(chain.seconds), len(in_flight)
     if pieces < stages:
         return None
     seconds, rest, held = (_ranges(values) for values in (chain.seconds, chain.rest_bytes, chain.held_bytes))
-    fits = [rest + count * held <= limit_bytes * ROUNDING for count in in_flight]
+    most = [math.inf] * stages if limits is None else limits
+    fits = [rest + count * held <= limit * ROUNDING for count, limit in zip(in_flight, most, strict=True)]
     for stage, (low, high) in enumerate(spans or ()):
         begins = np.arange(pieces + 1)
         fits[stage + 1] = fits[stage + 1] & ((begins >= low) & (begins <= high))[:, None]
     longest = _stages([np.where(ok, seconds, math.inf) for ok in fits], np.maximum)
     if longest is None:
         return None
-    most = max(float(seconds[a, b]) for a, b in zip([0, *longest], [*longest, pieces], strict=True)) * AS_LONG
+    taken = zip([0, *longest], [*longest, pieces], strict=True)
+    most_seconds = AS_LONG * max(float(seconds[begin, end]) for begin, end in taken)
     crosses = np.append(np.asarray(chain.crosses, dtype=float), 0.0)[:, None]
-    return _stages([np.where(ok & (seconds <= most), crosses, math.inf) for ok in fits], np.add)
+    return _stages([np.where(ok & (seconds <= most_seconds), crosses, math.inf) for ok in fits], np.add)
 
 
 def _ranges(values: Sequence[float]) -> "np.ndarray[tuple[int, int], np.dtype[np.float64]]":
