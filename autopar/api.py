@@ -106,7 +106,8 @@ def plan(
     if isinstance(mesh_shape, Mapping):
         on = Planner(model, mesh_shape, args, kwargs, loss_fn=loss_fn, request=request)
         with ended_by_interrupts(on.effort.until):
-            return on.plan().answering(lambda: on)
+            chosen = on.plan()
+        return chosen.answering(lambda: on.in_time(chosen.training.micro_batches))
     machine = named_cluster(request.cluster, device_type="cpu")
     if isinstance(mesh_shape, bool) or not (mesh_shape == "auto" or (isinstance(mesh_shape, int) and mesh_shape > 0)):
         raise ValueError(f"mesh_shape is {mesh_shape!r}: give axis names with sizes, a number of devices, or 'auto'")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from autopar.ir.graph import TensorMeta
 from autopar.ir.layout import Layout, Replicate, Shape, Split, local_meta, owned_digits, owned_indices
 from autopar.ir.program import Program, ProgramOutput
-from autopar.ir.schedule import BACKWARD, FORWARD, RECEIVE, SEND, Action, Schedule, with_transfers
+from autopar.ir.schedule import FORWARD, RECEIVE, SEND, Action, Schedule, with_transfers
 from autopar.passes.lower.stages import TIME, Handed, Message, Stage, Staged, tells_time
 
 from .agree import watched
@@ -40,7 +40,7 @@ class Pipelined:
         trains = any(stage.step.backward for stage in staged.stages)
         kinds = UNITS if trains else (FORWARD,)
         orders = tuple(tuple(action for action in order if action.kind in kinds) for order in units.orders)
-        edges = sorted({edge(message) for message in staged.messages})
+        edges = sorted({message.edge for message in staged.messages})
         return Pipelined(staged=staged, schedule=with_transfers(replace(units, orders=orders), edges))
 
     @cached_property
@@ -185,7 +185,7 @@ class Ranks:
         if action.kind in UNITS:
             return needs(self.staged, action)
         ends = (action.stage, action.peer) if action.kind == SEND else (action.peer, action.stage)
-        return [m for m in self.staged.messages if edge(m) == (*ends, action.of)]
+        return [m for m in self.staged.messages if m.edge == (*ends, action.of)]
 
     def step(self, values: Sequence[torch.Tensor]) -> dict[Result, torch.Tensor]:
         """What the stages of this device give of a step."""
@@ -297,12 +297,6 @@ def _rows_of(
         to, of = ([pair[side] for pair in rows] for side in (0, 1))
         found.append((torch.tensor(to, dtype=torch.long), torch.tensor(of, dtype=torch.long)))
     return tuple(found), len(mine)
-
-
-def edge(message: Message) -> tuple[int, int, str]:
-    """What carries a message: what forward makes for a later stage goes with its forward, all else with backward."""
-    ahead = message.made == "forward" and message.source < message.target
-    return message.source, message.target, FORWARD if ahead else BACKWARD
 
 
 def pipeline_executable(

@@ -159,7 +159,7 @@ class _Streams:
 
     def _priced_task(self, kind: str, axis: int, size: int) -> Task:
         link, stream = self.links[axis], self.program.axes[axis]
-        if link.ranks == 1:
+        if link.ranks == 1 or link.in_time:
             return Task(stream=stream)
         cheapest = price(kind, size, link)
         uses: dict[Resource, float] = dict(loads(kind, cheapest.algorithm, link))

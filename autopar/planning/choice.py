@@ -35,7 +35,7 @@ from .search import Search, SearchResult
 from .searches import Searches
 from .shortfall import DoesNotFit
 from .solving import Solved
-from .steps import BUCKETS, EXACT, NEAR, PARTED, QUICK, ROUGH, Estimate, Evaluate, Steps
+from .steps import BUCKETS, EXACT, NEAR, PARTED, QUICK, ROUGH, Accuracy, Estimate, Steps
 
 logger = logging.getLogger("autopar")
 
@@ -143,7 +143,9 @@ class Choice:
         logger.info("with buckets of %d MiB %s", BUCKETS[0] >> 20, error)
         return search.within(self._evaluate(search.bytes_limit))
 
-    def _evaluate(self, limit: float | None, buckets: tuple[int, ...] = BUCKETS) -> Evaluate:
+    def _evaluate(
+        self, limit: float | None, buckets: tuple[int, ...] = BUCKETS
+    ) -> Callable[[Assignment, Accuracy], Estimate]:
         return partial(self.steps.evaluate, limit=limit, buckets=buckets)
 
     def _least(self, error: DoesNotFit, limit: float) -> DoesNotFit:
@@ -311,9 +313,7 @@ class Choice:
             except DoesNotFit as raised:
                 error = raised
                 continue
-            evaluate = self._evaluate(limit) if one.search is None else one.search.evaluate
-            assert evaluate is not None
-            estimate = evaluate(solved.assignment, EXACT)
+            estimate = self._evaluate(limit)(solved.assignment, EXACT)
             plan = self.flow.timed("describe", self.describe, self.searches.found(solved), request, estimate)
             self._tell(one.name, plan.seconds, "simulated", plan.bytes)
             logger.info("%s: a step of %.3f ms, %d bytes", one.name, plan.seconds * 1e3, plan.bytes)

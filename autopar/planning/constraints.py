@@ -93,7 +93,7 @@ def _names(space: Space, region: Region, site: Site) -> Iterator[str]:
 def _applies(constraint: _Constraint, site: Site, names: list[str]) -> bool:
     if constraint.dim is not None and site.kind == "op":
         return False
-    hits = [_matches(name, constraint.pattern) for name in names]
+    hits = [matches(name, constraint.pattern) for name in names]
     if any(hits) and not all(hits):
         some = [name for name, hit in zip(names, hits, strict=True) if hit]
         raise ValueError(
@@ -103,7 +103,7 @@ def _applies(constraint: _Constraint, site: Site, names: list[str]) -> bool:
     return any(hits)
 
 
-def _matches(name: str, pattern: str) -> bool:
+def matches(name: str, pattern: str) -> bool:
     parts = name.split(".")
     return any(fnmatchcase(".".join(parts[: k + 1]), pattern) for k in range(len(parts)))
 
@@ -136,6 +136,6 @@ def _similar(constraint: _Constraint, named: list[tuple[Site, list[str]]]) -> st
     parts = [name.split(".") for name in names]
     modules = dict.fromkeys(".".join(each[:k]) for each in parts for k in range(1, len(each) + 1))
     what = "parameters and inputs" if constraint.dim is not None else "parameters, inputs and modules"
-    if any(_matches(name, constraint.pattern) for site, copies in named if site.kind == "op" for name in copies):
+    if any(matches(name, constraint.pattern) for site, copies in named if site.kind == "op" for name in copies):
         return ": no parameter and no input lies in it, and S(d) splits those alone; R keeps a module off an axis"
     return nearest(constraint.pattern, modules) or f": {what} are called like {', '.join(names[:3])}"

@@ -4,7 +4,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Protocol
 
+from autopar.cost.memory import Peak
 from autopar.ir.layout import Layout, Split
 from autopar.ops.experts import PRODUCTS
 from autopar.passes.space.choices import SiteChoice
@@ -14,13 +16,32 @@ from autopar.passes.space.problem import Assignment, Decisions
 from autopar.passes.space.sites import Region, Site
 from autopar.passes.space.space import Space
 
-from .account import parameter_layouts
+from .account import Account, parameter_layouts
 from .plan import ParameterPlan, Plan, Run, Segment, graph_digest
 from .provenance import ModelFacts
 from .request import Request
 from .search import SearchResult
-from .steps import Estimate
+from .timing import Timing
 from .training import Training
+
+
+class Figures(Protocol):
+    """What a plan says of an estimate."""
+
+    @property
+    def account(self) -> Account: ...
+    @property
+    def peak(self) -> Peak: ...
+    @property
+    def bucket_bytes(self) -> int: ...
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def exposed_seconds(self) -> float: ...
+    @property
+    def timing(self) -> Timing: ...
+    @property
+    def rewrites(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +58,8 @@ class Subject:
 
     @property
     def mesh(self) -> dict[str, int]:
-        return dict(zip(self.space.axes, self.space.mesh, strict=True))
+        stages, mesh = self.space.cluster.stages, self.space.mesh  # in whose place there are micro-batches
+        return dict(zip(self.space.axes, (stages, *mesh[1:]) if stages > 1 else mesh, strict=True))
 
     @property
     def graph(self) -> str:
@@ -47,13 +69,14 @@ class Subject:
         self,
         result: SearchResult,
         request: Request,
-        estimate: Estimate,
+        estimate: Figures,
         least_seconds: float,
     ) -> Plan:
         """The result of a search as the plan that answers a request, with its estimate, and what no step
         undercuts."""
         space, assignment = self.space, result.assignment
-        provenance = self.facts.provenance(space.cluster, math.prod(space.mesh)).times(self.training.micro_batches)
+        times = 1 if space.in_time else self.training.micro_batches
+        provenance = self.facts.provenance(space.cluster, math.prod(self.mesh.values())).times(times)
         plan = Plan(
             model=self.model,
             graph=self.graph,

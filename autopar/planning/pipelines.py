@@ -1,22 +1,99 @@
-"""Pipelines: plans whose mesh has an axis of stages."""
+"""Pipelines: plans whose mesh has an axis of stages.
+
+Micro-batches are the ranks of an axis in time, which stands in the place of the axis of stages: on that mesh an
+assignment is searched as on any other, and its program is cut into stages. A candidate is a number of micro-batches, an
+assignment, cuts and a schedule:
+
+- For each number of micro-batches an assignment is searched, and its step and its memory estimated from the account,
+  with none or some of its layers recomputed; where none fits, one is searched within the limit.
+- The program of the most promising ones is written, and priced operator by operator. For each schedule an exact dynamic
+  program cuts it (`solve.cuts`), within the memory of a device and what the schedule has in flight.
+- The best cuts are made, their units timed as programs of their own, and all schedules simulated with them.
+"""
 
 from __future__ import annotations
 
-from autopar.passes.space.choices import REPLICATED, AxisChoice, SiteChoice
-from autopar.passes.space.sites import Site, joined_sites
+import logging
+import math
+import time
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING
 
-from .constraints import Pins
+from autopar.cluster.collectives import collective_seconds
+from autopar.cost.memory import Peak
+from autopar.cost.pipeline import simulate
+from autopar.cost.streams import alone_seconds
+from autopar.cost.timeline import Communication
+from autopar.extensions import nearest
+from autopar.ir.program import Program
+from autopar.ir.schedule import Schedule
+from autopar.passes.lower.stages import Kinds, Staged, staged, unstacked
+from autopar.passes.space.choices import REPLICATED, AxisChoice, SiteChoice
+from autopar.passes.space.problem import Allowed, Assignment, ProblemBuilder
+from autopar.passes.space.sites import Site, joined_sites
+from autopar.solve.cuts import Span, cut
+from autopar.solve.problem import Infeasible, Score
+from autopar.solve.schedules import SCHEDULES, PipelineCosts, Scheduler, scheduled
+
+from .account import Account, account
+from .bound import least_step_seconds
+from .constraints import Pins, matches, pins
+from .micro import in_sequence
 from .options import policies
+from .pieces import Pieces, pieces
+from .plan import Plan
 from .presets.axis import data
 from .presets.context import Context
+from .request import AUTO, STAGES, Request
+from .search import Search, SearchResult
+from .solving import Solved
+from .stages import Figures, Pipeline, StagePlan, Step, figures
+from .steps import BUCKETS, Accuracy
+from .timing import Timing, timing
+
+if TYPE_CHECKING:
+    from .planner import Planner
+
+logger = logging.getLogger("autopar")
 
 TIME = 0
 """The axis of a mesh that lies in time."""
 
+MANY = 6
+"""The most numbers of micro-batches that are looked at."""
+
+CHUNKS = (1, 2, 4)
+"""Stages on a device, where a schedule takes any number."""
+
+WORK = 12_000
+"""Operators of all programs that are written for the best numbers of micro-batches; of larger models, of one."""
+
+CUT = 2
+"""Cuts that are made of each program: those with the shortest estimated steps."""
+
+SEARCHED_UNITS = 6_000
+"""Up to so many units, a schedule is searched for the stages that were chosen."""
+
+TRIES = 3
+"""Cuts under a smaller and smaller limit, where stages need more than was estimated."""
+
+RECOMPUTED = (0.25, 0.5, 0.75, 1.0)
+"""Parts of the copies of layers that are recomputed in backward, where memory is scarce."""
+
+FEW = 4
+"""Micro-batches for each device that schedules are compared on before stages are cut."""
+
+CLOSE = 1.1
+"""Schedules are simulated that were estimated to take no more than so many times as long as the best."""
+
 
 def time_pins(context: Context) -> Pins:
-    """What sites may choose on the axis in time: micro-batches split the batch wherever it can be split. What depends on
-    no parameter may be computed of the whole batch, of which a micro-batch takes its part."""
+    """What sites may choose on the axis in time: micro-batches split the batch wherever it can be split. What depends
+    on no parameter may be computed of the whole batch, of which a micro-batch takes its part."""
     space = context.space
     trained = set(space.graph.parameters.values())
     for node in space.graph.nodes:
@@ -39,3 +116,520 @@ def time_pins(context: Context) -> Pins:
         return tuple(dict.fromkeys((*legal, REPLICATED))) if is_free or not legal else legal
 
     return {name: {TIME: left(site)} for name, site in context.sites.items()}
+
+
+def axis_of_stages(request: Request, mesh: Mapping[str, int]) -> str:
+    """The mesh axis whose devices are stages; "" without one. Raises ValueError for one that is none, and for what
+    needs one."""
+    axis = request.pipeline or (STAGES if STAGES in mesh else "")
+    if axis and axis not in mesh:
+        raise ValueError(f"pipeline is {axis!r}{nearest(axis, mesh)}, and the mesh has {', '.join(mesh)}")
+    axis = axis if mesh.get(axis, 1) > 1 else ""
+    if axis and axis != next(iter(mesh)):
+        raise ValueError(f"axis {axis!r} of stages is not the first of {', '.join(mesh)}: make it the outermost")
+    if not axis and (request.micro_batches == AUTO or request.schedule != AUTO):
+        said = "micro_batches is 'auto'" if request.micro_batches == AUTO else f"schedule is {request.schedule!r}"
+        raise ValueError(f"{said}, and the mesh has no axis of stages: name one {STAGES!r}, or give pipeline its name")
+    return axis
+
+
+def first_count(request: Request, batch: int, stages: int) -> int:
+    """How many micro-batches there are, if that is said, or those to begin with. Raises ValueError for too many."""
+    if request.micro_batches == AUTO:
+        return min(batch, stages)
+    count = int(request.micro_batches)
+    if count > batch:
+        raise ValueError(
+            f"micro_batches is {count}, and the batch, which stages share, has {batch} samples: give at most {batch}"
+        )
+    return count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """An assignment for a number of micro-batches. Its step takes about so many `seconds`, and a device needs about so
+    many `bytes`."""
+
+    on: Planner
+    solved: Solved
+    allowed: Allowed | None
+    pinned: Pins
+    seconds: float = 0.0
+    bytes: float = 0.0
+
+    @property
+    def micro_batches(self) -> int:
+        return self.on.training.micro_batches
+
+
+@dataclass(frozen=True, kw_only=True)
+class Made:
+    """A step of an assignment, whose stages begin with these operators."""
+
+    look: Look
+    cuts: tuple[str, ...]
+    chunks: int
+    step: Step
+
+    @property
+    def peak(self) -> int:
+        return self.step.largest.bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """About the bytes that a device needs."""
+
+    bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFigures:
+    """What a plan says of a step in stages (`description.Figures`)."""
+
+    account: Account
+    peak: Peak
+    seconds: float
+    exposed_seconds: float
+    timing: Timing
+    bucket_bytes: int = BUCKETS[0]
+    rewrites: str = ""
+
+
+class Pipelines:
+    """Plans pipelines for one captured model."""
+
+    def __init__(self, planner: Planner) -> None:
+        self.planner, self.axis, self.devices = planner, planner.axis, planner.mesh[planner.axis]
+        self.smallest = math.inf
+        """The least bytes of a device that were reached."""
+        self.needed: dict[int, float] = {}
+        """Micro-batches -> what stages of an assignment for so many needed."""
+
+    def planned(self, request: Request) -> Plan:
+        """The plan with the shortest step. Raises ValueError where nothing can be cut so, and `Infeasible` where no
+        stages keep the limit."""
+        planner, started = self.planner, time.perf_counter()
+        if request.cost != "analytical":
+            raise ValueError(f"cost is {request.cost!r} with stages on {self.axis!r}, whose prices are 'analytical'")
+        limit, usable = planner.limit(request), planner.cluster.device.usable_bytes
+        best = self._best(request, limit)
+        if best is None and request.memory_limit_bytes is None and usable is not None and request.free_part:
+            best, request = self._best(request, usable), replace(request, headroom=0.0)
+        if best is None:
+            assert limit is not None
+            error = Infeasible(
+                f"no pipeline of {self.devices} stages fits in {limit / 1e9:.3g} GB a device: the smallest that was "
+                f"found needs {self.smallest / 1e9:.3g} GB. Give more stages, more devices, or more micro-batches"
+            )
+            error.smallest_bytes = self.smallest
+            raise error
+        plan = self.described(best, request, time.perf_counter() - started)
+        if request.memory_limit_bytes is not None or usable is None:
+            return plan
+        return replace(plan, memory_limit_bytes=usable, memory_limit_from="device", headroom=request.free_part)
+
+    def _best(self, request: Request, limit: float | None) -> Made | None:
+        counts = [self.planner.training.micro_batches] if request.micro_batches != AUTO else self._counts()
+        looks: list[Look] = []
+        for count, _ in zip(counts, request.stage.part(0.0, 0.4).parts(len(counts)), strict=True):
+            looks += self._looks(self.planner.in_time(count), request, limit)
+        best: Made | None = None
+        done, limited = 0, set[int]()
+        stages = request.stage.part(0.4, 1.0).parts(len(looks) + len(counts))
+        while looks and (best is None or not (done > WORK or self.planner.effort.is_over)):
+            looks.sort(key=lambda look: (limit is not None and look.bytes > limit, look.seconds))
+            look, stage, made = looks.pop(0), next(stages), None
+            if limit is None or look.bytes <= limit:
+                done += len(self.planner.captured.graph.nodes)
+                made = self._made_within(look, request, limit)
+            if made is not None and (best is None or made.step.seconds < best.step.seconds):
+                best = made
+                stage.found(best.step.seconds)
+            elif made is None and limit is not None and look.micro_batches not in limited:
+                limited.add(look.micro_batches)
+                looks += self._within(look, request, limit)
+        return best
+
+    def _counts(self) -> list[int]:
+        """Numbers of micro-batches: a batch's divisors near the stages, twice as many, and so on."""
+        batch, counts = self.planner.batch, list[int]()
+        divisors = [n for n in range(1, batch + 1) if batch % n == 0]
+        wanted = self.devices
+        while wanted <= batch:
+            near = min(divisors, key=lambda n: (abs(math.log(n / wanted)), n))
+            counts.append(near if abs(math.log(near / wanted)) < 0.5 else wanted)
+            wanted *= 2
+        return sorted({*counts, batch})[-MANY:] if counts else [batch]
+
+    # ---- assignments
+
+    def _looks(self, on: Planner, request: Request, limit: float | None) -> Iterator[Look]:
+        """The cheapest assignment for a number of micro-batches, and, within a limit, those that recompute a part of
+        the copies of each layer: the first ones, whose stages have the most in flight."""
+        space = on.space
+        context = Context(space, self.planner.searches.blocks())
+        pinned = _both(time_pins(context), pins(space, _placed(request, self.axis)))
+        allowed = self._of_preset(on, request, pinned)
+        search = Search(ProblemBuilder(space), request.exact_solver, None, logger.info, pins=pinned, effort=on.effort)
+        solved: Solved = on.seconds.timed("search", search.explore, allowed, bounded=False)
+        look = self._estimate(Look(on=on, solved=solved, allowed=allowed, pinned=pinned))
+        yield look
+        if limit is None or on.training.recompute != "auto" or not any(body.again.operators for body in space.bodies):
+            return
+        for part in RECOMPUTED:
+            assignment = solved.assignment
+            again = tuple(
+                tuple(k < math.ceil(part * len(copies)) and bool(body.again.operators) for k in range(len(copies)))
+                for body, copies in zip(space.bodies, assignment.copies, strict=True)
+            )
+            yield self._estimate(replace(look, solved=replace(solved, assignment=replace(assignment, recompute=again))))
+
+    def _estimate(self, look: Look) -> Look:
+        items, m = account(look.on.space, look.solved.assignment), look.micro_batches
+        bubble = 1 + (self.devices - 1) / m / 2
+        size = self._bytes(look.on, look.solved.assignment, items)
+        return replace(look, seconds=items.seconds / self.devices * bubble, bytes=size)
+
+    def _bytes(self, on: Planner, assignment: Assignment, items: Account) -> float:
+        """About what a device needs: its share of what is at rest, and of the micro-batches in flight, which are the
+        fewer the later its stage, and of which stages before `recomputed` keep the less."""
+        copies = [again for number in range(len(assignment.copies)) for again in assignment.again(number)]
+        part = sum(copies) / max(1, len(copies))
+        kept = account(on.space, replace(assignment, recompute=())).activation_bytes if part else items.activation_bytes
+        less = (items.activation_bytes - (1 - part) * kept) / part if part else kept
+        shares = [min(1.0, max(0.0, part * self.devices - k)) for k in range(self.devices)]
+        flights = [min(on.training.micro_batches, self.devices - k) for k in range(self.devices)]
+        resting = items.parameter_bytes + items.gradient_bytes + items.optimizer_bytes
+        most = max(n * (share * less + (1 - share) * kept) for n, share in zip(flights, shares, strict=True))
+        return (resting + max(most, items.gradient_bytes)) / self.devices  # at the end, sums and what they reduce to
+
+    def _within(self, look: Look, request: Request, limit: float) -> Iterator[Look]:
+        """An assignment of which a device needs no more than the limit, if there is one. It leaves as much free as the
+        stages of the assignment before needed more than was estimated."""
+        on, limit = look.on, limit * min(1.0, look.bytes / self.needed.get(look.micro_batches, look.bytes))
+
+        def sized(assignment: Assignment, accuracy: Accuracy) -> Size:
+            return Size(self._bytes(on, assignment, account(on.space, assignment)))
+
+        search = Search(
+            ProblemBuilder(on.space), request.exact_solver, limit, logger.info, pins=look.pinned,
+            evaluate=sized, effort=on.effort,
+            recompute=on.training.recompute == "auto", stage=request.stage,
+        )  # fmt: skip
+        try:
+            search.explore(look.allowed, bounded=False, known=look.solved)
+            solved: Solved = on.seconds.timed("limit", search.within, sized)
+        except Infeasible as error:
+            logger.info("%d micro-batches: %s", look.micro_batches, error)
+            self.smallest = min(self.smallest, error.smallest_bytes)
+            return
+        yield self._estimate(replace(look, solved=solved))
+
+    def _of_preset(self, on: Planner, request: Request, pinned: Pins) -> Allowed | None:
+        if request.preset is None:
+            return None
+        return {
+            name: [SiteChoice((at, *c.axes[1:]), c.policy) for c in choices for at in pinned[name][TIME]]
+            for name, choices in on.preset(request.preset).items()
+        }
+
+    # ---- stages
+
+    def _made_within(self, look: Look, request: Request, limit: float | None) -> Made | None:
+        """The best stages of an assignment that keep the limit, if any do."""
+        on = look.on
+        program = on.writer.plain(look.solved.assignment)
+        parts, spans = self._pieces(on, program, request)
+        beyond = [0.0] * self.devices
+        for _ in range(TRIES):
+            found = [*self._made(look, request, parts, spans, program, limit, beyond)]
+            if not found:
+                logger.info("%d micro-batches: no cuts within %s bytes", look.micro_batches, limit)
+                return None
+            made, estimated = min(found, key=lambda one: _order(one[0], limit))
+            self.smallest, self.needed[look.micro_batches] = min(self.smallest, made.peak), made.peak
+            logger.info(
+                "%d micro-batches, %s: %.4g s, about %.4g, in %.3g bytes, about %.3g",
+                *(
+                    look.micro_batches,
+                    made.step.run.schedule.name,
+                    made.step.seconds,
+                    look.seconds,
+                    made.peak,
+                    look.bytes,
+                ),
+            )
+            if limit is None or made.peak <= limit:
+                return made
+            beyond = [max(0.0, peak.bytes - about) for peak, about in zip(made.step.peaks, estimated, strict=True)]
+        return None
+
+    def _made(
+        self,
+        look: Look,
+        request: Request,
+        parts: Pieces,
+        spans: list[Span] | None,
+        program: Program,
+        limit: float | None,
+        beyond: Sequence[float],
+    ) -> Iterator[tuple[Made, list[float]]]:
+        """Steps of an assignment by the best schedules and a searched one, with cuts whose stages are estimated to keep
+        the limit, less what devices need `beyond` estimates; and these estimates."""
+        on, m = look.on, look.micro_batches
+        most = math.inf if limit is None else limit
+        found: list[tuple[float, tuple[int, ...], Scheduler, int]] = []
+        for row, chunks in self._schedules(request, spans is not None, len(parts.names)):
+            few = min(m, FEW * self.devices)
+            schedule = scheduled(row.name, self.devices, few, chunks=chunks)
+            flight = [min(m, n) if n < few else m for n in in_flight(schedule)]
+            limits = [(most - beyond[device]) / chunks for device in schedule.devices]
+            places = cut(parts.chain(m), flight, limits, spans)
+            if places is not None:
+                found.append((self._estimated(parts, places, schedule, on), tuple(places), row, chunks))
+        if not found and self.devices > len(parts.names):
+            raise ValueError(
+                f"the mesh has {self.devices} stages on {self.axis!r}, and {on.facts.name} can be cut into "
+                f"{len(parts.names)} pieces: give fewer stages"
+            )
+        found.sort(key=lambda one: one[0])
+        few_cuts = CUT if len(program.nodes) < WORK else 1
+        for cuts in list(dict.fromkeys(cuts for _, cuts, _, _ in found))[:few_cuts]:
+            names = tuple(parts.names[at] for at in cuts)
+            of_stages = self.figures(on, program, names)
+            best: Made | None = None
+            for seconds, other, row, chunks in found:
+                if len(other) == len(cuts) and (best is None or seconds < CLOSE * found[0][0]):
+                    schedule = scheduled(row.name, self.devices, m, chunks=chunks)
+                    made = Made(look=look, cuts=names, chunks=chunks, step=of_stages.step(schedule))
+                    peaks = PipelineCosts(stages=tuple(parts.costs(cuts)[0])).peaks(schedule)
+                    yield made, [size for size, _ in peaks]
+                    best = min(filter(None, (best, made)), key=lambda made: _order(made, limit))
+            assert best is not None
+            yield from ((made, [0.0] * self.devices) for made in self._searched(best, request, limit))
+
+    def _searched(self, made: Made, request: Request, limit: float | None) -> Iterator[Made]:
+        """The step by a schedule that is searched for these stages, if that was asked for, or is soon done."""
+        units = 3 * made.look.micro_batches * len(made.step.figures.stages)
+        if request.schedule == "searched" or (request.schedule == AUTO and units <= SEARCHED_UNITS):
+            try:
+                yield replace(made, step=made.step.figures.step(self.searched(made, limit)))
+            except ValueError as error:
+                logger.info("%s", error)
+
+    def searched(self, made: Made, limit: float | None) -> Schedule:
+        return scheduled(
+            "searched", self.devices, made.look.micro_batches, chunks=made.chunks, costs=made.step.figures.costs,
+            limit_bytes=math.inf if limit is None else limit - made.step.figures.inputs,
+        )  # fmt: skip
+
+    def figures(self, on: Planner, program: Program, names: Sequence[str]) -> Figures:
+        cut_up = on.seconds.timed("stages", staged, program, names)
+        return on.seconds.timed("units", figures, cut_up, on.space, on.operators, on.kind_of_device)
+
+    def _schedules(self, request: Request, is_pinned: bool, most: int) -> Iterator[tuple[Scheduler, int]]:
+        """Schedules that are simulated, with the stages that a device holds in each; with stages that are pinned, those
+        of one."""
+        name = "1f1b" if request.schedule == "searched" else request.schedule
+        for row in SCHEDULES.values() if name == AUTO else [SCHEDULES.named(name)]:
+            if "costs" in row.takes:
+                continue
+            for chunks in CHUNKS if row.chunks is None else (row.chunks,):
+                several = row.chunks is not None or chunks > 1  # with one, it is another schedule
+                if several and chunks * self.devices <= most and not (is_pinned and chunks > 1):
+                    yield row, chunks
+
+    def _estimated(self, parts: Pieces, cuts: Sequence[int], schedule: Schedule, on: Planner) -> float:
+        """The seconds of a step before anything is cut, from a schedule of the first micro-batches: with each of the
+        others the busiest device goes on for as long as with those."""
+        costs, once = parts.costs(cuts)
+        cluster, devices = on.cluster, schedule.devices
+        link = cluster.staged(1).links((cluster.stages, *on.space.mesh[1:]))[TIME]
+        seconds = [collective_seconds("shift", parts.crosses[at], link) for at in cuts]
+        edges = {(k, k + 1, "F"): s for k, s in enumerate(seconds)}
+        edges |= {(b, a, "B"): s for (a, b, _), s in edges.items()}
+        run = simulate(schedule, PipelineCosts(stages=tuple(costs), transfers=edges))
+        more = on.training.micro_batches / schedule.micro_batches - 1
+        after = [sum(o for o, at in zip(once, devices, strict=True) if at == d) for d in range(self.devices)]
+        return max(ends[-1] + o for ends, o in zip(run.ends, after, strict=True)) + more * max(run.busy_seconds)
+
+    # ---- pins of stages
+
+    def _pieces(self, on: Planner, program: Program, request: Request) -> tuple[Pieces, list[Span] | None]:
+        """The pieces of a program, and where cuts may be so that modules are on the stages that they are pinned to."""
+        seconds = on.seconds.timed("prices", alone_seconds, program, on.cluster, on.operators)
+        pinned = self._pinned(program, request)
+        wanted = {at for first, last, _, _ in pinned for at in (first, last + 1)}
+        parts: Pieces = on.seconds.timed("pieces", pieces, program, seconds, on.space.optimizer, wanted)
+        if not pinned:
+            return parts, None
+        spans = [[1, len(parts.names) - 1] for _ in range(self.devices - 1)]
+        for first, last, stage, _ in pinned:
+            begin, end = (bisect_right(parts.positions, place) - 1 for place in (first, last))
+            for number in range(self.devices - 1):
+                if number < stage:
+                    spans[number][1] = min(spans[number][1], begin)
+                else:
+                    spans[number][0] = max(spans[number][0], end + 1)
+        for (_, _, stage, text), (_, _, later, other) in pairwise(sorted(pinned)):
+            if later < stage:
+                raise ValueError(
+                    f"constraint {other} is a stage before that of {text}, which comes first in forward: pin modules "
+                    f"to stages in the order in which the model calls them"
+                )
+        if any(low > high for low, high in spans):
+            raise ValueError(f"constraints on {self.axis!r} leave some stage nothing: pin fewer modules")
+        return parts, [(low, high) for low, high in spans]
+
+    def _pinned(self, program: Program, request: Request) -> list[tuple[int, int, int, str]]:
+        """Of each pin the first and the last place of the module in forward, the stage, and what was said."""
+        asked = [(p, str(axes[self.axis])) for p, axes in (request.constraints or {}).items() if self.axis in axes]
+        kinds = Kinds(unstacked(program)) if asked else None
+        found = []
+        for pattern, text in asked:
+            assert kinds is not None
+            said = f"{pattern!r}: {self.axis}={text}"
+            if not text.isdecimal() or int(text) >= self.devices:
+                raise ValueError(f"constraint {said} is no stage: give 0 to {self.devices - 1}")
+            forward = kinds.program.forward
+            places = [k for k, n in enumerate(forward) if kinds.is_of_stage(n) and matches(n.module, pattern)]
+            if not places:
+                names = dict.fromkeys(node.module for node in forward if node.module)
+                raise ValueError(f"constraint {said} names no module of forward{nearest(pattern, names)}")
+            found.append((places[0], places[-1], int(text), said))
+        return found
+
+    # ---- plans
+
+    def again(self, plan: Plan) -> Made:
+        """The step that a plan says, with its own cuts. Raises ValueError for cuts that are none."""
+        on, said = self.planner, plan.pipeline
+        assert said is not None
+        solved = Solved(on.assignment(plan), Score(seconds=plan.objective_seconds, bytes=0.0), 0.0)
+        look = Look(on=on, solved=solved, allowed=None, pinned={})
+        if len(said.cuts) != said.chunks * self.devices - 1:
+            raise ValueError(
+                f"the plan has {len(said.cuts)} cuts, and {said.chunks} stages on each of {self.devices} devices: give "
+                f"{said.chunks * self.devices - 1}"
+            )
+        of_stages = self.figures(on, on.writer.plain(solved.assignment), tuple(said.cuts))
+        first = "1f1b" if said.chunks == 1 else "interleaved"
+        schedule = said.schedule if said.schedule != "searched" else first
+        run = scheduled(schedule, self.devices, said.micro_batches, chunks=said.chunks)
+        made = Made(look=look, cuts=tuple(said.cuts), chunks=said.chunks, step=of_stages.step(run))
+        if said.schedule == "searched":
+            limit = plan.memory_limit_bytes
+            within = None if limit is None else limit * (1 - plan.headroom)
+            made = replace(made, step=of_stages.step(self.searched(made, within)))
+        return made
+
+    def repriced(self, plan: Plan) -> Plan:
+        """The plan with its figures computed again."""
+        limit = math.inf if plan.memory_limit_bytes is None else plan.memory_limit_bytes
+        request = Request(
+            solver=plan.solver, cost=plan.cost, memory_limit_bytes=limit, constraints=plan.constraints or None
+        )
+        return replace(
+            self.described(self.again(plan), request, plan.solve_seconds),
+            memory_limit_from=plan.memory_limit_from,
+            headroom=plan.headroom,
+        )
+
+    def described(self, made: Made, request: Request, spent: float) -> Plan:
+        """A step as a plan."""
+        on, step, solved = made.look.on, made.step, made.look.solved
+        busiest = max(range(self.devices), key=lambda device: step.run.busy_seconds[device])
+        stages, cut_up = [step.figures.stages[s] for s in step.held[busiest]], step.figures.staged
+        unit = in_sequence([(line, 1) for stage in stages for line in stage.timelines])
+        m, after = made.look.micro_batches, sum(stage.after for stage in stages)
+        where = timing(unit, after, after + m * unit.seconds)
+        idle = max(0.0, step.seconds - after - m * unit.seconds)
+        sent = [x.name for x in cut_up.messages if x.source in step.held[busiest]]
+        travels = sum(seconds for edge, seconds in step.figures.transfers.items() if edge[0] in step.held[busiest])
+        waits = Communication(
+            kind="send", axis=self.axis, count=m * len(sent),
+            bytes=m * sum(cut_up.program.metas[name].bytes for name in sent),
+            seconds=max(m * travels, idle), exposed_seconds=idle,
+        )  # fmt: skip
+        least = least_step_seconds(on.space, on.effort) / self.devices
+        plan = on.subject.described(
+            SearchResult(assignment=solved.assignment, score=solved.score, lower_bound=0.0, seconds=spent),
+            request,
+            StepFigures(
+                account=account(on.space, solved.assignment), peak=step.largest, seconds=step.seconds,
+                exposed_seconds=m * unit.exposed_seconds + idle,
+                timing=replace(where, communication=(*where.communication, waits)),
+            ),
+            min(least, step.seconds),
+        )  # fmt: skip
+        plan = replace(plan, pipeline=self._record(made))
+        return replace(plan, described=plan.digest)
+
+    def _record(self, made: Made) -> Pipeline:
+        step, forward = made.step, made.step.figures.staged.program.forward
+        kinds = Kinds(made.step.figures.staged.program)
+        begins = [next(k for k, node in enumerate(forward) if node.serves == name) for name in made.cuts]
+        stages = []
+        for number, (a, b) in enumerate(pairwise((0, *begins, len(forward)))):
+            figures = step.figures.stages[number]
+            modules = [node.module for node in forward[a:b] if kinds.is_of_stage(node)]
+            stages.append(
+                StagePlan(
+                    device=step.run.schedule.devices[number], first=modules[0], last=modules[-1],
+                    layers=len({name for node in forward[a:b] if (name := self._layer.get(node.serves)) is not None}),
+                    forward_seconds=figures.cost.forward_seconds, inputs_seconds=figures.cost.inputs_seconds,
+                    weights_seconds=figures.cost.weights_seconds, once_seconds=figures.before + figures.after,
+                    rest_bytes=round(figures.cost.rest_bytes), held_bytes=round(figures.cost.held_bytes),
+                    kept_bytes=round(figures.cost.kept_bytes),
+                )
+            )  # fmt: skip
+        return Pipeline(
+            axis=self.axis, schedule=step.run.schedule.name, micro_batches=made.look.micro_batches, chunks=made.chunks,
+            cuts={name: forward[at].module for name, at in zip(made.cuts, begins, strict=True)},
+            stages=tuple(stages), bubble_rate=step.run.bubble_rate, idle_rate=step.run.idle_rate,
+            in_flight=tuple(step.run.in_flight), peak_bytes=tuple(peak.bytes for peak in step.peaks),
+        )  # fmt: skip
+
+    @cached_property
+    def _layer(self) -> Mapping[str, tuple[int, int]]:
+        """Operator of forward that a copy of a repeat begins with -> the repeat and the copy."""
+        graph = self.planner.captured.graph
+        return {
+            graph.nodes[copy[0]].name: (number, k)
+            for number, repeat in enumerate(self.planner.segments.repeats)
+            for k, copy in enumerate(repeat.copies)
+        }
+
+    def pipelined(self, plan: Plan) -> tuple[Staged, Schedule]:
+        """The stages of a plan, and their schedule of units."""
+        made = self.again(plan)
+        return made.step.figures.staged, made.step.run.schedule
+
+
+def in_flight(schedule: Schedule) -> list[int]:
+    """The most micro-batches of each stage between forward and the gradient of inputs."""
+    most, now = [0] * len(schedule.devices), [0] * len(schedule.devices)
+    for order in schedule.orders:
+        for action in order:
+            now[action.stage] += {"F": 1, "W": 0}.get(action.kind, -1)
+            most[action.stage] = max(most[action.stage], now[action.stage])
+    return most
+
+
+def _order(made: Made, limit: float | None) -> tuple[bool, float]:
+    """What fits comes first: the shortest; of what does not, the smallest."""
+    fits = limit is None or made.peak <= limit
+    return not fits, made.step.seconds if fits else made.peak
+
+
+def _both(one: Pins, other: Pins) -> Pins:
+    """The pins of both, of which the latter are on other axes."""
+    return {name: {**one.get(name, {}), **other.get(name, {})} for name in {**one, **other}}
+
+
+def _placed(request: Request, axis: str) -> Mapping[str, Mapping[str, str]]:
+    """The constraints but for those that pin modules to stages."""
+    constraints = request.constraints or {}
+    placed = {name: {a: text for a, text in axes.items() if a != axis} for name, axes in constraints.items()}
+    return {name: axes for name, axes in placed.items() if axes}

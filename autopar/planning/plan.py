@@ -31,6 +31,7 @@ from .account import Account
 from .provenance import Provenance
 from .request import LimitFrom
 from .saved import FORMAT, may_be_plan, of_format, saved
+from .stages import Pipeline
 from .texts import bytes_text, seconds_text, table
 from .timing import Timing
 from .training import Training
@@ -88,7 +89,7 @@ class Advice:
     speedup: float
 
 
-DEFAULTS = ("training", "checkpoints", "experts")
+DEFAULTS = ("training", "checkpoints", "experts", "pipeline")
 """Fields that a file leaves out where they are as by default."""
 
 WAITING_PART = 0.25
@@ -173,6 +174,8 @@ class Plan:
     """Where the plan is from: inputs, the cluster's figures, versions, candidates, the command."""
     described: str = ""
     """The digest of the decisions that all tables here are of."""
+    pipeline: Pipeline | None = None
+    """The stages, if the mesh has an axis of them, in whose place decisions are about micro-batches."""
     rewrites: str = ""
     """What was rewritten in the program of the decisions, in order, as `autopar lower` reads it."""
 
@@ -228,6 +231,7 @@ class Plan:
         segments = [asdict(segment) for segment in self.segments]
         decided = [self.graph, list(self.mesh.items()), sorted(self.decisions.items()), segments, self.bucket_bytes]
         decided += [self.training.given] * bool(self.training.given)
+        decided += [self.pipeline.decided] if self.pipeline else []
         return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:16]
 
     def answering(self, planner: Callable[[], Any]) -> Plan:

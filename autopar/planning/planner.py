@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Self, Unpack
 
 import torch
@@ -24,8 +24,10 @@ from autopar.cost.timeline import Timeline
 from autopar.ir.garbage import uncollected
 from autopar.ir.layout import Layout
 from autopar.ir.program import Program
+from autopar.ir.schedule import Schedule
 from autopar.passes.capture.captured import Captured
 from autopar.passes.flow import SEGMENTS, SPACE, Flow, lowered
+from autopar.passes.lower.stages import Staged
 from autopar.passes.segments.segment import Segments
 from autopar.passes.space.problem import Assignment
 from autopar.passes.space.space import Space
@@ -42,6 +44,7 @@ from .costs import COSTS, priced_space
 from .description import Subject
 from .meshes import best_over
 from .micro import check_measured, shortest
+from .pipelines import Pipelines, axis_of_stages, first_count
 from .plan import Plan
 from .provenance import ModelFacts
 from .reports import report_captured, report_rows, report_without_rule
@@ -97,18 +100,31 @@ class Planner:
         self.facts = ModelFacts.of(model, self.captured)
         report_captured(self.captured)
         self.segments: Segments = self.seconds.run(SEGMENTS, graph)
+        self.axis = axis_of_stages(asked, self.mesh)
+        """The axis of stages; "" without one."""
+        if self.axis:
+            self.training = replace(self.training, micro_batches=first_count(asked, self.batch, self.mesh[self.axis]))
         self._place()
         report_without_rule(self.space)
+
+    @property
+    def batch(self) -> int:
+        """The samples of the example."""
+        shapes = (self.captured.graph.metas[i.name].shape for i in self.captured.graph.inputs if i.role == "input")
+        return next((shape[0] for shape in shapes if shape), 1)
 
     def _place(self) -> None:
         """Sets the space of the mesh on the cluster, and the writer of its programs."""
         graph, kind = self.captured.graph, self.kind_of_device
-        self.cluster = self.cluster.among(math.prod(self.mesh.values()))
+        self.cluster, mesh = self.cluster.among(math.prod(self.mesh.values())), self.mesh
+        if self.axis:
+            self.cluster = self.cluster.staged(mesh[self.axis])
+            mesh = {**mesh, self.axis: self.training.micro_batches}
         if self.memory.fuses:
             self.cluster = self.cluster.fusing(saved_part(graph, self.cluster.device))
         check_autocast(self.captured, self.captured_for, self.cluster, kind)
         check_kernels(graph, kind)
-        space: Space = self.seconds.run(SPACE, graph, self.mesh, self.cluster, self.segments, self.optimizer)
+        space: Space = self.seconds.run(SPACE, graph, mesh, self.cluster, self.segments, self.optimizer)
         self.space = replace(space, **self.training.setting)
         self.writer = Writer(self.space, self.memory, self.seconds)
         self.operators = self.writer.operators
@@ -132,6 +148,26 @@ class Planner:
         other.effort = effort or self.effort
         other._place()
         return other
+
+    @cached_property
+    def pipelines(self) -> Pipelines:
+        """What plans on a mesh with an axis of stages."""
+        return Pipelines(self)
+
+    def in_time(self, micro_batches: int) -> Planner:
+        """A planner for the same stages with so many micro-batches."""
+        if micro_batches == self.training.micro_batches or not self.axis:
+            return self
+        other = copy(self)
+        other.__dict__.pop("pipelines", None)
+        other.training = replace(self.training, micro_batches=micro_batches)
+        other._place()
+        return other
+
+    def pipelined(self, plan: Plan) -> tuple[Staged, Schedule]:
+        """The stages of a plan, and the schedule of their units. Raises ValueError as `program`."""
+        with uncollected():
+            return self.in_time(plan.training.micro_batches).pipelines.pipelined(plan)
 
     def gathering(self, gathers: Gathers) -> Self:
         """A planner for the same, with parameters gathered so in a step of several micro-batches."""
@@ -184,6 +220,9 @@ class Planner:
         if (by_measuring := COSTS.named(request.cost).plan) is not None:
             check_measured(self.training)
             return by_measuring(self, request)
+        if self.axis:
+            with uncollected():
+                return self._in_time(request, lambda on, request: on.pipelines.planned(request))
         with uncollected():
             return self._advised(self._in_time(request, Planner._in_ways))
 
@@ -268,6 +307,8 @@ class Planner:
         Raises ValueError if the plan does not fit the model or the mesh, or contradicts itself.
         """
         with uncollected():
+            if rewrites is None and self.axis:
+                return self.writer.plain(self.assignment(plan))
             if rewrites is None:
                 return self.writer.written(self.assignment(plan), plan.bucket_bytes)
             return lowered(self.writer.plain(self.assignment(plan)), rewrites, self.cluster)

@@ -15,7 +15,7 @@ from .planner import Planner
 from .progress import Stage
 from .provenance import EDITED, Candidate
 from .repriced import repriced
-from .request import Options, Request
+from .request import AUTO, Options, Request
 
 BEFORE = "before the edit"
 """The candidate that an edited plan was."""
@@ -51,6 +51,8 @@ def options_of(plan: Plan) -> Options:
         "constraints": {name: dict(axes) for name, axes in plan.constraints.items()} or None,
         "recompute": plan.training.recompute,
         "micro_batches": plan.training.micro_batches,
+        "pipeline": plan.pipeline.axis if plan.pipeline else None,
+        "schedule": plan.pipeline.schedule if plan.pipeline else AUTO,
         "precision": plan.training.precision,
         "imbalance": plan.training.asked_imbalance,
         "compile": plan.training.compile or False,
@@ -67,8 +69,11 @@ def refreshed(planner: Planner, plan: Plan) -> Plan:
     of the cluster did. Raises ValueError for a plan of another model or mesh, and for decisions that contradict
     themselves."""
     Stage(doing="computing the plan's figures").tell()
-    planner.program(plan)  # raises where decisions contradict themselves
-    again = repriced(planner, plan)
+    if planner.axis:
+        again = planner.pipelines.repriced(plan)
+    else:
+        planner.program(plan)  # raises where decisions contradict themselves
+        again = repriced(planner, plan)
     assert again.provenance is not None
     origin = plan.provenance or again.provenance
     proved = plan.objective_bound_seconds if origin.cluster == again.provenance.cluster else 0.0

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 
+STAGES = "pp"
+"""The mesh axis whose devices are the stages of a pipeline, if nothing else is said."""
+
 Recompute = Literal["auto", "asked", "none"]
 """What backward makes again: what the planner chooses; what lies in the calls of `torch.utils.checkpoint` that the
 model makes, and nothing else; nothing."""
@@ -52,6 +55,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "cost": ("analytical", "serial", "volume", "hybrid", "profiled"),
     "optimizer": ("adamw", "adamw_fp32", "sgd", "sgd_momentum"),
     "recompute": get_args(Recompute),
+    "schedule": ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "searched"),
     "dtype": ("float32", "bfloat16", "float16", "float64"),
 }
 """The words that options take, by kind. Those of tables are autopar's own rows, since the tables need PyTorch; a test
@@ -146,6 +150,26 @@ def check_compile(mode: Any) -> None:
         )
 
 
+def check_micro_batches(count: Any) -> None:
+    is_valid = isinstance(count, int) and not isinstance(count, bool) and 1 <= count <= MICRO_BATCHES_MOST
+    if not is_valid and count != AUTO:
+        raise ValueError(
+            f"micro_batches is {shown(count)}: give how many calls of the module a step has, 1 to "
+            f"{MICRO_BATCHES_MOST}, or, on a mesh with an axis of stages, 'auto'"
+        )
+
+
+def micro_batches_of(text: str) -> int | str:
+    """As the command line takes it."""
+    return int(text) if text.isdecimal() else text
+
+
+def check_schedule(name: Any) -> None:
+    if name != AUTO and (not isinstance(name, str) or name not in known("schedule")):
+        words = (AUTO, *known("schedule"))
+        raise ValueError(unknown("schedule", name, words) if isinstance(name, str) else f"schedule is {shown(name)}")
+
+
 def imbalance_of(text: str) -> float | list[float]:
     """As the command line takes it. Raises ValueError for text that is none."""
     try:
@@ -167,7 +191,8 @@ def check_constraints(constraints: Any) -> None:
         if not isinstance(placements, Mapping):
             raise ValueError(f"constraint {pattern!r} is {shown(placements)}: give a placement for an axis, {example}")
         for axis, text in placements.items():
-            if not isinstance(axis, str) or not isinstance(text, str):
+            is_stage = isinstance(text, int) and not isinstance(text, bool)
+            if not isinstance(axis, str) or not (isinstance(text, str) or is_stage):
                 raise ValueError(
                     f"constraint {pattern!r}: {axis!r}={text!r} is no placement: give R (replicated) or S(d) (dim "
                     f"d split) as text, {example}"
@@ -265,7 +290,9 @@ class Keywords(TypedDict, total=False):
     constraints: Constraints | None
     effort: float | None
     recompute: Recompute
-    micro_batches: int
+    micro_batches: int | Literal["auto"]
+    pipeline: str | None
+    schedule: str
     precision: Precision | None
     imbalance: float | Sequence[float]
     compile: bool | str
@@ -372,14 +399,28 @@ class Request:
             "in the model, and nothing else) or 'none'",
         ),
     )
-    micro_batches: int = field(
+    micro_batches: int | Literal["auto"] = field(
         default=1,
         metadata=_says(
-            help="Calls of a step, each of a batch like the example; gradients are reduced once.",
-            kinds=(int,),
-            range=f"[1, {MICRO_BATCHES_MOST}]",
-            give=f"how many calls of the module a step has, 1 to {MICRO_BATCHES_MOST}",
-            typed=int,
+            help="Calls of a step, each of a batch like the example; gradients are reduced once. With an axis of "
+            "stages: parts of the example, which is a step's whole batch; or auto.",
+            check=check_micro_batches,
+            typed=str,
+            read=micro_batches_of,
+        ),
+    )
+    pipeline: str | None = field(
+        default=None,
+        metadata=_says(
+            help=f"The mesh axis of pipeline stages, the outermost. Default: {STAGES}, if the mesh has it.",
+            kinds=(str,),
+            give=f"the name of a mesh axis, such as {STAGES!r}, or None",
+        ),
+    )
+    schedule: str = field(
+        default=AUTO,
+        metadata=_says(
+            help=f"Of a pipeline: auto (the shortest step), {', '.join(NAMES['schedule'])}.", check=check_schedule
         ),
     )
     precision: Precision | None = field(

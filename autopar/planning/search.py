@@ -133,7 +133,7 @@ class Search:
             self.cheapest = best, descent.at_price
         return best
 
-    def mixed(self, cheapest: Solved, allowed: Allowed) -> Solved:
+    def mixed(self, cheapest: Solved, allowed: Allowed | None) -> Solved:
         """What keeps the limit of the options of the `cheapest` of those `allowed`; of others where these do not. Its
         peak is estimated, roughly. Raises `Infeasible` as `run`."""
         self.explore(allowed, bounded=False, known=cheapest)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from autopar.cost import liveness
 from autopar.cost.memory import Moment, Peak, moments, peak, phases
@@ -177,7 +177,14 @@ class Estimate:
         return self.steps.writer.short(self.assignment, self.accuracy.copies)
 
 
-Evaluate = Callable[[Assignment, Accuracy], Estimate]
+class Sized(Protocol):
+    """What a limit reads of an estimate."""
+
+    @property
+    def bytes(self) -> float: ...
+
+
+Evaluate = Callable[[Assignment, Accuracy], Sized]
 """`Steps.evaluate` within a limit."""
 
 

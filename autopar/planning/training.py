@@ -44,7 +44,7 @@ class Training:
         """As a request says."""
         return Training(
             recompute=request.recompute,
-            micro_batches=request.micro_batches,
+            micro_batches=request.micro_batches if isinstance(request.micro_batches, int) else 1,
             gathers=request.gathers,
             precision=AS_IS if request.precision is None else request.precision,
             imbalance=load_of(request.imbalance),

@@ -31,6 +31,7 @@ from autopar.planning.training import (
 )
 
 from .hypertext import fragment
+from .pipeline import stages
 from .placements import MOST_ROWS, PlacementRow, input_rows, joined, parameter_rows
 from .rendering import page_width, renderables, rendered
 from .sections import Bars, Grid, Labelled, Lines, Row, Section, Stack
@@ -134,6 +135,8 @@ def _overview(plan: Plan) -> Iterator[Section]:
     yield Section(title(plan), [Labelled([*verdict(plan)])])
     if bars := step_bars(plan):
         yield Section("where the step goes", [Bars(bars, plan.seconds)])
+    if plan.pipeline is not None:
+        yield from stages(plan.pipeline)
     yield Section("memory of a rank at its peak", [memory(plan), at_peak(plan)])
     yield Section("communication of a step, by mesh axis", [Labelled([*communication(plan)])])
 

@@ -30,6 +30,7 @@ from autopar.ir.graph import WAIT, InputRole, Node, OutputRole, Ref, map_referen
 from autopar.ir.layout import Replicate
 from autopar.ir.program import LAYOUT, Program, ProgramInput, ProgramOutput, RankIndex
 from autopar.ir.rewrite import living, needed, reading
+from autopar.ir.schedule import Edge
 from autopar.ops.kinds import SELECT, STACK
 from autopar.ops.losses import APART
 from autopar.ops.traced import Traced
@@ -52,6 +53,12 @@ class Message:
     made: Half
     target: int
     read: Half
+
+    @property
+    def edge(self) -> Edge:
+        """What carries it: what forward makes for a later stage goes with its forward, all else with backward."""
+        ahead = self.made == "forward" and self.source < self.target
+        return self.source, self.target, "F" if ahead else "B"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,19 +193,15 @@ def _tells_time(value: object) -> bool:
     return isinstance(value, tuple) and any(map(_tells_time, value))
 
 
-class _Cutter:
-    """Cuts one program. `varying` values differ by micro-batch, `trained` ones depend on a parameter, and `summed` ones
-    follow a sum over micro-batches. Nodes, which go by their first result, are of the `tail`, `late` (what results of
-    the step alone read of sums), `early` (what micro-batches read of sums), of a stage, or else computed where they are
-    read."""
+class Kinds:
+    """What the values of a program are, whose first axis is time. `varying` ones differ by micro-batch, `trained` ones
+    depend on a parameter, and `summed` ones follow a sum over micro-batches. Nodes, which go by their first result, are
+    of the `tail`, `late` (what results of the step alone read of sums), `early` (what micro-batches read of sums), of a
+    stage, or else computed where they are read. Raises ValueError where micro-batches need one another."""
 
-    def __init__(self, program: Program, cuts: tuple[str, ...]) -> None:
-        self.program, self.cuts = program, cuts
-        self.numbers = range(len(cuts) + 1)
-        self.made, self.read = producers(program.nodes), readers(program.nodes)
-        self.given = {i.name: i for i in program.inputs}
-        self.tangents = {i.name for i in program.inputs if i.role == "tangent"}
-        self.everywhere = (Replicate(),) * len(program.mesh)
+    def __init__(self, program: Program) -> None:
+        self.program, self.nodes = program, program.nodes
+        self.made, self.read = producers(self.nodes), readers(self.nodes)
         self.varying = {i.name for i in program.inputs if not isinstance(i.layout[TIME], Replicate)}
         self.trained = {i.name for i in program.inputs if i.role == "parameter"}
         self.summed = set[str]()
@@ -209,20 +212,9 @@ class _Cutter:
         self.late = self._late()
         self.early = {n.name for n in program.forward if self._is_sum(n) and n.name not in self.late}
         self._refuse_between()
-        self.parameters = {i.target: i.name for i in program.inputs if i.role == "parameter"}
-        self.stage_of: dict[str, int] = {}
-        self._place_forward()
-        self.there = self._availability()
-        self.homes = {name: min(self.there[name]) for name in self.parameters.values()}
-        leading = self._leading()
-        self._place_backward(leading)
-        self._put_off(leading)
-        self.messages: dict[Message, None] = {}
-
-    # ---- kinds of nodes
 
     def _follow(self) -> None:
-        for node in self.program.nodes:
+        for node in self.nodes:
             names = [name for name in node.outputs if name]
             if not self.trained.isdisjoint(node.inputs):
                 self.trained.update(names)
@@ -239,15 +231,15 @@ class _Cutter:
 
     def _late(self) -> set[str]:
         late = set[str]()
-        for node in reversed(self.program.nodes):
-            after = [self.program.nodes[k].name for name in node.outputs for k in self.read.get(name, ())]
+        for node in reversed(self.nodes):
+            after = [self.nodes[k].name for name in node.outputs for k in self.read.get(name, ())]
             if self._is_sum(node) and late.issuperset(after):
                 late.add(node.name)
         return late
 
     def _refuse_between(self) -> None:
         """Raises ValueError where a micro-batch reads what others compute with parameters, or writes."""
-        for k, node in enumerate(self.program.nodes):
+        for k, node in enumerate(self.nodes):
             if not _in_time(node):
                 continue
             is_forward = k < len(self.program.forward)
@@ -262,6 +254,46 @@ class _Cutter:
         for o in self.program.outputs:
             if o.role == "update" or (o.role == "mutation" and o.name in self.varying):
                 raise ValueError(f"{o.target} is written by each micro-batch, and a pipeline writes once a step")
+
+    def is_of_stage(self, node: Node) -> bool:
+        """Whether a stage computes it of each micro-batch: it varies, and depends on a parameter. What lays a value out
+        is done where that is read."""
+        of_end = node.name in self.tail or node.name in self.late or node.name in self.early
+        if of_end or node.op in LAYOUT:
+            return False
+        return any(name in self.varying and name in self.trained for name in node.outputs)
+
+    def is_late(self, name: str) -> bool:
+        """Whether backward makes a value."""
+        return self.made.get(name, -1) >= len(self.program.forward)
+
+    def viewed(self, name: str) -> str:
+        """What a value is a view of: itself, if it is none."""
+        node = self.maker(name)
+        return name if node is None or node.op not in LAYOUT else self.viewed(node.inputs[0])
+
+    def maker(self, name: str | None) -> Node | None:
+        return self.nodes[self.made[name]] if name in self.made else None
+
+
+class _Cutter(Kinds):
+    """Cuts one program."""
+
+    def __init__(self, program: Program, cuts: tuple[str, ...]) -> None:
+        super().__init__(program)
+        self.cuts, self.numbers = cuts, range(len(cuts) + 1)
+        self.given = {i.name: i for i in program.inputs}
+        self.tangents = {i.name for i in program.inputs if i.role == "tangent"}
+        self.everywhere = (Replicate(),) * len(program.mesh)
+        self.parameters = {i.target: i.name for i in program.inputs if i.role == "parameter"}
+        self.stage_of: dict[str, int] = {}
+        self._place_forward()
+        self.there = self._availability()
+        self.homes = {name: min(self.there[name]) for name in self.parameters.values()}
+        leading = self._leading()
+        self._place_backward(leading)
+        self._put_off(leading)
+        self.messages: dict[Message, None] = {}
 
     # ---- places
 
@@ -279,19 +311,11 @@ class _Cutter:
             raise ValueError(f"stages begin with {', '.join(self.cuts)}: name operators in the order of forward")
         return starts
 
-    def _is_of_stage(self, node: Node) -> bool:
-        """Whether a stage computes it of each micro-batch: it varies, and depends on a parameter. What lays a value out
-        is done where that is read."""
-        of_end = node.name in self.tail or node.name in self.late or node.name in self.early
-        if of_end or node.op in LAYOUT:
-            return False
-        return any(name in self.varying and name in self.trained for name in node.outputs)
-
     def _place_forward(self) -> None:
         starts = self._starts()
         for number, (first, end) in enumerate(pairwise((*starts, len(self.program.forward)))):
             for node in self.program.forward[first:end]:
-                if self._is_of_stage(node):
+                if self.is_of_stage(node):
                     self.stage_of[node.name] = number
 
     def _availability(self) -> dict[str, set[int]]:
@@ -329,12 +353,12 @@ class _Cutter:
 
     def _place_backward(self, leading: Mapping[str, int]) -> None:
         for node in self.program.backward:
-            if not self._is_of_stage(node):
+            if not self.is_of_stage(node):
                 continue
-            read = list(map(self._viewed, node.inputs))
-            behind = [self._place(name) for name in read if self._is_late(name)]
+            read = list(map(self.viewed, node.inputs))
+            behind = [self._place(name) for name in read if self.is_late(name)]
             most = min((number for number in behind if number is not None), default=self.numbers[-1])
-            saved = [self.there[name] for name in read if name in self.there and not self._is_late(name)]
+            saved = [self.there[name] for name in read if name in self.there and not self.is_late(name)]
             fitting = [number for number in range(most + 1) if saved and all(number in at for at in saved)]
             if not saved and node.name in leading:
                 fitting = [min(most, leading[node.name])]
@@ -351,21 +375,12 @@ class _Cutter:
             if node.op in LAYOUT and node.name in leading and not self.tail.isdisjoint(node.inputs):
                 self.tail.add(node.name)
 
-    def _is_late(self, name: str) -> bool:
-        """Whether backward makes a value."""
-        return self.made.get(name, -1) >= len(self.program.forward)
-
     def _is_end(self, node: Node) -> bool:
         return node.name in self.tail or node.name in self.late
 
-    def _viewed(self, name: str) -> str:
-        """What a value is a view of: itself, if it is none."""
-        node = self._maker(name)
-        return name if node is None or node.op not in LAYOUT else self._viewed(node.inputs[0])
-
     def _place(self, name: str | None) -> int | None:
         """The stage that computes a value, if that is one."""
-        node = None if name is None else self._maker(self._viewed(name))
+        node = None if name is None else self.maker(self.viewed(name))
         return None if node is None else self.stage_of.get(node.name)
 
     def _end(self, o: ProgramOutput) -> int:
@@ -376,16 +391,13 @@ class _Cutter:
         at, seen, waiting = 0, set[str](), [o.name or ""]
         while waiting:
             name = waiting.pop()
-            node = self._maker(name)
+            node = self.maker(name)
             if name not in seen and node is not None:
                 seen.add(name)
                 place = self._place(name)
                 at = max(at, place or 0)
                 waiting += node.inputs if place is None else ()
         return at
-
-    def _maker(self, name: str | None) -> Node | None:
-        return self.program.nodes[self.made[name]] if name in self.made else None
 
     # ---- programs
 
@@ -431,8 +443,8 @@ class _Cutter:
         handed = dict.fromkeys((*self._sent(number), *summed))
         halves: tuple[list[str], list[str]] = ([], [])
         for name in handed:
-            halves[self._is_late(name)].append(name)
-        own = [node for node in self.program.nodes if self.stage_of.get(node.name) == number]
+            halves[self.is_late(name)].append(name)
+        own = [node for node in self.nodes if self.stage_of.get(node.name) == number]
         return self._program(own, *halves, once=False, results=of_model)
 
     def _rest(self, number: int) -> tuple[Program, list[str]]:
@@ -448,7 +460,7 @@ class _Cutter:
         names = [name for name in dict.fromkeys(read) if self._is_early(name)]
         taken, waiting = set[str](), list(names)
         while waiting:
-            node = self._maker(waiting.pop())
+            node = self.maker(waiting.pop())
             if node is not None and node.name in self.early and node.name not in taken:
                 taken.add(node.name)
                 waiting += node.inputs
@@ -462,7 +474,7 @@ class _Cutter:
         return counts, tuple(totals), counted
 
     def _is_early(self, name: str) -> bool:
-        node = self._maker(name)
+        node = self.maker(name)
         return node is not None and node.name in self.early
 
     def _sent(self, number: int) -> list[str]:
@@ -471,9 +483,9 @@ class _Cutter:
         for target in self.numbers:
             for read, names in zip(HALVES, self._needs[target], strict=True):
                 for name in names:
-                    maker = self._maker(name)
+                    maker = self.maker(name)
                     assert maker is not None
-                    made = HALVES[self._is_late(name)]
+                    made = HALVES[self.is_late(name)]
                     is_there = (made, read) == HALVES and name in self._needs[target][0]
                     if target != number and self.stage_of[maker.name] == number and not is_there:
                         sent[name] = None
@@ -495,7 +507,7 @@ class _Cutter:
         seen, waiting = set[str](), [name for node in own for name in node.inputs]
         while waiting:
             name = waiting.pop()
-            node = self._maker(name)
+            node = self.maker(name)
             if name in seen or node is None or node.name in self.early:
                 continue
             seen.add(name)
@@ -524,7 +536,7 @@ class _Cutter:
             within = {node.name for node in half}
             waiting = [*(name for node in half if node.name in chosen for name in node.inputs), *wanted]
             while waiting:
-                node = self._maker(waiting.pop())
+                node = self.maker(waiting.pop())
                 if node is None or node.name in chosen or node.name not in within or self._is_placed(node):
                     continue
                 if node.name in totals:
@@ -539,7 +551,7 @@ class _Cutter:
         second = [*backward_handed, *(o.name for o in results if o.name and o.backward)]
         backward = closed(self.program.backward, second)
         late = needed(backward, second)
-        forward = closed(self.program.forward, [*first, *(name for name in late if not self._is_late(name))])
+        forward = closed(self.program.forward, [*first, *(name for name in late if not self.is_late(name))])
         made = {name for node in forward for name in node.outputs}
         ahead = [n for n in late if n in made or self._is_early(n) or (n in self.given and n not in self.tangents)]
         reads = needed(forward, [*first, *ahead])
