@@ -33,6 +33,7 @@ from autopar.runtime.agree import all_equal, follow_world_timeout, on_first_rank
 from autopar.runtime.modes import Modes, Planning
 from autopar.runtime.module import CallOptions, ParallelModule
 from autopar.runtime.padding import Padder, Padding
+from autopar.runtime.pipelined import Pipelined
 from autopar.runtime.profiled import profiled
 from autopar.runtime.verify import Verifier
 
@@ -258,6 +259,8 @@ def parallelize(
             raise ValueError(f"padding is {padding!r}: give an autopar.Padding, or None")
         if plan is not None:
             request = plan.training.asked_by(request)
+        if plan is not None and plan.pipeline is not None:
+            request = replace(request, pipeline=plan.pipeline.axis)
         padder = None if padding is None else Padder(padding, model)
         if padder is not None:
             args, kwargs = padder.example(args, kwargs)
@@ -277,9 +280,11 @@ def parallelize(
         plan, _ = profiled(planner, mesh, planner.asked)
     elif plan is None:
         plan = on_first_rank(partial(_planned_aloud, planner), mesh)
-    program = None
+    program = pipelined = None
     try:
-        program = planner.program(plan)
+        planner = planner.in_time(plan.training.micro_batches)
+        pipelined = Pipelined.of(*planner.pipelined(plan)) if planner.axis else None
+        program = planner.program(plan) if pipelined is None else pipelined.outside
     except Exception as raised:  # of any class: the model's own too
         error = raised
     raise_together(error, mesh)
@@ -287,7 +292,7 @@ def parallelize(
     at_rest = {i.target: i.layout for i in program.inputs if i.role == "parameter"}
     decided = Decided.of(planner.space, planner.assignment(plan))
     request = plan.training.asked_by(planner.asked)
-    planning = Planning(request=request, decided=decided, once=once)
+    planning = Planning(request=request, decided=decided, once=once, pipelined=pipelined)
     again = Modes(model, planner.captured, mesh, at_rest, loss_fn, planning)
     verifier = Verifier(model, loss_fn, verify) if verify else None
     if padder is not None:
@@ -300,6 +305,7 @@ def parallelize(
         padder=padder,
         holds=holds,
         compiled=request.compiled,
+        pipelined=pipelined,
     )
     return ParallelModule(model, planner.captured, program, plan, mesh, calls)
 

@@ -14,7 +14,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar.cluster.library import named_cluster
 from autopar.compat.watching import hook_gradient
 from autopar.compat.wrapping import unwrapped
 from autopar.ir.graph import JointGraph, Ref, map_references
@@ -24,7 +23,7 @@ from autopar.ir.rewrite import living
 from autopar.passes.capture.captured import Captured
 from autopar.passes.capture.errors import NothingTrainedError
 from autopar.passes.capture.fakes import gradient_hooks, skeleton
-from autopar.passes.lower.stages import cuts_by, staged
+from autopar.passes.lower.stages import TIME, cuts_by, staged
 from autopar.passes.space.problem import Assignment
 from autopar.planning.at_rest import Decided, best_at_rest
 from autopar.planning.capturing import captured_for_planning
@@ -35,6 +34,7 @@ from autopar.planning.presets.context import Context
 from autopar.planning.reports import Once
 from autopar.planning.request import Request
 from autopar.planning.training import Training
+from autopar.solve.schedules import scheduled
 
 from .agree import all_equal, on_first_rank, together
 from .held import trained_by
@@ -43,6 +43,9 @@ from .pipelined import Pipelined
 from .verify import gathered
 
 logger = logging.getLogger("autopar")
+
+SEARCHED, USUAL = "searched", "interleaved"
+"""A schedule that is searched for the costs of stages, and the one that takes its place for a smaller batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,12 +137,8 @@ class Modes:
     ) -> None:
         self.once, self.decided, self.request = planning.once, planning.decided, planning.request
         self.pipelined, self.sizes = planning.pipelined, mesh_of(mesh)
-        if planning.pipelined is not None:
-            # the micro-batches of a step stand for the stages, as they do in plans
-            machine = named_cluster(self.request.cluster, device_type=mesh.device_type)
-            self.request = replace(self.request, cluster=machine.staged(mesh.shape[0]))
-            axis = next(iter(self.sizes))
-            self.sizes = {**self.sizes, axis: planning.pipelined.staged.micro_batches}
+        if planning.pipelined is not None:  # how many micro-batches are taken, a batch says
+            self.request = replace(self.request, micro_batches=1)
         self.form = Inputs.captured(captured, unwrapped(model)).form
         self.model, _ = skeleton(unwrapped(model))
         self.captured, self.mesh, self.at_rest = captured, mesh, at_rest
@@ -185,6 +184,8 @@ class Modes:
                     planner = Planner(
                         self.model, self.sizes, args, kwargs, loss_fn=loss_fn, captured=captured, request=self.request
                     )
+            if planner is not None and self.pipelined is not None:
+                planner = planner.in_time(min(self.pipelined.staged.micro_batches, planner.batch))
         all_equal(
             serving, self.mesh, f"the ranks captured different models for {mode}: give every rank the same versions"
         )
@@ -216,6 +217,9 @@ class Modes:
         assert self.pipelined is not None
         program, of, units = planner.writer.plain(assignment), self.pipelined.staged, self.pipelined.schedule
         homes = {i.target: of.homes[i.name] for i in of.program.inputs if i.name in of.homes}
+        if (count := program.mesh[TIME]) != units.micro_batches:
+            name, devices = units.name if units.name != SEARCHED else USUAL, len(units.orders)
+            units = scheduled(name, devices, count, chunks=len(units.devices) // devices)
         return Pipelined.of(staged(program, cuts_by(program, homes, len(units.devices))), units)
 
     def _captured(self, args: Any, kwargs: Any, loss_fn: Callable[[Any], torch.Tensor] | None) -> Captured:

@@ -79,8 +79,13 @@ class Pipelined:
     def is_dropped(self, o: ProgramOutput) -> bool:
         """Whether nobody keeps what a step returns of each micro-batch: where it has a backward, the loss is what
         counts."""
-        rows = {(i.role, i.target) for stage in self.staged.stages for i in stage.step.outputs if i.meta is not None}
-        return self.trains and o.role == "output" and (o.role, o.target) in rows
+        if not self.trains or o.role != "output":
+            return False
+        if self.staged.micro_batches == 1:
+            return o.meta is not None and bool(o.meta.shape)
+        return any(
+            (o.role, o.target) == (i.role, i.target) and i.meta for s in self.staged.stages for i in s.step.outputs
+        )
 
     @cached_property
     def trains(self) -> bool:

@@ -95,6 +95,8 @@ def time_pins(context: Context) -> Pins:
     """What sites may choose on the axis in time: micro-batches split the batch wherever it can be split. What depends
     on no parameter may be computed of the whole batch, of which a micro-batch takes its part."""
     space = context.space
+    if space.mesh[TIME] == 1:
+        return {}
     trained = set(space.graph.parameters.values())
     for node in space.graph.nodes:
         if not trained.isdisjoint(node.inputs):
@@ -133,9 +135,15 @@ def axis_of_stages(request: Request, mesh: Mapping[str, int]) -> str:
     return axis
 
 
+def is_chosen(request: Request) -> bool:
+    """Whether the planner chooses how many micro-batches a pipeline has: where nothing else is said than one, of which
+    nobody makes a pipeline."""
+    return request.micro_batches in (1, AUTO)
+
+
 def first_count(request: Request, batch: int, stages: int) -> int:
     """How many micro-batches there are, if that is said, or those to begin with. Raises ValueError for too many."""
-    if request.micro_batches == AUTO:
+    if is_chosen(request):
         return min(batch, stages)
     count = int(request.micro_batches)
     if count > batch:
@@ -230,7 +238,7 @@ class Pipelines:
         return replace(plan, memory_limit_bytes=usable, memory_limit_from="device", headroom=request.free_part)
 
     def _best(self, request: Request, limit: float | None) -> Made | None:
-        counts = [self.planner.training.micro_batches] if request.micro_batches != AUTO else self._counts()
+        counts = self._counts() if is_chosen(request) else [self.planner.training.micro_batches]
         looks: list[Look] = []
         for count, _ in zip(counts, request.stage.part(0.0, 0.4).parts(len(counts)), strict=True):
             looks += self._looks(self.planner.in_time(count), request, limit)

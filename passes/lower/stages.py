@@ -118,7 +118,7 @@ def cuts_by(program: Program, homes: Mapping[str, int], stages: int) -> tuple[st
     """Where stages begin such that each of the parameters, by name, is first read in the stage that is its home: each
     with what first reads a parameter of it or of a later one, "" where nothing does."""
     of = {i.name: {homes[i.target]} for i in program.inputs if i.role == "parameter" and i.target in homes}
-    varying = {i.name for i in program.inputs if not isinstance(i.layout[TIME], Replicate)}
+    varying = {i.name for i in program.inputs if varies(i, program)}
     first: dict[int, str] = {}
     for node in program.forward:
         read = set().union(*(of.get(name, ()) for name in node.inputs))
@@ -131,9 +131,27 @@ def cuts_by(program: Program, homes: Mapping[str, int], stages: int) -> tuple[st
     return tuple(first.get(stage, "") for stage in range(1, stages))
 
 
+def _marked(program: Program) -> Program:
+    """The program; with one micro-batch, of which all is the sum, what it returns is added up as that of several."""
+    if program.mesh[TIME] > 1:
+        return program
+    emitter = Emitter(metas=dict(program.metas), mesh=program.mesh)
+    halves: tuple[list[Node], list[Node]] = ([*program.forward], [*program.backward])
+    totals: dict[tuple[str, bool], str] = {}
+    for o in program.outputs:
+        if o.name is not None and (o.name, o.backward) not in totals:
+            emitter.written, emitter.about = halves[o.backward], {"serves": f"{o.role} {o.target}"}
+            begun = emitter.emit("collective.all_reduce", (Ref(o.name), "sum", TIME), emitter.fresh(o.name))
+            totals[o.name, o.backward] = emitter.emit(WAIT, (Ref(begun),), emitter.fresh(o.name))
+    outputs = tuple(replace(o, name=totals.get((o.name or "", o.backward))) for o in program.outputs)
+    forward, backward = map(tuple, halves)
+    return replace(program, forward=forward, backward=backward, outputs=outputs, metas=emitter.metas)
+
+
 def unstacked(program: Program) -> Program:
     """The program in which numbers that are added up over ranks side by side travel alone, and results that need not
     all of their operators' operands are had without: they may be needed at other times."""
+    program = _marked(program)
     emitter = Emitter(metas=dict(program.metas), mesh=program.mesh)
     parts: dict[str, tuple[str, ...]] = {}
     same: dict[str, str] = {}
@@ -182,6 +200,11 @@ def _in_time(node: Node) -> bool:
     return node.collective is not None and node.args[-1] == TIME
 
 
+def varies(i: ProgramInput, program: Program) -> bool:
+    """Whether an input differs by micro-batch. If there is one, those of the model do."""
+    return not isinstance(i.layout[TIME], Replicate) or (program.mesh[TIME] == 1 and i.role == "input")
+
+
 def tells_time(node: Node) -> bool:
     """Whether a number that a node is given differs by micro-batch."""
     return _tells_time((node.args, node.kwargs))
@@ -202,7 +225,7 @@ class Kinds:
     def __init__(self, program: Program) -> None:
         self.program, self.nodes = program, program.nodes
         self.made, self.read = producers(self.nodes), readers(self.nodes)
-        self.varying = {i.name for i in program.inputs if not isinstance(i.layout[TIME], Replicate)}
+        self.varying = {i.name for i in program.inputs if varies(i, program)}
         self.trained = {i.name for i in program.inputs if i.role == "parameter"}
         self.summed = set[str]()
         self.totals: dict[str, str] = {}
