@@ -43,9 +43,10 @@ Gradients = Mapping[str, torch.Tensor]
 
 def generated(seed: int) -> tuple[Case, Gradients] | None:
     """A model of the generator's with the gradients of its first step in eager, if the seed draws one that trains as
-    every program does, and gives the same when it is run again."""
+    every program does, and gives the same when it is run again. Hooks of parameters are a module's, and no copy has
+    them."""
     program = drawn(seed)
-    if not program.is_plain or why_invalid(program):
+    if not program.is_plain or "weight.register" in program.source or why_invalid(program):
         return None
     module = program.load()
     loss_fn = getattr(module, "loss_fn", None) or getattr(module, "loss_of", None)

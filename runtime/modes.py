@@ -34,7 +34,7 @@ from autopar.planning.presets.context import Context
 from autopar.planning.reports import Once
 from autopar.planning.request import Request
 from autopar.planning.training import Training
-from autopar.solve.schedules import scheduled
+from autopar.solve.schedules import in_turn
 
 from .agree import all_equal, on_first_rank, together
 from .held import trained_by
@@ -43,9 +43,6 @@ from .pipelined import Pipelined
 from .verify import gathered
 
 logger = logging.getLogger("autopar")
-
-SEARCHED, USUAL = "searched", "interleaved"
-"""A schedule that is searched for the costs of stages, and the one that takes its place for a smaller batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,13 +210,13 @@ class Modes:
         return best_at_rest(planner.space, self.at_rest, near, pins)
 
     def _staged(self, planner: Planner, assignment: Assignment) -> Pipelined:
-        """In the stages that there are, by the schedule that there is."""
+        """In the stages that there are, by the schedule that there is; a batch of fewer samples than that has
+        micro-batches passes in turn."""
         assert self.pipelined is not None
         program, of, units = planner.writer.plain(assignment), self.pipelined.staged, self.pipelined.schedule
         homes = {i.target: of.homes[i.name] for i in of.program.inputs if i.name in of.homes}
         if (count := program.mesh[TIME]) != units.micro_batches:
-            name, devices = units.name if units.name != SEARCHED else USUAL, len(units.orders)
-            units = scheduled(name, devices, count, chunks=len(units.devices) // devices)
+            units = in_turn(units.devices, count)
         return Pipelined.of(staged(program, cuts_by(program, homes, len(units.devices))), units)
 
     def _captured(self, args: Any, kwargs: Any, loss_fn: Callable[[Any], torch.Tensor] | None) -> Captured:

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
 from autopar.compat.calls import uncompiled
+from autopar.compat.outputs import Absent
 from autopar.compat.rebinding import HOOKS_OF_STATES, rebind_state_hooks
 from autopar.compat.tensors import is_real
 from autopar.compat.waiting import name_waits
@@ -270,7 +271,8 @@ class ParallelModule(Filled, Standing):
                 results = state.outputs(call.forward()[0])
                 handshake.settle()
             if call.check is not None:
-                call.check.forward(dict(zip(state.output_paths, results, strict=True)), call.keys)
+                pairs = zip(state.output_paths, results, strict=True)
+                call.check.forward({path: x for path, x in pairs if not isinstance(x, Absent)}, call.keys)
         versions.lend(state, results)
         return state.captured.unflatten(dict(zip(state.output_paths, results, strict=True)))
 

@@ -387,6 +387,15 @@ SCHEDULES: Table[Scheduler] = Table(
 )
 
 
+def in_turn(devices: tuple[int, ...], micro_batches: int) -> Schedule:
+    """All forwards, then all backwards, of stages that lie on devices in any way."""
+    stages, counts = range(len(devices)), range(micro_batches)
+    units = [Action(stage, FORWARD, k) for stage in stages for k in counts]
+    units += [Action(stage, BACKWARD, k) for stage in reversed(stages) for k in counts]
+    orders = tuple(tuple(u for u in units if devices[u.stage] == device) for device in range(max(devices) + 1))
+    return Schedule(name="in turn", micro_batches=micro_batches, devices=devices, orders=orders)
+
+
 def register_schedule(schedule: Scheduler, *, replace: bool = False) -> None:
     """Adds a way to schedule. Raises ValueError for what is none, and for a name that is taken unless it is to
     `replace` that one."""
