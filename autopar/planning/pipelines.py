@@ -127,6 +127,10 @@ def axis_of_stages(request: Request, mesh: Mapping[str, int]) -> str:
     if axis and axis not in mesh:
         raise ValueError(f"pipeline is {axis!r}{nearest(axis, mesh)}, and the mesh has {', '.join(mesh)}")
     axis = axis if mesh.get(axis, 1) > 1 else ""
+    if axis and request.compile:
+        raise ValueError(
+            f"compile is {request.compile!r} with stages on {axis!r}, whose programs run as they are: leave it out"
+        )
     if axis and axis != next(iter(mesh)):
         raise ValueError(f"axis {axis!r} of stages is not the first of {', '.join(mesh)}: make it the outermost")
     if not axis and (request.micro_batches == AUTO or request.schedule != AUTO):

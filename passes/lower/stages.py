@@ -31,8 +31,8 @@ from autopar.ir.layout import Replicate
 from autopar.ir.program import LAYOUT, Program, ProgramInput, ProgramOutput, RankIndex
 from autopar.ir.rewrite import living, needed, reading
 from autopar.ir.schedule import Edge
+from autopar.ops.apart import APART
 from autopar.ops.kinds import SELECT, STACK
-from autopar.ops.losses import APART
 from autopar.ops.traced import Traced
 
 from .accumulate import is_linear, tail

@@ -130,6 +130,38 @@ def test_a_module_in_stages_trains_as_the_model(
         assert part < 0.95
 
 
+def _as_people_do(folder: str) -> dict[str, float]:
+    """Plans, saves the plan, and trains by it; then again by the file."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    case = in_dtype(zoo.case("Llama", 3), torch.float64)
+    args, kwargs = case.batch(0)
+    found = {}
+    plan = None
+    for way in ("planned", "by the file"):
+        plain = copy.deepcopy(case.model)
+        parallel = autopar.parallelize(copy.deepcopy(case.model), mesh, args, kwargs, plan=plan, verify=1)
+        assert parallel.plan.pipeline is not None and parallel.plan.mesh == {"pp": 2, "dp": 2}
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (parallel, plain)]
+        for rows in (8, 3, 1):
+            for model, optimizer in zip((parallel, plain), optimizers, strict=True):
+                some = {name: value[:rows] for name, value in case.batch(rows)[1].items()}
+                model(**some).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        found[way] = _difference(parallel, plain)
+        if dist.get_rank() == 0:
+            parallel.plan.save(f"{folder}/plan.json")
+        dist.barrier()
+        plan = autopar.Plan.load(f"{folder}/plan.json")
+    return found
+
+
+def test_people_name_an_axis_and_train(tmp_path: Path) -> None:
+    """`parallelize` on a mesh with an axis "pp", by its own plan and by one that was saved; batches down to one."""
+    for found in ranks.run(4, _as_people_do, str(tmp_path)):
+        assert all(value < 1e-9 for value in found.values()), found
+
+
 def _asks(what: str) -> str:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
     case, parallel = module("GPT-2", mesh, 2, "gpipe", 1)
