@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from models import Case, in_dtype
 
-from autopar.cluster.library import named_cluster
 from autopar.ir.program import Program
 from autopar.ir.schedule import Schedule
 from autopar.passes.codegen.precision import written
@@ -54,8 +53,12 @@ def in_time(case: Case, stages: int, mesh: Mapping[str, int]) -> InTime:
     """In float64; the first axis of the mesh are the micro-batches."""
     case = in_dtype(case, torch.float64)
     args, kwargs = case.batch(0)
-    cluster = named_cluster("dgx-h100").staged(stages)
-    planner = Planner(case.model, mesh, args, kwargs, loss_fn=case.loss_fn, cluster=cluster)
+    axis, *_ = mesh
+    planner = Planner(
+        case.model, {**mesh, axis: stages}, args, kwargs, loss_fn=case.loss_fn, cluster="dgx-h100", pipeline=axis,
+        micro_batches=mesh[axis],
+    )  # fmt: skip
+    assert planner.space.mesh == tuple(mesh.values())
     pins = time_pins(Context(planner.space, planner.searches.blocks()))
     search = Search(ProblemBuilder(planner.space), "dp", None, lambda line: None, pins=pins)
     assignment = search.run().assignment
