@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from autopar.runtime.fx import graph_module
     from autopar.runtime.metrics import Metrics
     from autopar.runtime.padding import Padding
+    from autopar.solve.schedules import Scheduler, register_schedule
     from autopar.solve.solvers import Solver, register_solver
 
 _HERE = Path(__file__).resolve().parent
@@ -57,6 +58,7 @@ MODULES = {
     "autopar.runtime.fx": ("graph_module",),
     "autopar.runtime.metrics": ("Metrics",),
     "autopar.runtime.padding": ("Padding",),
+    "autopar.solve.schedules": ("Scheduler", "register_schedule"),
     "autopar.solve.solvers": ("Solver", "register_solver"),
 }
 """Where each name is from. They are imported when they are first used, so that `autopar --help` does not wait for
@@ -94,6 +96,7 @@ __all__ = [
     "Plan",
     "Precision",
     "Preset",
+    "Scheduler",
     "Simulation",
     "Solver",
     "check_rule",
@@ -112,6 +115,7 @@ __all__ = [
     "register_lowering",
     "register_preset",
     "register_rule",
+    "register_schedule",
     "register_solver",
     "save_report",
     "simulate",

@@ -27,6 +27,7 @@ from autopar.planning.presets import PRESETS
 from autopar.solve.beam import solve_beam
 from autopar.solve.dp import solve_dp
 from autopar.solve.problem import Problem, Solution
+from autopar.solve.schedules import gpipe
 from autopar.solve.solvers import SOLVERS
 
 PAGE = Path(__file__).parents[2] / "docs/extending.md"
@@ -48,7 +49,7 @@ def test_there_is_a_section_for_each_call() -> None:
     calls = {name for name in autopar.__all__ if name.startswith("register_")}
     assert {call for code in SECTIONS.values() for call in re.findall(r"autopar\.(register_\w+)", code)} == calls
     kinds = {table.kind for table in TABLES}
-    assert len(SECTIONS) == len(calls) == len(kinds - (EXTRAS.keys() - {"rule"})) == 6
+    assert len(SECTIONS) == len(calls) == len(kinds - (EXTRAS.keys() - {"rule"})) == 7
 
 
 @pytest.mark.parametrize("title", SECTIONS)
@@ -69,6 +70,7 @@ ROWS: dict[str, tuple[Callable[..., None], Any, str]] = {
         autopar.Lowering(name="mine", applies="", writes="", costs="", adopt=where_quicker(lambda program: program)),
         "bucket",
     ),
+    "schedule": (autopar.register_schedule, autopar.Scheduler(name="mine", run=gpipe), "1f1b"),
 }
 
 
@@ -93,7 +95,8 @@ def test_names_that_are_taken_and_rows_that_are_none_are_refused(kind: str) -> N
 
 
 def _other(kind: str) -> dict[str, Any]:
-    return {"cost": {"meaning": "other"}, "cluster": {"source": "other"}, "lowering": {"costs": "other"}}[kind]
+    others = {"cost": {"meaning": "other"}, "cluster": {"source": "other"}, "lowering": {"costs": "other"}}
+    return {**others, "schedule": {"chunks": 2}}[kind]
 
 
 @pytest.mark.parametrize(
