@@ -46,6 +46,7 @@ from .micro import step_of
 from .options import policies
 from .pieces import Pieces, pieces
 from .plan import Plan
+from .presets import PRESETS
 from .presets.axis import data
 from .presets.context import Context
 from .request import AUTO, STAGES, Request
@@ -53,6 +54,7 @@ from .search import Search, SearchResult
 from .solving import Solved
 from .stages import Figures, Pipeline, StagePlan, Step, figures
 from .steps import BUCKETS
+from .texts import short_bytes
 from .timing import timing
 
 if TYPE_CHECKING:
@@ -77,6 +79,9 @@ CUT = 2
 
 SEARCHED_UNITS = 6_000
 """Up to so many units, a schedule is searched for the stages that were chosen."""
+
+AIMS = (0.85, 0.7, 0.55)
+"""Parts of the memory that assignments are to take, in estimates that leave out what units need while they run."""
 
 TRIES = 3
 """Cuts under a smaller and smaller limit, where stages need more than was estimated."""
@@ -133,10 +138,20 @@ def axis_of_stages(request: Request, mesh: Mapping[str, int]) -> str:
     return axis
 
 
+def is_auto(request: Request) -> bool:
+    """Whether the number of micro-batches is chosen: one, the default, would leave all stages but one idle."""
+    return request.micro_batches in (AUTO, 1)
+
+
 def first_count(request: Request, batch: int, stages: int) -> int:
     """How many micro-batches there are, if that is said, or those to begin with. Raises ValueError for too many."""
-    if request.micro_batches == AUTO:
+    if batch < 2:
+        raise ValueError(
+            f"the batch, which stages share, has {batch} sample: give two or more, or a mesh without stages"
+        )
+    if is_auto(request):
         return min(batch, stages)
+    assert isinstance(request.micro_batches, int)
     if request.micro_batches > batch:
         raise ValueError(
             f"micro_batches is {request.micro_batches}, and the batch, which stages share, has {batch} samples: give "
@@ -183,8 +198,6 @@ class Pipelines:
         self.planner, self.axis, self.devices = planner, planner.axis, planner.mesh[planner.axis]
         self.smallest = math.inf
         """The least bytes of a device that were reached."""
-        self.needed: dict[int, float] = {}
-        """Micro-batches -> what stages of an assignment for so many needed."""
 
     def planned(self, request: Request) -> Plan:
         """The plan with the shortest step. Raises ValueError where nothing can be cut so, and `Infeasible` where no
@@ -199,8 +212,8 @@ class Pipelines:
         if best is None:
             assert limit is not None
             error = Infeasible(
-                f"no pipeline of {self.devices} stages fits in {limit / 1e9:.3g} GB a device: the smallest that was "
-                f"found needs {self.smallest / 1e9:.3g} GB. Give more stages, more devices, or more micro-batches"
+                f"no pipeline of {self.devices} stages was found that fits in {short_bytes(limit)} a device: the "
+                f"smallest needs {short_bytes(self.smallest)}. Give more devices, more memory, or more micro-batches"
             )
             error.smallest_bytes = self.smallest
             raise error
@@ -210,25 +223,23 @@ class Pipelines:
         return replace(plan, memory_limit_bytes=usable, memory_limit_from="device", headroom=request.free_part)
 
     def _best(self, request: Request, limit: float | None) -> Made | None:
-        counts = [self.planner.training.micro_batches] if request.micro_batches != AUTO else self._counts()
+        counts = self._counts() if is_auto(request) else [self.planner.training.micro_batches]
         looks: list[Look] = []
         for count, _ in zip(counts, request.stage.part(0.0, 0.4).parts(len(counts)), strict=True):
             looks += self._looks(self.planner.in_time(count), request, limit)
+        if limit is not None and (first := min(looks, key=lambda look: look.seconds)).bytes > AIMS[0] * limit:
+            looks += [found for aim in AIMS for found in self._within(first, request, aim * limit)]
         best: Made | None = None
-        done, limited = 0, set[int]()
-        stages = request.stage.part(0.4, 1.0).parts(len(looks) + len(counts))
-        while looks and (best is None or not (done > WORK or self.planner.effort.is_over)):
-            looks.sort(key=lambda look: (limit is not None and look.bytes > limit, look.seconds))
-            look, stage, made = looks.pop(0), next(stages), None
-            if limit is None or look.bytes <= limit:
-                done += len(self.planner.captured.graph.nodes)
-                made = self._made_within(look, request, limit)
+        done = 0
+        looks.sort(key=lambda look: (limit is not None and look.bytes > AIMS[0] * limit, look.seconds))
+        for look, stage in zip(looks, request.stage.part(0.4, 1.0).parts(len(looks)), strict=False):
+            if best is not None and (done > WORK or self.planner.effort.is_over):
+                break
+            done += len(self.planner.captured.graph.nodes)
+            made = self._made_within(look, request, limit)
             if made is not None and (best is None or made.step.seconds < best.step.seconds):
                 best = made
                 stage.found(best.step.seconds)
-            elif made is None and limit is not None and look.micro_batches not in limited:
-                limited.add(look.micro_batches)
-                looks += self._within(look, request, limit)
         return best
 
     def _counts(self) -> list[int]:
@@ -240,30 +251,44 @@ class Pipelines:
             near = min(divisors, key=lambda n: (abs(math.log(n / wanted)), n))
             counts.append(near if abs(math.log(near / wanted)) < 0.5 else wanted)
             wanted *= 2
-        return sorted({*counts, batch})[-MANY:] if counts else [batch]
+        return sorted({*counts, batch} - {1})[-MANY:]
 
     # ---- assignments
 
     def _looks(self, on: Planner, request: Request, limit: float | None) -> Iterator[Look]:
-        """The cheapest assignment for a number of micro-batches, and, within a limit, those that recompute a part of
-        the copies of each layer: the first ones, whose stages have the most in flight."""
+        """The cheapest assignment for a number of micro-batches, and what presets leave at its cheapest; and, within a
+        limit, those that recompute a part of the copies of each layer: the first ones, whose stages have the most in
+        flight."""
         space = on.space
         context = Context(space, self.planner.searches.blocks())
         pinned = _both(time_pins(context), pins(space, _placed(request, self.axis)))
-        allowed = self._of_preset(on, request, pinned)
-        search = Search(ProblemBuilder(space), request.exact_solver, None, logger.info, pins=pinned, effort=on.effort)
-        solved: Solved = on.seconds.timed("search", search.explore, allowed, bounded=False)
-        look = self._estimate(Look(on=on, solved=solved, allowed=allowed, pinned=pinned))
-        yield look
-        if limit is None or on.training.recompute != "auto" or not any(body.again.operators for body in space.bodies):
-            return
-        for part in RECOMPUTED:
-            assignment = solved.assignment
-            again = tuple(
-                tuple(k < math.ceil(part * len(copies)) and bool(body.again.operators) for k in range(len(copies)))
-                for body, copies in zip(space.bodies, assignment.copies, strict=True)
-            )
-            yield self._estimate(replace(look, solved=replace(solved, assignment=replace(assignment, recompute=again))))
+        builder = ProblemBuilder(space)
+        again = [bool(body.again.operators) for body in space.bodies]
+        seen: list[Assignment] = []
+        parts = RECOMPUTED if limit is not None and on.training.recompute == "auto" and any(again) else ()
+        for preset in [request.preset] if request.preset else [None, *(PRESETS if request.solver == AUTO else ())]:
+            search = Search(builder, request.exact_solver, None, logger.info, pins=pinned, effort=on.effort)
+            try:
+                allowed = None if preset is None else self._of_preset(on, preset, pinned)
+                solved: Solved = on.seconds.timed("search", search.explore, allowed, bounded=False)
+            except ValueError as error:
+                if preset == request.preset:
+                    raise
+                logger.info("no plan by %s: %s", preset, error)
+                continue
+            if solved.assignment in seen:
+                continue
+            seen.append(solved.assignment)
+            look = self._estimate(Look(on=on, solved=solved, allowed=allowed, pinned=pinned))
+            yield look
+            for part in parts:
+                assignment = solved.assignment
+                recompute = tuple(
+                    tuple(is_able and k < math.ceil(part * len(copies)) for k in range(len(copies)))
+                    for is_able, copies in zip(again, assignment.copies, strict=True)
+                )
+                variant = replace(solved, assignment=replace(assignment, recompute=recompute))
+                yield self._estimate(replace(look, solved=variant))
 
     def _estimate(self, look: Look) -> Look:
         items, m = account(look.on.space, look.solved.assignment), look.micro_batches
@@ -281,19 +306,25 @@ class Pipelines:
         shares = [min(1.0, max(0.0, part * self.devices - k)) for k in range(self.devices)]
         flights = [min(on.training.micro_batches, self.devices - k) for k in range(self.devices)]
         resting = items.parameter_bytes + items.gradient_bytes + items.optimizer_bytes
+        apart = [
+            on.space.decided(site, assignment.rest[name]).bytes
+            for name, site in on.space.rest.sites.items()
+            if site.kind == "parameter"
+        ]  # outside of layers, where a stage has one of those that are large
+        resting += (self.devices - 1) * max(apart, default=0.0) - sum(apart) + max(apart, default=0.0)
         most = max(n * (share * less + (1 - share) * kept) for n, share in zip(flights, shares, strict=True))
         return (resting + max(most, items.gradient_bytes)) / self.devices  # at the end, sums and what they reduce to
 
     def _within(self, look: Look, request: Request, limit: float) -> Iterator[Look]:
-        """An assignment of which a device needs no more than the limit, if there is one. It leaves as much free as the
-        stages of the assignment before needed more than was estimated."""
-        on, limit = look.on, limit * min(1.0, look.bytes / self.needed.get(look.micro_batches, look.bytes))
+        """An assignment of which a device needs no more than the limit, if there is one."""
+        on = look.on
 
         def peak(assignment: Assignment) -> float:
-            return self._bytes(on, assignment, account(on.space, assignment))
+            """Of all devices together, as the sum of bytes that is searched."""
+            return self.devices * self._bytes(on, assignment, account(on.space, assignment))
 
         search = Search(
-            ProblemBuilder(on.space), request.exact_solver, limit, logger.info, pins=look.pinned,
+            ProblemBuilder(on.space), request.exact_solver, self.devices * limit, logger.info, pins=look.pinned,
             peaks=Peaks(exact=peak, estimate=peak, rough=peak), effort=on.effort,
             recompute=on.training.recompute == "auto", stage=request.stage,
         )  # fmt: skip
@@ -302,16 +333,18 @@ class Pipelines:
             solved: Solved = on.seconds.timed("limit", search.within, search.peaks)
         except Infeasible as error:
             logger.info("%d micro-batches: %s", look.micro_batches, error)
-            self.smallest = min(self.smallest, error.smallest_bytes)
+            if math.isinf(self.smallest):
+                self.smallest = error.smallest_bytes
             return
         yield self._estimate(replace(look, solved=solved))
 
-    def _of_preset(self, on: Planner, request: Request, pinned: Pins) -> Allowed | None:
-        if request.preset is None:
-            return None
+    def _of_preset(self, on: Planner, preset: str, pinned: Pins) -> Allowed:
+        """The options that a preset leaves on all axes but the one in time."""
         return {
-            name: [SiteChoice((at, *c.axes[1:]), c.policy) for c in choices for at in pinned[name][TIME]]
-            for name, choices in on.preset(request.preset).items()
+            name: list(
+                dict.fromkeys(SiteChoice((at, *c.axes[1:]), c.policy) for c in choices for at in pinned[name][TIME])
+            )
+            for name, choices in on.preset(preset).items()
         }
 
     # ---- stages
@@ -328,7 +361,7 @@ class Pipelines:
                 logger.info("%d micro-batches: no cuts within %s bytes", look.micro_batches, limit)
                 return None
             made, estimated = min(found, key=lambda one: _order(one[0], limit))
-            self.smallest, self.needed[look.micro_batches] = min(self.smallest, made.peak), made.peak
+            self.smallest = min(self.smallest, made.peak)
             logger.info(
                 "%d micro-batches, %s: %.4g s, about %.4g, in %.3g bytes, about %.3g",
                 *(
