@@ -162,6 +162,7 @@ class Planner:
         other.__dict__.pop("pipelines", None)
         other.training = replace(self.training, micro_batches=micro_batches)
         other._place()
+        other.searches.blocks = self.searches.blocks  # of the graph, whatever its micro-batches
         return other
 
     def pipelined(self, plan: Plan) -> tuple[Staged, Schedule]:
