@@ -23,7 +23,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from autopar.cluster.collectives import collective_seconds
+from autopar.cluster.collectives import NEVER_SECONDS, collective_seconds
 from autopar.cost.pipeline import simulate
 from autopar.cost.streams import alone_seconds
 from autopar.cost.timeline import Communication
@@ -31,7 +31,7 @@ from autopar.extensions import nearest
 from autopar.ir.program import Program
 from autopar.ir.schedule import Schedule
 from autopar.passes.lower.stages import Kinds, Staged, staged, unstacked
-from autopar.passes.space.choices import REPLICATED, AxisChoice, SiteChoice
+from autopar.passes.space.choices import KEEP, REGATHER, REPLICATED, AxisChoice, SiteChoice
 from autopar.passes.space.problem import Allowed, Assignment, ProblemBuilder
 from autopar.passes.space.sites import Site, joined_sites
 from autopar.solve.cuts import Span, cut
@@ -43,7 +43,7 @@ from .bound import least_step_seconds
 from .constraints import Pins, matches, pins
 from .limit import Peaks
 from .micro import step_of
-from .options import policies
+from .options import policies, taken, unique_sites
 from .pieces import Pieces, pieces
 from .plan import Plan
 from .presets import PRESETS
@@ -79,6 +79,9 @@ CUT = 2
 
 SEARCHED_UNITS = 6_000
 """Up to so many units, a schedule is searched for the stages that were chosen."""
+
+NEAR = 2
+"""Assignments near which others are searched that need less."""
 
 AIMS = (0.85, 0.7, 0.55)
 """Parts of the memory that assignments are to take, in estimates that leave out what units need while they run."""
@@ -227,8 +230,18 @@ class Pipelines:
         looks: list[Look] = []
         for count, _ in zip(counts, request.stage.part(0.0, 0.4).parts(len(counts)), strict=True):
             looks += self._looks(self.planner.in_time(count), request, limit)
-        if limit is not None and (first := min(looks, key=lambda look: look.seconds)).bytes > AIMS[0] * limit:
-            looks += [found for aim in AIMS for found in self._within(first, request, aim * limit)]
+        # where micro-batches need one another in all assignments, stages refuse by name
+        looks = [look for look in looks if look.seconds * self.devices < NEVER_SECONDS] or looks[:1]
+        free = sorted(
+            (look for look in looks if not any(map(any, look.solved.assignment.recompute))),
+            key=lambda look: look.seconds,
+        )
+        for look in free[:NEAR] if limit is not None else ():
+            for aim in AIMS:
+                if look.bytes > aim * limit:
+                    found = [*self._within(look, request, aim * limit)]
+                    looks += found
+                    look = found[0] if found else look
         best: Made | None = None
         done = 0
         looks.sort(key=lambda look: (limit is not None and look.bytes > AIMS[0] * limit, look.seconds))
@@ -316,8 +329,9 @@ class Pipelines:
         return (resting + max(most, items.gradient_bytes)) / self.devices  # at the end, sums and what they reduce to
 
     def _within(self, look: Look, request: Request, limit: float) -> Iterator[Look]:
-        """An assignment of which a device needs no more than the limit, if there is one."""
-        on = look.on
+        """An assignment of which a device needs no more than the limit, if there is one near another: with parameters
+        at rest in more parts, and layers recomputed."""
+        on, allowed = look.on, self._near(look)
 
         def peak(assignment: Assignment) -> float:
             """Of all devices together, as the sum of bytes that is searched."""
@@ -329,7 +343,7 @@ class Pipelines:
             recompute=on.training.recompute == "auto", stage=request.stage,
         )  # fmt: skip
         try:
-            search.explore(look.allowed, bounded=False, known=look.solved)
+            search.explore(allowed, bounded=False, known=look.solved)
             solved: Solved = on.seconds.timed("limit", search.within, search.peaks)
         except Infeasible as error:
             logger.info("%d micro-batches: %s", look.micro_batches, error)
@@ -337,6 +351,20 @@ class Pipelines:
                 self.smallest = error.smallest_bytes
             return
         yield self._estimate(replace(look, solved=solved))
+
+    def _near(self, look: Look) -> Allowed:
+        """What an assignment chose, and for parameters the same with a split at rest on each axis where they are
+        replicated."""
+        space = look.on.space
+        near = taken(space, look.solved.assignment)
+        for name, site in unique_sites(space).items():
+            for choice in near[name] if site.kind == "parameter" else ():
+                for axis, on_axis in enumerate(choice.axes[1:], 1):
+                    splits = site.choices[space.mesh[axis]] if on_axis == REPLICATED else ()
+                    for split in [c for c in splits if c.splits and c.factor < 2]:
+                        axes = (*choice.axes[:axis], split, *choice.axes[axis + 1 :])
+                        near[name] = [*near[name], *(SiteChoice(axes, policy) for policy in (KEEP, REGATHER))]
+        return {name: list(dict.fromkeys(choices)) for name, choices in near.items()}
 
     def _of_preset(self, on: Planner, preset: str, pinned: Pins) -> Allowed:
         """The options that a preset leaves on all axes but the one in time."""
