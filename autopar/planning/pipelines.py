@@ -232,16 +232,8 @@ class Pipelines:
             looks += self._looks(self.planner.in_time(count), request, limit)
         # where micro-batches need one another in all assignments, stages refuse by name
         looks = [look for look in looks if look.seconds * self.devices < NEVER_SECONDS] or looks[:1]
-        free = sorted(
-            (look for look in looks if not any(map(any, look.solved.assignment.recompute))),
-            key=lambda look: look.seconds,
-        )
-        for look in free[:NEAR] if limit is not None else ():
-            for aim in AIMS:
-                if look.bytes > aim * limit:
-                    found = [*self._within(look, request, aim * limit)]
-                    looks += found
-                    look = found[0] if found else look
+        if limit is not None:
+            looks += self._smaller(looks, request, limit)
         best: Made | None = None
         done = 0
         looks.sort(key=lambda look: (limit is not None and look.bytes > AIMS[0] * limit, look.seconds))
@@ -254,6 +246,18 @@ class Pipelines:
                 best = made
                 stage.found(best.step.seconds)
         return best
+
+    def _smaller(self, looks: Sequence[Look], request: Request, limit: float) -> list[Look]:
+        """What is found near the quickest assignments, each within less and less of the memory."""
+        free = [look for look in looks if not any(map(any, look.solved.assignment.recompute))]
+        smaller: list[Look] = []
+        for look in sorted(free, key=lambda look: look.seconds)[:NEAR]:
+            for aim in AIMS:
+                if look.bytes > aim * limit:
+                    found = [*self._within(look, request, aim * limit)]
+                    smaller += found
+                    look = found[0] if found else look
+        return smaller
 
     def _counts(self) -> list[int]:
         """Numbers of micro-batches: a batch's divisors near the stages, twice as many, and so on."""
@@ -318,7 +322,7 @@ class Pipelines:
         less = (items.activation_bytes - (1 - part) * kept) / part if part else kept
         shares = [min(1.0, max(0.0, part * self.devices - k)) for k in range(self.devices)]
         flights = [min(on.training.micro_batches, self.devices - k) for k in range(self.devices)]
-        resting = items.parameter_bytes + items.gradient_bytes + items.optimizer_bytes
+        resting: float = items.parameter_bytes + items.gradient_bytes + items.optimizer_bytes
         apart = [
             on.space.decided(site, assignment.rest[name]).bytes
             for name, site in on.space.rest.sites.items()
@@ -426,9 +430,8 @@ class Pipelines:
             schedule = scheduled(row.name, self.devices, few, chunks=chunks)
             flight = [min(m, n) if n < few else m for n in in_flight(schedule)]
             limits = [(most - beyond[device]) / chunks for device in schedule.devices]
-            cuts = cut(parts.chain(m), flight, limits, spans)
-            if cuts is not None:
-                found.append((self._estimated(parts, cuts, schedule, on), tuple(cuts), row, chunks))
+            if (places := cut(parts.chain(m), flight, limits, spans)) is not None:
+                found.append((self._estimated(parts, places, schedule, on), tuple(places), row, chunks))
         if not found and self.devices > len(parts.names):
             raise ValueError(
                 f"the mesh has {self.devices} stages on {self.axis!r}, and {on.facts.name} can be cut into "

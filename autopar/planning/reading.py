@@ -51,7 +51,7 @@ def options_of(plan: Plan) -> Options:
         "constraints": {name: dict(axes) for name, axes in plan.constraints.items()} or None,
         "recompute": plan.training.recompute,
         "micro_batches": plan.training.micro_batches,
-        "pipeline": plan.pipeline and plan.pipeline.axis,
+        "pipeline": plan.pipeline.axis if plan.pipeline else None,
         "schedule": plan.pipeline.schedule if plan.pipeline else AUTO,
         "precision": plan.training.precision,
         "imbalance": plan.training.asked_imbalance,

@@ -53,7 +53,7 @@ def cut(
 def _ranges(values: Sequence[float]) -> "np.ndarray[tuple[int, int], np.dtype[np.float64]]":
     """[begin, end] -> the sum of the values from one up to the other; infinite if there is none."""
     sums = np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=float))])
-    found = sums[None, :] - sums[:, None]
+    found: np.ndarray[tuple[int, int], np.dtype[np.float64]] = sums[None, :] - sums[:, None]
     found[np.tril_indices(len(sums))] = math.inf
     return found
 
