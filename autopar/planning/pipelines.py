@@ -17,30 +17,37 @@ import logging
 import math
 import time
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from autopar.cluster.collectives import NEVER_SECONDS, collective_seconds
+from autopar.cluster.machine import Cluster
 from autopar.cost.pipeline import simulate
-from autopar.cost.streams import alone_seconds
+from autopar.cost.streams import TimelineCache, alone_seconds
 from autopar.cost.timeline import Communication
 from autopar.extensions import nearest
 from autopar.ir.program import Program
 from autopar.ir.schedule import Schedule
+from autopar.passes.capture.captured import Captured
+from autopar.passes.flow import Flow
 from autopar.passes.lower.stages import Kinds, Staged, staged, unstacked
+from autopar.passes.segments.segment import Segments
 from autopar.passes.space.choices import KEEP, REGATHER, REPLICATED, AxisChoice, SiteChoice
 from autopar.passes.space.problem import Allowed, Assignment, ProblemBuilder
 from autopar.passes.space.sites import Site, joined_sites
+from autopar.passes.space.space import Space
 from autopar.solve.cuts import Span, cut
+from autopar.solve.effort import Effort
 from autopar.solve.problem import Infeasible, Score
 from autopar.solve.schedules import SCHEDULES, PipelineCosts, Scheduler, scheduled
 
 from .account import Account, account
 from .bound import least_step_seconds
 from .constraints import Pins, matches, pins
+from .description import Subject
 from .limit import Peaks
 from .micro import step_of
 from .options import policies, taken, unique_sites
@@ -49,16 +56,17 @@ from .plan import Plan
 from .presets import PRESETS
 from .presets.axis import data
 from .presets.context import Context
+from .provenance import ModelFacts
 from .request import AUTO, STAGES, Request
 from .search import Search, SearchResult
+from .searches import Searches
 from .solving import Solved
 from .stages import Figures, Pipeline, StagePlan, Step, figures
 from .steps import BUCKETS
 from .texts import short_bytes
 from .timing import timing
-
-if TYPE_CHECKING:
-    from .planner import Planner
+from .training import Training
+from .writer import Writer
 
 logger = logging.getLogger("autopar")
 
@@ -163,6 +171,41 @@ def first_count(request: Request, batch: int, stages: int) -> int:
     return request.micro_batches
 
 
+class Planner(Protocol):
+    """A planner on a mesh with an axis of stages, and those for other numbers of micro-batches."""
+
+    axis: str
+    mesh: dict[str, int]
+    cluster: Cluster
+    captured: Captured
+    segments: Segments
+    facts: ModelFacts
+    training: Training
+    effort: Effort
+    space: Space
+    searches: Searches
+    writer: Writer
+    operators: TimelineCache
+    subject: Subject
+    seconds: Flow
+
+    @property
+    def preset(self) -> Callable[[str], Allowed]: ...
+
+    @property
+    def assignment(self) -> Callable[[Plan], Assignment]: ...
+
+    @property
+    def batch(self) -> int: ...
+
+    @property
+    def kind_of_device(self) -> str: ...
+
+    def in_time(self, micro_batches: int) -> Planner: ...
+
+    def limit(self, request: Request) -> float | None: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Look:
     """An assignment for a number of micro-batches. Its step takes about so many `seconds`, and a device needs about so
@@ -170,7 +213,6 @@ class Look:
 
     on: Planner
     solved: Solved
-    allowed: Allowed | None
     pinned: Pins
     seconds: float = 0.0
     bytes: float = 0.0
@@ -296,7 +338,7 @@ class Pipelines:
             if solved.assignment in seen:
                 continue
             seen.append(solved.assignment)
-            look = self._estimate(Look(on=on, solved=solved, allowed=allowed, pinned=pinned))
+            look = self._estimate(Look(on=on, solved=solved, pinned=pinned))
             yield look
             for part in parts:
                 assignment = solved.assignment
@@ -394,17 +436,9 @@ class Pipelines:
                 return None
             made, estimated = min(found, key=lambda one: _order(one[0], limit))
             self.smallest = min(self.smallest, made.peak)
-            logger.info(
-                "%d micro-batches, %s: %.4g s, about %.4g, in %.3g bytes, about %.3g",
-                *(
-                    look.micro_batches,
-                    made.step.run.schedule.name,
-                    made.step.seconds,
-                    look.seconds,
-                    made.peak,
-                    look.bytes,
-                ),
-            )
+            what = f"{look.micro_batches} micro-batches, {made.step.run.schedule.name}"
+            logger.info("%s: %.4g s, about %.4g", what, made.step.seconds, look.seconds)
+            logger.info("%s: %.3g bytes, about %.3g", what, made.peak, look.bytes)
             if limit is None or made.peak <= limit:
                 return made
             beyond = [max(0.0, peak.bytes - about) for peak, about in zip(made.step.peaks, estimated, strict=True)]
@@ -551,7 +585,7 @@ class Pipelines:
         on, said = self.planner, plan.pipeline
         assert said is not None
         solved = Solved(on.assignment(plan), Score(seconds=plan.objective_seconds, bytes=0.0), 0.0)
-        look = Look(on=on, solved=solved, allowed=None, pinned={})
+        look = Look(on=on, solved=solved, pinned={})
         if len(said.cuts) != said.chunks * self.devices - 1:
             raise ValueError(
                 f"the plan has {len(said.cuts)} cuts, and {said.chunks} stages on each of {self.devices} devices: give "
