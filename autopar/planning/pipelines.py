@@ -17,46 +17,56 @@ import logging
 import math
 import time
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from autopar.cluster.collectives import collective_seconds
+from autopar.cluster.collectives import NEVER_SECONDS, collective_seconds
+from autopar.cluster.machine import Cluster
 from autopar.cost.memory import Peak
 from autopar.cost.pipeline import simulate
-from autopar.cost.streams import alone_seconds
+from autopar.cost.streams import TimelineCache, alone_seconds
 from autopar.cost.timeline import Communication
 from autopar.extensions import nearest
 from autopar.ir.program import Program
 from autopar.ir.schedule import Schedule
+from autopar.passes.capture.captured import Captured
+from autopar.passes.flow import Flow
 from autopar.passes.lower.stages import Kinds, Staged, staged, unstacked
-from autopar.passes.space.choices import REPLICATED, AxisChoice, SiteChoice
+from autopar.passes.segments.segment import Segments
+from autopar.passes.space.choices import KEEP, REGATHER, REPLICATED, AxisChoice, SiteChoice
 from autopar.passes.space.problem import Allowed, Assignment, ProblemBuilder
 from autopar.passes.space.sites import Site, joined_sites
+from autopar.passes.space.space import Space
 from autopar.solve.cuts import Span, cut
+from autopar.solve.effort import Effort
 from autopar.solve.problem import Infeasible, Score
 from autopar.solve.schedules import SCHEDULES, PipelineCosts, Scheduler, scheduled
 
 from .account import Account, account
 from .bound import least_step_seconds
 from .constraints import Pins, matches, pins
+from .description import Subject
 from .micro import in_sequence
-from .options import policies
+from .options import policies, taken, unique_sites
 from .pieces import Pieces, pieces
 from .plan import Plan
+from .presets import PRESETS
 from .presets.axis import data
 from .presets.context import Context
+from .provenance import ModelFacts
 from .request import AUTO, STAGES, Request
 from .search import Search, SearchResult
+from .searches import Searches
 from .solving import Solved
 from .stages import Figures, Pipeline, StagePlan, Step, figures
 from .steps import BUCKETS, Accuracy
+from .texts import short_bytes
 from .timing import Timing, timing
-
-if TYPE_CHECKING:
-    from .planner import Planner
+from .training import Training
+from .writer import Writer
 
 logger = logging.getLogger("autopar")
 
@@ -77,6 +87,12 @@ CUT = 2
 
 SEARCHED_UNITS = 6_000
 """Up to so many units, a schedule is searched for the stages that were chosen."""
+
+NEAR = 2
+"""Assignments near which others are searched that need less."""
+
+AIMS = (0.85, 0.7, 0.55)
+"""Parts of the memory that assignments are to take, in estimates that leave out what units need while they run."""
 
 TRIES = 3
 """Cuts under a smaller and smaller limit, where stages need more than was estimated."""
@@ -139,15 +155,14 @@ def axis_of_stages(request: Request, mesh: Mapping[str, int]) -> str:
     return axis
 
 
-def is_chosen(request: Request) -> bool:
-    """Whether the planner chooses how many micro-batches a pipeline has: where nothing else is said than one, of which
-    nobody makes a pipeline."""
-    return request.micro_batches in (1, AUTO)
+def is_auto(request: Request) -> bool:
+    """Whether the number of micro-batches is chosen: one, the default, would leave all stages but one idle."""
+    return request.micro_batches in (AUTO, 1)
 
 
 def first_count(request: Request, batch: int, stages: int) -> int:
     """How many micro-batches there are, if that is said, or those to begin with. Raises ValueError for too many."""
-    if is_chosen(request):
+    if is_auto(request):
         return min(batch, stages)
     count = int(request.micro_batches)
     if count > batch:
@@ -157,6 +172,41 @@ def first_count(request: Request, batch: int, stages: int) -> int:
     return count
 
 
+class Planner(Protocol):
+    """A planner on a mesh with an axis of stages, and those for other numbers of micro-batches."""
+
+    axis: str
+    mesh: dict[str, int]
+    cluster: Cluster
+    captured: Captured
+    segments: Segments
+    facts: ModelFacts
+    training: Training
+    effort: Effort
+    space: Space
+    searches: Searches
+    writer: Writer
+    operators: TimelineCache
+    subject: Subject
+    seconds: Flow
+
+    @property
+    def preset(self) -> Callable[[str], Allowed]: ...
+
+    @property
+    def assignment(self) -> Callable[[Plan], Assignment]: ...
+
+    @property
+    def batch(self) -> int: ...
+
+    @property
+    def kind_of_device(self) -> str: ...
+
+    def in_time(self, micro_batches: int) -> Planner: ...
+
+    def limit(self, request: Request) -> float | None: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Look:
     """An assignment for a number of micro-batches. Its step takes about so many `seconds`, and a device needs about so
@@ -164,7 +214,6 @@ class Look:
 
     on: Planner
     solved: Solved
-    allowed: Allowed | None
     pinned: Pins
     seconds: float = 0.0
     bytes: float = 0.0
@@ -215,13 +264,15 @@ class Pipelines:
         self.planner, self.axis, self.devices = planner, planner.axis, planner.mesh[planner.axis]
         self.smallest = math.inf
         """The least bytes of a device that were reached."""
-        self.needed: dict[int, float] = {}
-        """Micro-batches -> what stages of an assignment for so many needed."""
 
     def planned(self, request: Request) -> Plan:
         """The plan with the shortest step. Raises ValueError where nothing can be cut so, and `Infeasible` where no
         stages keep the limit."""
         planner, started = self.planner, time.perf_counter()
+        if planner.batch < 2:
+            raise ValueError(
+                f"the batch, which stages share, has {planner.batch} sample: give two or more, or a mesh without stages"
+            )
         if request.cost != "analytical":
             raise ValueError(f"cost is {request.cost!r} with stages on {self.axis!r}, whose prices are 'analytical'")
         limit, usable = planner.limit(request), planner.cluster.device.usable_bytes
@@ -231,8 +282,8 @@ class Pipelines:
         if best is None:
             assert limit is not None
             error = Infeasible(
-                f"no pipeline of {self.devices} stages fits in {limit / 1e9:.3g} GB a device: the smallest that was "
-                f"found needs {self.smallest / 1e9:.3g} GB. Give more stages, more devices, or more micro-batches"
+                f"no pipeline of {self.devices} stages was found that fits in {short_bytes(limit)} a device: the "
+                f"smallest needs {short_bytes(self.smallest)}. Give more devices, more memory, or more micro-batches"
             )
             error.smallest_bytes = self.smallest
             raise error
@@ -242,26 +293,38 @@ class Pipelines:
         return replace(plan, memory_limit_bytes=usable, memory_limit_from="device", headroom=request.free_part)
 
     def _best(self, request: Request, limit: float | None) -> Made | None:
-        counts = self._counts() if is_chosen(request) else [self.planner.training.micro_batches]
+        counts = self._counts() if is_auto(request) else [self.planner.training.micro_batches]
         looks: list[Look] = []
         for count, _ in zip(counts, request.stage.part(0.0, 0.4).parts(len(counts)), strict=True):
             looks += self._looks(self.planner.in_time(count), request, limit)
+        # where micro-batches need one another in all assignments, stages refuse by name
+        looks = [look for look in looks if look.seconds * self.devices < NEVER_SECONDS] or looks[:1]
+        if limit is not None:
+            looks += self._smaller(looks, request, limit)
         best: Made | None = None
-        done, limited = 0, set[int]()
-        stages = request.stage.part(0.4, 1.0).parts(len(looks) + len(counts))
-        while looks and (best is None or not (done > WORK or self.planner.effort.is_over)):
-            looks.sort(key=lambda look: (limit is not None and look.bytes > limit, look.seconds))
-            look, stage, made = looks.pop(0), next(stages), None
-            if limit is None or look.bytes <= limit:
-                done += len(self.planner.captured.graph.nodes)
-                made = self._made_within(look, request, limit)
+        done = 0
+        looks.sort(key=lambda look: (limit is not None and look.bytes > AIMS[0] * limit, look.seconds))
+        for look, stage in zip(looks, request.stage.part(0.4, 1.0).parts(len(looks)), strict=False):
+            if best is not None and (done > WORK or self.planner.effort.is_over):
+                break
+            done += len(self.planner.captured.graph.nodes)
+            made = self._made_within(look, request, limit)
             if made is not None and (best is None or made.step.seconds < best.step.seconds):
                 best = made
                 stage.found(best.step.seconds)
-            elif made is None and limit is not None and look.micro_batches not in limited:
-                limited.add(look.micro_batches)
-                looks += self._within(look, request, limit)
         return best
+
+    def _smaller(self, looks: Sequence[Look], request: Request, limit: float) -> list[Look]:
+        """What is found near the quickest assignments, each within less and less of the memory."""
+        free = [look for look in looks if not any(map(any, look.solved.assignment.recompute))]
+        smaller: list[Look] = []
+        for look in sorted(free, key=lambda look: look.seconds)[:NEAR]:
+            for aim in AIMS:
+                if look.bytes > aim * limit:
+                    found = [*self._within(look, request, aim * limit)]
+                    smaller += found
+                    look = found[0] if found else look
+        return smaller
 
     def _counts(self) -> list[int]:
         """Numbers of micro-batches: a batch's divisors near the stages, twice as many, and so on."""
@@ -272,30 +335,44 @@ class Pipelines:
             near = min(divisors, key=lambda n: (abs(math.log(n / wanted)), n))
             counts.append(near if abs(math.log(near / wanted)) < 0.5 else wanted)
             wanted *= 2
-        return sorted({*counts, batch})[-MANY:] if counts else [batch]
+        return sorted({*counts, batch} - {1})[-MANY:]
 
     # ---- assignments
 
     def _looks(self, on: Planner, request: Request, limit: float | None) -> Iterator[Look]:
-        """The cheapest assignment for a number of micro-batches, and, within a limit, those that recompute a part of
-        the copies of each layer: the first ones, whose stages have the most in flight."""
+        """The cheapest assignment for a number of micro-batches, and what presets leave at its cheapest; and, within a
+        limit, those that recompute a part of the copies of each layer: the first ones, whose stages have the most in
+        flight."""
         space = on.space
         context = Context(space, self.planner.searches.blocks())
         pinned = _both(time_pins(context), pins(space, _placed(request, self.axis)))
-        allowed = self._of_preset(on, request, pinned)
-        search = Search(ProblemBuilder(space), request.exact_solver, None, logger.info, pins=pinned, effort=on.effort)
-        solved: Solved = on.seconds.timed("search", search.explore, allowed, bounded=False)
-        look = self._estimate(Look(on=on, solved=solved, allowed=allowed, pinned=pinned))
-        yield look
-        if limit is None or on.training.recompute != "auto" or not any(body.again.operators for body in space.bodies):
-            return
-        for part in RECOMPUTED:
-            assignment = solved.assignment
-            again = tuple(
-                tuple(k < math.ceil(part * len(copies)) and bool(body.again.operators) for k in range(len(copies)))
-                for body, copies in zip(space.bodies, assignment.copies, strict=True)
-            )
-            yield self._estimate(replace(look, solved=replace(solved, assignment=replace(assignment, recompute=again))))
+        builder = ProblemBuilder(space)
+        again = [bool(body.again.operators) for body in space.bodies]
+        seen: list[Assignment] = []
+        parts = RECOMPUTED if limit is not None and on.training.recompute == "auto" and any(again) else ()
+        for preset in [request.preset] if request.preset else [None, *(PRESETS if request.solver == AUTO else ())]:
+            search = Search(builder, request.exact_solver, None, logger.info, pins=pinned, effort=on.effort)
+            try:
+                allowed = None if preset is None else self._of_preset(on, preset, pinned)
+                solved: Solved = on.seconds.timed("search", search.explore, allowed, bounded=False)
+            except ValueError as error:
+                if preset == request.preset:
+                    raise
+                logger.info("no plan by %s: %s", preset, error)
+                continue
+            if solved.assignment in seen:
+                continue
+            seen.append(solved.assignment)
+            look = self._estimate(Look(on=on, solved=solved, pinned=pinned))
+            yield look
+            for part in parts:
+                assignment = solved.assignment
+                recompute = tuple(
+                    tuple(is_able and k < math.ceil(part * len(copies)) for k in range(len(copies)))
+                    for is_able, copies in zip(again, assignment.copies, strict=True)
+                )
+                variant = replace(solved, assignment=replace(assignment, recompute=recompute))
+                yield self._estimate(replace(look, solved=variant))
 
     def _estimate(self, look: Look) -> Look:
         items, m = account(look.on.space, look.solved.assignment), look.micro_batches
@@ -312,38 +389,61 @@ class Pipelines:
         less = (items.activation_bytes - (1 - part) * kept) / part if part else kept
         shares = [min(1.0, max(0.0, part * self.devices - k)) for k in range(self.devices)]
         flights = [min(on.training.micro_batches, self.devices - k) for k in range(self.devices)]
-        resting = items.parameter_bytes + items.gradient_bytes + items.optimizer_bytes
+        resting: float = items.parameter_bytes + items.gradient_bytes + items.optimizer_bytes
+        apart = [
+            on.space.decided(site, assignment.rest[name]).bytes
+            for name, site in on.space.rest.sites.items()
+            if site.kind == "parameter"
+        ]  # outside of layers, where a stage has one of those that are large
+        resting += (self.devices - 1) * max(apart, default=0.0) - sum(apart) + max(apart, default=0.0)
         most = max(n * (share * less + (1 - share) * kept) for n, share in zip(flights, shares, strict=True))
         return (resting + max(most, items.gradient_bytes)) / self.devices  # at the end, sums and what they reduce to
 
     def _within(self, look: Look, request: Request, limit: float) -> Iterator[Look]:
-        """An assignment of which a device needs no more than the limit, if there is one. It leaves as much free as the
-        stages of the assignment before needed more than was estimated."""
-        on, limit = look.on, limit * min(1.0, look.bytes / self.needed.get(look.micro_batches, look.bytes))
+        """An assignment of which a device needs no more than the limit, if there is one near another: with parameters
+        at rest in more parts, and layers recomputed."""
+        on, allowed = look.on, self._near(look)
 
         def sized(assignment: Assignment, accuracy: Accuracy) -> Size:
-            return Size(self._bytes(on, assignment, account(on.space, assignment)))
+            """Of all devices together, as the sum of bytes that is searched."""
+            return Size(self.devices * self._bytes(on, assignment, account(on.space, assignment)))
 
         search = Search(
-            ProblemBuilder(on.space), request.exact_solver, limit, logger.info, pins=look.pinned,
+            ProblemBuilder(on.space), request.exact_solver, self.devices * limit, logger.info, pins=look.pinned,
             evaluate=sized, effort=on.effort,
             recompute=on.training.recompute == "auto", stage=request.stage,
         )  # fmt: skip
         try:
-            search.explore(look.allowed, bounded=False, known=look.solved)
+            search.explore(allowed, bounded=False, known=look.solved)
             solved: Solved = on.seconds.timed("limit", search.within, sized)
         except Infeasible as error:
             logger.info("%d micro-batches: %s", look.micro_batches, error)
-            self.smallest = min(self.smallest, error.smallest_bytes)
+            if math.isinf(self.smallest):
+                self.smallest = error.smallest_bytes
             return
         yield self._estimate(replace(look, solved=solved))
 
-    def _of_preset(self, on: Planner, request: Request, pinned: Pins) -> Allowed | None:
-        if request.preset is None:
-            return None
+    def _near(self, look: Look) -> Allowed:
+        """What an assignment chose, and for parameters the same with a split at rest on each axis where they are
+        replicated."""
+        space = look.on.space
+        near = taken(space, look.solved.assignment)
+        for name, site in unique_sites(space).items():
+            for choice in near[name] if site.kind == "parameter" else ():
+                for axis, on_axis in enumerate(choice.axes[1:], 1):
+                    splits = site.choices[space.mesh[axis]] if on_axis == REPLICATED else ()
+                    for split in [c for c in splits if c.splits and c.factor < 2]:
+                        axes = (*choice.axes[:axis], split, *choice.axes[axis + 1 :])
+                        near[name] = [*near[name], *(SiteChoice(axes, policy) for policy in (KEEP, REGATHER))]
+        return {name: list(dict.fromkeys(choices)) for name, choices in near.items()}
+
+    def _of_preset(self, on: Planner, preset: str, pinned: Pins) -> Allowed:
+        """The options that a preset leaves on all axes but the one in time."""
         return {
-            name: [SiteChoice((at, *c.axes[1:]), c.policy) for c in choices for at in pinned[name][TIME]]
-            for name, choices in on.preset(request.preset).items()
+            name: list(
+                dict.fromkeys(SiteChoice((at, *c.axes[1:]), c.policy) for c in choices for at in pinned[name][TIME])
+            )
+            for name, choices in on.preset(preset).items()
         }
 
     # ---- stages
@@ -360,18 +460,10 @@ class Pipelines:
                 logger.info("%d micro-batches: no cuts within %s bytes", look.micro_batches, limit)
                 return None
             made, estimated = min(found, key=lambda one: _order(one[0], limit))
-            self.smallest, self.needed[look.micro_batches] = min(self.smallest, made.peak), made.peak
-            logger.info(
-                "%d micro-batches, %s: %.4g s, about %.4g, in %.3g bytes, about %.3g",
-                *(
-                    look.micro_batches,
-                    made.step.run.schedule.name,
-                    made.step.seconds,
-                    look.seconds,
-                    made.peak,
-                    look.bytes,
-                ),
-            )
+            self.smallest = min(self.smallest, made.peak)
+            what = f"{look.micro_batches} micro-batches, {made.step.run.schedule.name}"
+            logger.info("%s: %.4g s, about %.4g", what, made.step.seconds, look.seconds)
+            logger.info("%s: %.3g bytes, about %.3g", what, made.peak, look.bytes)
             if limit is None or made.peak <= limit:
                 return made
             beyond = [max(0.0, peak.bytes - about) for peak, about in zip(made.step.peaks, estimated, strict=True)]
@@ -397,8 +489,7 @@ class Pipelines:
             schedule = scheduled(row.name, self.devices, few, chunks=chunks)
             flight = [min(m, n) if n < few else m for n in in_flight(schedule)]
             limits = [(most - beyond[device]) / chunks for device in schedule.devices]
-            places = cut(parts.chain(m), flight, limits, spans)
-            if places is not None:
+            if (places := cut(parts.chain(m), flight, limits, spans)) is not None:
                 found.append((self._estimated(parts, places, schedule, on), tuple(places), row, chunks))
         if not found and self.devices > len(parts.names):
             raise ValueError(
@@ -519,7 +610,7 @@ class Pipelines:
         on, said = self.planner, plan.pipeline
         assert said is not None
         solved = Solved(on.assignment(plan), Score(seconds=plan.objective_seconds, bytes=0.0), 0.0)
-        look = Look(on=on, solved=solved, allowed=None, pinned={})
+        look = Look(on=on, solved=solved, pinned={})
         if len(said.cuts) != said.chunks * self.devices - 1:
             raise ValueError(
                 f"the plan has {len(said.cuts)} cuts, and {said.chunks} stages on each of {self.devices} devices: give "

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Self, Unpack
 
 import torch
@@ -149,7 +149,7 @@ class Planner:
         other._place()
         return other
 
-    @cached_property
+    @property
     def pipelines(self) -> Pipelines:
         """What plans on a mesh with an axis of stages."""
         return Pipelines(self)
@@ -159,9 +159,9 @@ class Planner:
         if micro_batches == self.training.micro_batches or not self.axis:
             return self
         other = copy(self)
-        other.__dict__.pop("pipelines", None)
         other.training = replace(self.training, micro_batches=micro_batches)
         other._place()
+        other.searches.blocks = self.searches.blocks  # of the graph, whatever its micro-batches
         return other
 
     def pipelined(self, plan: Plan) -> tuple[Staged, Schedule]:

@@ -403,7 +403,7 @@ class Request:
         default=1,
         metadata=_says(
             help="Calls of a step, each of a batch like the example; gradients are reduced once. With an axis of "
-            "stages: parts of the example, which is a step's whole batch; or auto.",
+            "stages: parts of the example, which is a step's whole batch; 1 and auto: chosen.",
             check=check_micro_batches,
             typed=str,
             read=micro_batches_of,

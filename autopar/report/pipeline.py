@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from autopar.cost.pipeline import simulate
 from autopar.planning.stages import Pipeline
 from autopar.planning.texts import listed
 from autopar.solve.schedules import PipelineCosts, scheduled
 
-from .sections import Grid, Lines, Section
+from .sections import Grid, Lines, Row, Section
 
 COLUMNS = 66
 """Of a chart, in each of which a device does one unit, or idles."""
@@ -20,7 +20,7 @@ CHARTED = 2
 
 def stages(pipeline: Pipeline) -> Iterator[Section]:
     """The stages, and when devices do what."""
-    rows: list[Mapping[str, float | str | None]] = [
+    rows: list[Row] = [
         {
             "stage": str(number),
             "device": str(stage.device),

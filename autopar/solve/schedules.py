@@ -361,8 +361,9 @@ def _ranked(runs: Sequence[PipelineRun | None], longest: float = math.inf) -> li
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheduler:
-    """A way to schedule, which `schedule=` names by its `name`: `run(devices, micro_batches)` gives a `Schedule`. Those of `chunks`, `costs` and `limit_bytes`
-    that are in `takes` are its keywords. A device holds `chunks` stages, or any number if that is None."""
+    """A way to schedule. `name` is what `schedule=` names. `run(devices, micro_batches)` gives a `Schedule`; those of
+    `chunks`, `costs` and `limit_bytes` that are in `takes` are its keywords. A device holds `chunks` stages, or any
+    number if that is None."""
 
     name: str
     run: Callable[..., Schedule]

@@ -1,0 +1,289 @@
+"""Plans with an axis of stages: cuts, micro-batches and schedules, what they promise, and what is refused."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from models import assert_close
+from torch import nn
+
+import autopar
+from autopar.cost.streams import alone_seconds
+from autopar.planning.pieces import Pieces, pieces
+from autopar.planning.plan import Plan
+from autopar.planning.planner import Planner
+from autopar.planning.request import Request
+from autopar.runtime.pipeline import simulate_pipeline
+from autopar.runtime.simulate import simulate_step
+from autopar.solve.cuts import AS_LONG, Chain, cut
+
+CLUSTER = "dgx-h100"
+
+
+@functools.cache
+def case(name: str = "GPT-2") -> zoo.Case:
+    return zoo.case(name, 3)
+
+
+def planner(mesh: dict[str, int], name: str = "GPT-2", **options: Any) -> Planner:
+    made = case(name)
+    args, kwargs = made.batch(0)
+    return Planner(
+        made.model, mesh, args, kwargs, loss_fn=made.loss_fn, request=Request(**{"cluster": CLUSTER, **options})
+    )
+
+
+@functools.cache
+def planned(count: int | str = 4, schedule: str = "auto", stages: int = 2) -> tuple[Planner, Plan]:
+    made = planner({"pp": stages, "dp": 2}, micro_batches=count, schedule=schedule)
+    return made, made.plan()
+
+
+# ---- cuts
+
+
+def longest(chain: Chain, cuts: tuple[int, ...], in_flight: list[int], limits: list[float]) -> float:
+    """Seconds of the longest stage; infinite if one keeps not its limit."""
+    ends = list(itertools.pairwise((0, *cuts, len(chain.seconds))))
+    for (a, b), count, limit in zip(ends, in_flight, limits, strict=True):
+        if sum(chain.rest_bytes[a:b]) + count * sum(chain.held_bytes[a:b]) > limit:
+            return math.inf
+    return max(sum(chain.seconds[a:b]) for a, b in ends)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_cuts_are_those_of_brute_force(seed: int) -> None:
+    rng = random.Random(seed)
+    size = rng.randint(3, 9)
+    stages = rng.randint(2, min(4, size))
+    chain = Chain(*([rng.random() for _ in range(size)] for _ in range(0)), **{
+        name: [rng.random() for _ in range(size)] for name in ("seconds", "rest_bytes", "held_bytes", "crosses")
+    })  # fmt: skip
+    in_flight, limits = [stages - k for k in range(stages)], [rng.choice((math.inf, 6.0, 4.0))] * stages
+    every = itertools.combinations(range(1, size), stages - 1)
+    best = min(longest(chain, cuts, in_flight, limits) for cuts in every)
+    found = cut(chain, in_flight, limits)
+    assert (found is None) == math.isinf(best)
+    if found is not None:
+        assert longest(chain, tuple(found), in_flight, limits) <= AS_LONG * best
+
+
+@functools.cache
+def parts_of_gpt2() -> tuple[Planner, Pieces]:
+    made, plan = planned()
+    made = made.in_time(plan.training.micro_batches)
+    program = made.program(plan)
+    seconds = alone_seconds(program, made.cluster, made.operators)
+    return made, pieces(program, seconds, made.space.optimizer)
+
+
+def test_stages_take_what_their_pieces_were_estimated_to_take() -> None:
+    made, parts = parts_of_gpt2()
+    _, plan = planned()
+    program = made.program(plan)
+    for cuts in ([5], [12, 20], [3, 9, 24]):
+        costs, _ = parts.costs(cuts)
+        stages = made.pipelines.figures(made, program, [parts.names[k] for k in cuts]).stages
+        for cost, stage in zip(costs, stages, strict=True):
+            assert stage.cost.forward_seconds == pytest.approx(cost.forward_seconds, rel=0.1)
+            whole = stage.cost.inputs_seconds + stage.cost.weights_seconds
+            assert whole == pytest.approx(cost.inputs_seconds + cost.weights_seconds, rel=0.1)
+
+
+def test_the_cut_of_a_plan_has_the_shortest_longest_stage_of_all() -> None:
+    made, parts = parts_of_gpt2()
+    chain = parts.chain(made.training.micro_batches)
+    free = [math.inf] * 3
+    found = cut(chain, [3, 2, 1])
+    assert found is not None
+    every = itertools.combinations(range(1, len(parts.names)), 2)
+    assert longest(chain, tuple(found), [0] * 3, free) <= AS_LONG * min(
+        longest(chain, cuts, [0] * 3, free) for cuts in every
+    )
+
+
+# ---- what a plan promises
+
+
+def test_a_plan_is_the_simulation_of_its_own_stages() -> None:
+    made, plan = planned()
+    on = made.in_time(plan.training.micro_batches)
+    step = on.pipelines.again(plan).step
+    assert plan.seconds == step.seconds >= step.bound_seconds
+    assert plan.bytes == max(peak.bytes for peak in step.peaks) == max(plan.pipeline.peak_bytes)
+    assert plan.mesh == {"pp": 2, "dp": 2}
+    assert len(plan.pipeline.stages) == len(plan.pipeline.cuts) + 1 == 2 * plan.pipeline.chunks
+    staged, schedule = made.pipelined(plan)
+    assert schedule.micro_batches == staged.micro_batches == plan.pipeline.micro_batches == 4
+
+
+@pytest.mark.parametrize(
+    "schedule", ["1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "searched"]
+)
+def test_the_free_choice_is_no_worse_than_each_schedule(schedule: str) -> None:
+    _, best = planned()
+    _, plan = planned(4, schedule)
+    assert plan.pipeline.schedule == schedule
+    assert best.seconds <= plan.seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 8])
+def test_the_free_choice_is_no_worse_than_each_number_of_micro_batches(count: int) -> None:
+    _, best = planned("auto")
+    _, plan = planned(count)
+    assert plan.pipeline.micro_batches == count
+    assert best.seconds <= plan.seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "T5", "ViT"])
+def test_a_planned_pipeline_computes_what_one_device_does(name: str) -> None:
+    made = zoo.case(name, 3)
+    model = made.model.double()
+    args, kwargs = made.batch(0)
+
+    def double(value: Any) -> Any:
+        return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    args, kwargs = tuple(map(double, args)), {key: double(value) for key, value in kwargs.items()}
+    on = Planner(
+        model, {"pp": 2, "dp": 2}, args, kwargs, loss_fn=made.loss_fn,
+        request=Request(cluster=CLUSTER, micro_batches=3),
+    )  # fmt: skip
+    plan = on.plan()
+    staged, schedule = on.pipelined(plan)
+    tensors = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
+    given = {k: v for k, v in on.captured.bind(args, kwargs).items() if isinstance(v, torch.Tensor)}
+    tensors |= on.captured.constants
+    whole = simulate_step(on.program(plan), tensors, given, None, seed=3)
+    parts = simulate_pipeline(staged, schedule, tensors, given, None, seed=3)
+    for found, wanted in ((parts.gradients, whole.gradients), (parts.outputs, whole.outputs)):
+        assert found.keys() == wanted.keys()
+        for key, value in wanted.items():
+            assert_close(found[key], value, key)
+
+
+# ---- files
+
+
+def test_a_plan_reads_back(tmp_path: Path) -> None:
+    _, plan = planned()
+    plan.save(tmp_path / "plan.json")
+    made = case()
+    args, kwargs = made.batch(0)
+    again = autopar.read_plan(tmp_path / "plan.json", made.model, args, kwargs, loss_fn=made.loss_fn)
+    assert again.pipeline == plan.pipeline and not again.is_edited
+    assert (again.seconds, again.bytes, again.digest) == (plan.seconds, plan.bytes, plan.digest)
+    assert "stages on pp" in str(again) and "stages on pp" in again._repr_html_()
+
+
+def edited(plan: Plan, tmp_path: Path, cuts: list[str]) -> Plan:
+    data = json.loads(json.dumps(plan.to_json()))
+    data["pipeline"]["cuts"] = dict.fromkeys(cuts, "")
+    (tmp_path / "plan.json").write_text(json.dumps(data))
+    made = case()
+    args, kwargs = made.batch(0)
+    return autopar.read_plan(tmp_path / "plan.json", made.model, args, kwargs, loss_fn=made.loss_fn)
+
+
+def test_an_edited_cut_has_its_own_figures(tmp_path: Path) -> None:
+    _, parts = parts_of_gpt2()
+    _, plan = planned(4, "1f1b")
+    other = edited(plan, tmp_path, [parts.names[3]])
+    assert other.provenance.winner == "edited"
+    assert other.seconds > plan.seconds
+    assert list(other.pipeline.cuts) == [parts.names[3]]
+
+
+@pytest.mark.parametrize(
+    ("cuts", "said"), [(["nonsense"], "no operator that is called so"), ([], "has 0 cuts"), (["a", "b"], "has 2 cuts")]
+)
+def test_cuts_that_are_none(tmp_path: Path, cuts: list[str], said: str) -> None:
+    _, plan = planned(4, "1f1b")
+    with pytest.raises(ValueError, match=said):
+        edited(plan, tmp_path, cuts)
+
+
+def test_a_plan_without_stages_says_nothing_of_them() -> None:
+    plan = planner({"dp": 2}).plan()
+    assert plan.pipeline is None
+    assert "pipeline" not in plan.to_json()
+
+
+# ---- pins, limits, errors
+
+
+@pytest.mark.parametrize(("module", "stage"), [("transformer.h.0", 1), ("transformer.h.2", 0), ("transformer.h.1", 1)])
+def test_a_module_is_on_the_stage_that_it_is_pinned_to(module: str, stage: int) -> None:
+    made = planner({"pp": 2}, micro_batches=2, constraints={module: {"pp": stage}})
+    staged, _ = made.pipelined(made.plan())
+    homes = {node.module: stage.number for stage in staged.stages for node in stage.step.forward if stage.number}
+    own = [name for name in homes if name == module or name.startswith(f"{module}.")]
+    assert bool(own) == bool(stage)
+
+
+def test_a_memory_limit_is_kept() -> None:
+    _, free = planned(4, "1f1b")
+    made = planner({"pp": 2, "dp": 2}, micro_batches=4, schedule="1f1b", memory_limit_bytes=0.9 * free.bytes)
+    plan = made.plan()
+    assert plan.bytes <= 0.9 * free.bytes
+    assert plan.seconds >= free.seconds * (1 - 1e-9)
+    with pytest.raises(ValueError, match="no pipeline of 2 stages was found that fits in 1000 B"):
+        planner({"pp": 2}, micro_batches=4, memory_limit_bytes=1000).plan()
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(self.first(x))).square().mean()
+
+
+def test_batch_norm_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="norm needs all micro-batches of a step at once"):
+        autopar.plan(Normed(), {"pp": 2}, (torch.zeros(8, 8),), micro_batches=2, cluster=CLUSTER)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options", "said"),
+    [
+        ({"pp": 2}, {"micro_batches": 100}, "has 8 samples: give at most 8"),
+        ({"pp": 100}, {"micro_batches": 2}, "can be cut into 31 pieces"),
+        ({"dp": 2}, {"micro_batches": "auto"}, "the mesh has no axis of stages"),
+        ({"dp": 2}, {"schedule": "1f1b"}, "the mesh has no axis of stages"),
+        ({"pp": 2}, {"schedule": "1f2b"}, "did you mean '1f1b'"),
+        ({"pp": 2}, {"micro_batches": "some"}, "or, on a mesh with an axis of stages, 'auto'"),
+        ({"pp": 2}, {"pipeline": "stages"}, "and the mesh has pp"),
+        ({"dp": 2, "pp": 2}, {}, "make it the outermost"),
+        ({"pp": 2}, {"cost": "volume"}, "whose prices are 'analytical'"),
+        ({"pp": 2}, {"micro_batches": 2, "constraints": {"transformer.h.2": {"pp": 2}}}, "is no stage: give 0 to 1"),
+        ({"pp": 2}, {"micro_batches": 2, "constraints": {"transformer.hh": {"pp": 1}}}, "names no module of forward"),
+        (
+            {"pp": 3},
+            {"micro_batches": 2, "constraints": {"transformer.h.2": {"pp": 0}, "transformer.h.0": {"pp": "1"}}},
+            "which comes first in forward",
+        ),
+    ],
+)
+def test_what_is_refused(mesh: dict[str, int], options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        planner(mesh, **options).plan()
+
+
+def test_an_axis_of_stages_has_any_name() -> None:
+    plan = planner({"st": 2, "dp": 2}, micro_batches=2, pipeline="st").plan()
+    assert plan.pipeline.axis == "st"
+
+
+def test_an_axis_of_one_rank_is_none() -> None:
+    assert planner({"pp": 1, "dp": 2}).plan().pipeline is None
