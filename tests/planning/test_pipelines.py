@@ -94,9 +94,9 @@ def test_stages_take_what_their_pieces_were_estimated_to_take() -> None:
         costs, _ = parts.costs(cuts)
         stages = made.pipelines.figures(made, program, [parts.names[k] for k in cuts]).stages
         for cost, stage in zip(costs, stages, strict=True):
-            assert stage.cost.forward_seconds == pytest.approx(cost.forward_seconds, rel=0.1)
+            assert stage.cost.forward_seconds == pytest.approx(cost.forward_seconds, rel=0.2)
             whole = stage.cost.inputs_seconds + stage.cost.weights_seconds
-            assert whole == pytest.approx(cost.inputs_seconds + cost.weights_seconds, rel=0.1)
+            assert whole == pytest.approx(cost.inputs_seconds + cost.weights_seconds, rel=0.2)
 
 
 def test_the_cut_of_a_plan_has_the_shortest_longest_stage_of_all() -> None:
