@@ -88,6 +88,11 @@ def plan(
     `no_sync()`, and one step of the optimizer. The objective, the step and the peak are those of the whole step, with
     one reduction; whether what forward gathers is held from one micro-batch to the next is chosen too.
 
+    A mesh axis "pp", or that which `pipeline` names, has the stages of a pipeline; it is the outermost. Then the
+    example is the whole batch of a step, `micro_batches` is into how many parts it is cut ("auto", and 1: chosen), and
+    `schedule` is "auto" (the shortest step) or that of a name, such as "1f1b" (see docs/pipelines.md). A constraint
+    such as `{"model.layers.12": {"pp": 1}}` pins a module to a stage.
+
     `precision` says in which dtypes parameters are used and gradients reduced, where these are not the model's own:
     `autopar.Precision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)` trains a float32 model in bfloat16.
     Gathers, reductions, casts and the peak are those of these dtypes (see docs/howto.md).

@@ -21,6 +21,7 @@ from autopar.cost.optimizers import OPTIMIZERS
 from autopar.planning.costs import COSTS
 from autopar.planning.presets import PRESETS
 from autopar.planning.request import NAMES, Request
+from autopar.solve.schedules import SCHEDULES
 from autopar.solve.solvers import AUTO, SOLVERS
 
 
@@ -88,6 +89,7 @@ def test_the_names_in_help_are_those_of_the_tables() -> None:
     assert tuple(PRESETS.own) == NAMES["preset"]
     assert {*COSTS.own, "hybrid", "profiled"} == {*NAMES["cost"]} <= {*COSTS}
     assert tuple(OPTIMIZERS) == NAMES["optimizer"]
+    assert tuple(SCHEDULES.own) == NAMES["schedule"]
 
 
 def test_autopar_is_a_module_that_runs() -> None:

@@ -165,7 +165,7 @@ def test_every_parameter_of_the_api_has_a_meaning() -> None:
         for name, _, _, meaning in described(function):
             assert meaning, f"{function.__name__}: a sentence of its docstring that names `{name}`"
     rows = {name: (kind, default, meaning) for name, kind, default, meaning in described(autopar.plan)}
-    assert rows["micro_batches"][:2] == ("int", "`1`") and rows["model"][:2] == ("Module", "required")
+    assert rows["micro_batches"][:2] == ("int | Literal['auto']", "`1`") and rows["model"][:2] == ("Module", "required")
     assert rows["loss_fn"][2].startswith("`loss_fn` takes the model's output to the loss")
     assert rows["headroom"] == ("float | None", "`None`", f"{ASKED['headroom'].help} In `[0, 1)`.")
     assert "| `padding` | `Padding | None` | `None` | With `padding`," in HOOKS["parameters"]("parallelize")
