@@ -34,7 +34,7 @@ from .observed import Observed
 from .pending import Form, Pending
 from .pipelined import Pipelined, pipeline_executable
 from .placements import contiguous_stride, is_replicated, is_strided, local_slice, mismatch, placements_of, unpadded
-from .places import Place, device_meshes, within_stage
+from .places import ValuePlace, device_meshes, within_stage
 from .registered import RegisteredNames
 from .shared import SharedMemory
 from .stretches import CompiledSource, Compiler
@@ -219,21 +219,21 @@ class State:
             return self.placements(i)
         return placements_of((Replicate(),) * len(self.program.mesh), i.meta.shape, self.program.mesh)
 
-    def place(self, name: str) -> Place:
+    def place(self, name: str) -> ValuePlace:
         """Where a parameter lies at rest."""
         if self.pipelined is None:
             return self.whole_place(self.layout(name))
         number = self.pipelined.homes.get(name, self.pipelined.homes.get(self.captured.tied.get(name, name), 0))
         coordinate = (self.coordinate[1:] or (0,)) if number == self.coordinate[0] else None
-        return Place(self.meshes[number], within_stage(self.layout(name)), coordinate)
+        return ValuePlace(self.meshes[number], within_stage(self.layout(name)), coordinate)
 
     def _is_elsewhere(self, i: ProgramInput) -> bool:
         """Whether other ranks hold a parameter."""
         return i.role == "parameter" and self.place(i.target).coordinate is None
 
-    def whole_place(self, layout: Layout) -> Place:
+    def whole_place(self, layout: Layout) -> ValuePlace:
         """Where all ranks hold something."""
-        return Place(self.mesh, layout, self.coordinate)
+        return ValuePlace(self.mesh, layout, self.coordinate)
 
     @cached_property
     def meshes(self) -> tuple[DeviceMesh, ...]:
@@ -292,7 +292,7 @@ class State:
             local = self.placed(value, place).clone(memory_format=torch.contiguous_format)
         return place.dtensor(local, value.shape).requires_grad_(requires_grad)
 
-    def placed(self, value: DTensor, place: Place) -> torch.Tensor:
+    def placed(self, value: DTensor, place: ValuePlace) -> torch.Tensor:
         """This rank's part of a DTensor at a place, contiguous and without padding; communicates unless it is there
         already."""
         shape = tuple(value.shape)

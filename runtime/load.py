@@ -25,7 +25,7 @@ from .agree import agreed, all_equal, digest, exchange, together
 from .anew import anew_of, unsaved_buffers
 from .boxes import Box, boxes
 from .held import State, adopt
-from .places import Place
+from .places import ValuePlace
 from .state_dicts import names_in_state_dict, registered
 
 logger = logging.getLogger("autopar")
@@ -187,7 +187,7 @@ def empty_part(state: State, name: str) -> torch.Tensor:
     return place.dtensor(local, present.shape).requires_grad_(present.requires_grad)
 
 
-def place_of(state: State, name: str) -> Place:
+def place_of(state: State, name: str) -> ValuePlace:
     """At rest; buffers are whole on every rank."""
     if isinstance(state.value(name), DTensor):
         return state.place(name)

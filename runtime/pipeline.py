@@ -17,7 +17,7 @@ from autopar.ir.layout import Shape
 from autopar.ir.program import Program
 from autopar.ir.schedule import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action, Schedule
 from autopar.ops import lockstep
-from autopar.passes.lower.stages import TIME, Half, Message, Stage, Staged, Units, units
+from autopar.passes.lower.stages import TIME, Half, Message, PipelineStage, Staged, Units, units
 
 from .simulate import Simulated, assemble, coordinates, given_to_ranks
 
@@ -41,7 +41,7 @@ class StageRun(Generic[V]):
     what the model returns of each."""
 
     staged: Staged
-    stage: Stage
+    stage: PipelineStage
     machine: Machine[V]
     given: Callable[[str, int], V]
     returned: Collection[str]
@@ -133,7 +133,7 @@ Shards = dict[Shape, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Simulation:
+class SimulatedStage:
     """The ranks of a stage in one process, in lock step."""
 
     mesh: Shape
@@ -169,7 +169,7 @@ def simulate_pipeline(
     def given(name: str, micro_batch: int) -> Shards:
         return {at: ranks[micro_batch, *at][name] for at in others}
 
-    machine = Simulation(staged.program.mesh)
+    machine = SimulatedStage(staged.program.mesh)
     stages = [
         StageRun(staged, stage, machine, given, {o.name for o in stage.step.outputs if o.name and o.meta is not None})
         for stage in staged.stages

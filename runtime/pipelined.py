@@ -14,7 +14,7 @@ from autopar.ir.graph import TensorMeta
 from autopar.ir.layout import Layout, Replicate, Shape, Split, local_meta, owned_digits, owned_indices
 from autopar.ir.program import Program, ProgramOutput
 from autopar.ir.schedule import FORWARD, RECEIVE, SEND, Action, Schedule, with_transfers
-from autopar.passes.lower.stages import TIME, Handed, Message, Stage, Staged, tells_time
+from autopar.passes.lower.stages import TIME, Handed, Message, PipelineStage, Staged, tells_time
 
 from .agree import watched
 from .execute import Executable, Groups
@@ -116,7 +116,7 @@ class RankMachine:
         return total.add_(part) if owned else total + part
 
 
-class Line:
+class StageLine:
     """Messages between the ranks of one place in all stages."""
 
     def __init__(self, group: dist.ProcessGroup, axis: str, device: torch.device) -> None:
@@ -161,10 +161,10 @@ class Line:
         return value
 
 
-class Ranks:
+class StageRanks:
     """This rank's part of a pipeline, as the device of this `number`, at a `coordinate` within its stage."""
 
-    def __init__(self, pipelined: Pipelined, number: int, coordinate: Shape, line: Line, compile: Compile) -> None:
+    def __init__(self, pipelined: Pipelined, number: int, coordinate: Shape, line: StageLine, compile: Compile) -> None:
         self.pipelined, self.staged, self.number = pipelined, pipelined.staged, number
         self.coordinate, self.line = coordinate, line
         self.devices, self.metas = pipelined.schedule.devices, pipelined.staged.program.metas
@@ -180,7 +180,7 @@ class Ranks:
         self.plan = [(action, self._messages(action)) for action in orders]
         """What is done, each with what it carries, or waits for."""
 
-    def _kept(self, stage: Stage) -> set[str]:
+    def _kept(self, stage: PipelineStage) -> set[str]:
         return {str(o.name) for o in stage.step.outputs if o.meta is not None and not self.pipelined.is_dropped(o)}
 
     def _given(self, name: str, micro_batch: int) -> torch.Tensor:
@@ -313,8 +313,8 @@ def pipeline_executable(
     devices hold has no elements."""
     outside, homes, group = pipelined.outside, pipelined.homes, groups[TIME]
     assert group is not None, "a pipeline has two devices at least"
-    line = Line(group, outside.axes[TIME], device)
-    ranks = Ranks(pipelined, coordinate[TIME], coordinate[TIME + 1 :], line, compile)
+    line = StageLine(group, outside.axes[TIME], device)
+    ranks = StageRanks(pipelined, coordinate[TIME], coordinate[TIME + 1 :], line, compile)
     given = [o for o in outside.outputs if not o.backward]
     trained = [o for o in outside.outputs if o.backward]
 

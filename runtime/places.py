@@ -17,7 +17,7 @@ from .placements import contiguous_stride, local_slice, placements_of, unpadded
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ValuePlace:
     """A layout on a mesh, and this rank's coordinate there: None if it holds nothing."""
 
     mesh: DeviceMesh

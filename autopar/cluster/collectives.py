@@ -171,9 +171,6 @@ def collective_seconds(kind: str, size: float, link: Link, share: float = 1.0) -
     return seconds * link.factor(kind, size / share if share else size) if link.factors else seconds
 
 
-IN_TIME = "in time"
-"""What the ranks of an axis in time do: sums add up as they pass."""
-
 NEVER_SECONDS = 1e3
 """The price of what ranks cannot have from others that come later: more than any step takes."""
 
@@ -182,7 +179,7 @@ NEVER_SECONDS = 1e3
 def candidates(kind: str, link: Link) -> tuple[tuple[str, float, float], ...]:
     """(algorithm, fixed seconds, seconds a byte)."""
     if link.in_time:
-        return ((IN_TIME, 0.0 if kind == "all_reduce" else NEVER_SECONDS, 0.0),)
+        return (("in time", 0.0 if kind == "all_reduce" else NEVER_SECONDS, 0.0),)
     if kind not in KINDS and kind not in LIKE:
         raise ValueError(f"no collective is called {kind!r}; known: {', '.join(KINDS)}")
     names = names_of(link.algorithms, LIKE.get(kind, kind))

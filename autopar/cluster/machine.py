@@ -326,8 +326,7 @@ class Cluster:
     says where the figures are from. `algorithms` are those of `links.ALGORITHMS` that the communication library has;
     the cheapest is taken. `groups` are measurements of axes, which take precedence over the levels. `factors` takes
     precedence over both: of meshes (by their sizes) on which the collectives of programs were measured, those of the
-    links of each axis. `stages` above 1 are those of a pipeline, whose micro-batches are the first axis of a mesh
-    (`staged`). `step_range` says how well steps are known: of those that were compared, 8 of 10 took from so
+    links of each axis. `step_range` says how well steps are known: of those that were compared, 8 of 10 took from so
     many to so many times what was predicted."""
 
     name: Name
@@ -338,7 +337,6 @@ class Cluster:
     groups: tuple[Groups, ...] = ()
     factors: Mapping[tuple[int, ...], tuple[Factors, ...]] = field(default_factory=dict)
     step_range: Range | None = None
-    stages: int = field(default=1, metadata=NOT_IN_FILES)
 
     def __post_init__(self) -> None:
         """Raises ValueError for groups that the devices cannot form."""
@@ -368,20 +366,13 @@ class Cluster:
         """The cluster on which programs are compiled, by which operators without arithmetic save so much."""
         return replace(self, device=replace(self.device, saved_part=saved_part))
 
-    def staged(self, stages: int) -> Cluster:
-        """The cluster on which the first axis of a mesh lies in time, and so many stages in its place."""
-        return replace(self, stages=stages)
-
     def links(self, mesh: tuple[int, ...], order: Sequence[int] | None = None) -> tuple[Link, ...]:
         """What each axis of a mesh sees. `order` are the axes from the outermost in, if they do not lie on
         the cluster in the mesh's own order.
 
         Raises ValueError if the mesh has more ranks than the cluster has devices, or `order` is no permutation.
         """
-        if self.stages > 1:
-            in_time = Link(mesh[0], (), in_time=True)
-            return in_time, *self.staged(1).links((self.stages, *mesh[1:]), order)[1:]
-        order = tuple(range(len(mesh))) if order is None else tuple(order)
+        order = tuple(range(len(mesh)) if order is None else order)
         if sorted(order) != list(range(len(mesh))):
             raise ValueError(f"order {order} of a mesh of {len(mesh)} axes: give each of 0..{len(mesh) - 1} once")
         ranks = math.prod(mesh)
@@ -392,11 +383,11 @@ class Cluster:
                 f"{sizes} = {self.devices} devices: give a smaller mesh, or a cluster with a larger outermost level"
             )
         strides = {axis: math.prod(mesh[inner] for inner in order[k + 1 :]) for k, axis in enumerate(order)}
-        links = [self._link(mesh[axis], strides[axis], ranks) for axis in range(len(mesh))]
+        links = [self._link(size, strides[axis], ranks) for axis, size in enumerate(mesh)]
         by_axis = {(groups.ranks, groups.stride): groups for groups in self.groups}
-        own = self.factors.get(tuple(mesh), ((),) * len(mesh))
+        own = self.factors.get(mesh, ((),) * len(mesh))
         for axis, link in enumerate(links):
-            measured = by_axis.get((mesh[axis], strides[axis]))
+            measured = by_axis.get((link.ranks, strides[axis]))
             if factors := own[axis] or (measured.factors(link) if measured is not None else ()):
                 links[axis] = replace(link, factors=factors)
         return tuple(links)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Protocol
 
+from autopar.cluster.staged import StagedCluster
 from autopar.cost.memory import Peak
 from autopar.ir.layout import Layout, Split
 from autopar.ops.experts import PRODUCTS
@@ -25,7 +26,7 @@ from .timing import Timing
 from .training import Training
 
 
-class Figures(Protocol):
+class PlanFigures(Protocol):
     """What a plan says of an estimate."""
 
     @property
@@ -58,8 +59,10 @@ class Subject:
 
     @property
     def mesh(self) -> dict[str, int]:
-        stages, mesh = self.space.cluster.stages, self.space.mesh  # in whose place there are micro-batches
-        return dict(zip(self.space.axes, (stages, *mesh[1:]) if stages > 1 else mesh, strict=True))
+        cluster, mesh = self.space.cluster, self.space.mesh
+        if isinstance(cluster, StagedCluster):  # in whose place there are micro-batches
+            mesh = (cluster.stages, *mesh[1:])
+        return dict(zip(self.space.axes, mesh, strict=True))
 
     @property
     def graph(self) -> str:
@@ -69,13 +72,13 @@ class Subject:
         self,
         result: SearchResult,
         request: Request,
-        estimate: Figures,
+        estimate: PlanFigures,
         least_seconds: float,
     ) -> Plan:
         """The result of a search as the plan that answers a request, with its estimate, and what no step
         undercuts."""
         space, assignment = self.space, result.assignment
-        times = 1 if space.in_time else self.training.micro_batches
+        times = 1 if isinstance(space.cluster, StagedCluster) else self.training.micro_batches
         provenance = self.facts.provenance(space.cluster, math.prod(self.mesh.values())).times(times)
         plan = Plan(
             model=self.model,

@@ -20,7 +20,7 @@ PLACES = 400
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pieces:
+class ForwardPieces:
     """The pieces of a program, each from a place where it may be cut to the next. `names` are the operators with which
     they begin, `positions` where these stand in forward. Seconds are those of a micro-batch, but for what is done
     `once` a step; bytes are those that a stage has at rest, holds of a micro-batch, and keeps of it between the
@@ -68,7 +68,7 @@ class Pieces:
 
 def pieces(
     program: Program, seconds: Mapping[str, float], optimizer: Optimizer, wanted: Collection[int] = ()
-) -> Pieces:
+) -> ForwardPieces:
     """The pieces of a program whose first axis is time, given the seconds of its operators by their first results.
     Places `wanted` are among those where they begin. Raises ValueError as `stages.staged`."""
     return _Pieces(Kinds(unstacked(program)), seconds, optimizer).pieces(wanted)
@@ -108,7 +108,7 @@ class _Pieces:
             place = min([*behind, *saved], default=self.size - 1)
             self.back |= dict.fromkeys(filter(None, node.outputs), place)
 
-    def pieces(self, wanted: Collection[int]) -> Pieces:
+    def pieces(self, wanted: Collection[int]) -> ForwardPieces:
         kinds, zero = self.kinds, [0.0] * self.size
         forward, once, rest, held, change = [*zero], [*zero], [*zero], [*zero], [*zero, 0.0]
         for place, node in enumerate(self.program.forward):
@@ -149,7 +149,7 @@ class _Pieces:
             return [sum(values[a:b]) for a, b in pairwise((*starts, self.size))]
 
         crossing = list(accumulate(change[:-1]))
-        return Pieces(
+        return ForwardPieces(
             names=tuple(self.program.forward[at].serves for at in starts), positions=tuple(starts),
             forward=summed_up(forward), inputs=inputs, weights=weights, once=summed_up(once), rest=summed_up(rest),
             held=summed_up(held), kept=kept, crosses=[crossing[at] for at in starts],

@@ -25,6 +25,7 @@ from typing import Protocol
 
 from autopar.cluster.collectives import NEVER_SECONDS, collective_seconds
 from autopar.cluster.machine import Cluster
+from autopar.cluster.staged import StagedCluster
 from autopar.cost.memory import Peak
 from autopar.cost.pipeline import simulate
 from autopar.cost.streams import TimelineCache, alone_seconds
@@ -51,7 +52,7 @@ from .constraints import Pins, matches, pins
 from .description import Subject
 from .micro import in_sequence
 from .options import policies, taken, unique_sites
-from .pieces import Pieces, pieces
+from .pieces import ForwardPieces, pieces
 from .plan import Plan
 from .presets import PRESETS
 from .presets.axis import data
@@ -61,7 +62,7 @@ from .request import AUTO, STAGES, Request
 from .search import Search, SearchResult
 from .searches import Searches
 from .solving import Solved
-from .stages import Figures, Pipeline, StagePlan, Step, figures
+from .stages import Figures, Pipeline, PipelineStep, StagePlan, figures
 from .steps import BUCKETS, Accuracy
 from .texts import short_bytes
 from .timing import Timing, timing
@@ -172,7 +173,7 @@ def first_count(request: Request, batch: int, stages: int) -> int:
     return count
 
 
-class Planner(Protocol):
+class StagePlanner(Protocol):
     """A planner on a mesh with an axis of stages, and those for other numbers of micro-batches."""
 
     axis: str
@@ -202,7 +203,7 @@ class Planner(Protocol):
     @property
     def kind_of_device(self) -> str: ...
 
-    def in_time(self, micro_batches: int) -> Planner: ...
+    def in_time(self, micro_batches: int) -> StagePlanner: ...
 
     def limit(self, request: Request) -> float | None: ...
 
@@ -212,7 +213,7 @@ class Look:
     """An assignment for a number of micro-batches. Its step takes about so many `seconds`, and a device needs about so
     many `bytes`."""
 
-    on: Planner
+    on: StagePlanner
     solved: Solved
     pinned: Pins
     seconds: float = 0.0
@@ -230,7 +231,7 @@ class Made:
     look: Look
     cuts: tuple[str, ...]
     chunks: int
-    step: Step
+    step: PipelineStep
 
     @property
     def peak(self) -> int:
@@ -260,7 +261,7 @@ class StepFigures:
 class Pipelines:
     """Plans pipelines for one captured model."""
 
-    def __init__(self, planner: Planner) -> None:
+    def __init__(self, planner: StagePlanner) -> None:
         self.planner, self.axis, self.devices = planner, planner.axis, planner.mesh[planner.axis]
         self.smallest = math.inf
         """The least bytes of a device that were reached."""
@@ -339,7 +340,7 @@ class Pipelines:
 
     # ---- assignments
 
-    def _looks(self, on: Planner, request: Request, limit: float | None) -> Iterator[Look]:
+    def _looks(self, on: StagePlanner, request: Request, limit: float | None) -> Iterator[Look]:
         """The cheapest assignment for a number of micro-batches, and what presets leave at its cheapest; and, within a
         limit, those that recompute a part of the copies of each layer: the first ones, whose stages have the most in
         flight."""
@@ -380,7 +381,7 @@ class Pipelines:
         size = self._bytes(look.on, look.solved.assignment, items)
         return replace(look, seconds=items.seconds / self.devices * bubble, bytes=size)
 
-    def _bytes(self, on: Planner, assignment: Assignment, items: Account) -> float:
+    def _bytes(self, on: StagePlanner, assignment: Assignment, items: Account) -> float:
         """About what a device needs: its share of what is at rest, and of the micro-batches in flight, which are the
         fewer the later its stage, and of which stages before `recomputed` keep the less."""
         copies = [again for number in range(len(assignment.copies)) for again in assignment.again(number)]
@@ -437,7 +438,7 @@ class Pipelines:
                         near[name] = [*near[name], *(SiteChoice(axes, policy) for policy in (KEEP, REGATHER))]
         return {name: list(dict.fromkeys(choices)) for name, choices in near.items()}
 
-    def _of_preset(self, on: Planner, preset: str, pinned: Pins) -> Allowed:
+    def _of_preset(self, on: StagePlanner, preset: str, pinned: Pins) -> Allowed:
         """The options that a preset leaves on all axes but the one in time."""
         return {
             name: list(
@@ -473,7 +474,7 @@ class Pipelines:
         self,
         look: Look,
         request: Request,
-        parts: Pieces,
+        parts: ForwardPieces,
         spans: list[Span] | None,
         program: Program,
         limit: float | None,
@@ -527,7 +528,7 @@ class Pipelines:
             limit_bytes=math.inf if limit is None else limit - made.step.figures.inputs,
         )  # fmt: skip
 
-    def figures(self, on: Planner, program: Program, names: Sequence[str]) -> Figures:
+    def figures(self, on: StagePlanner, program: Program, names: Sequence[str]) -> Figures:
         cut_up = on.seconds.timed("stages", staged, program, names)
         return on.seconds.timed("units", figures, cut_up, on.space, on.operators, on.kind_of_device)
 
@@ -543,12 +544,13 @@ class Pipelines:
                 if several and chunks * self.devices <= most and not (is_pinned and chunks > 1):
                     yield row, chunks
 
-    def _estimated(self, parts: Pieces, cuts: Sequence[int], schedule: Schedule, on: Planner) -> float:
+    def _estimated(self, parts: ForwardPieces, cuts: Sequence[int], schedule: Schedule, on: StagePlanner) -> float:
         """The seconds of a step before anything is cut, from a schedule of the first micro-batches: with each of the
         others the busiest device goes on for as long as with those."""
         costs, once = parts.costs(cuts)
         cluster, devices = on.cluster, schedule.devices
-        link = cluster.staged(1).links((cluster.stages, *on.space.mesh[1:]))[TIME]
+        assert isinstance(cluster, StagedCluster)
+        link = cluster.between_stages(on.space.mesh)
         seconds = [collective_seconds("shift", parts.crosses[at], link) for at in cuts]
         edges = {(k, k + 1, "F"): s for k, s in enumerate(seconds)}
         edges |= {(b, a, "B"): s for (a, b, _), s in edges.items()}
@@ -559,12 +561,12 @@ class Pipelines:
 
     # ---- pins of stages
 
-    def _pieces(self, on: Planner, program: Program, request: Request) -> tuple[Pieces, list[Span] | None]:
+    def _pieces(self, on: StagePlanner, program: Program, request: Request) -> tuple[ForwardPieces, list[Span] | None]:
         """The pieces of a program, and where cuts may be so that modules are on the stages that they are pinned to."""
         seconds = on.seconds.timed("prices", alone_seconds, program, on.cluster, on.operators)
         pinned = self._pinned(program, request)
         wanted = {at for first, last, _, _ in pinned for at in (first, last + 1)}
-        parts: Pieces = on.seconds.timed("pieces", pieces, program, seconds, on.space.optimizer, wanted)
+        parts: ForwardPieces = on.seconds.timed("pieces", pieces, program, seconds, on.space.optimizer, wanted)
         if not pinned:
             return parts, None
         spans = [[1, len(parts.names) - 1] for _ in range(self.devices - 1)]

@@ -16,6 +16,7 @@ from torch import nn
 from autopar.cluster.library import named_cluster
 from autopar.cluster.links import are_of_gloo
 from autopar.cluster.machine import Cluster
+from autopar.cluster.staged import StagedCluster
 from autopar.compat.wrapping import unwrapped
 from autopar.cost import liveness
 from autopar.cost.fusion import saved_part
@@ -118,7 +119,7 @@ class Planner:
         graph, kind = self.captured.graph, self.kind_of_device
         self.cluster, mesh = self.cluster.among(math.prod(self.mesh.values())), self.mesh
         if self.axis:
-            self.cluster = self.cluster.staged(mesh[self.axis])
+            self.cluster = StagedCluster.of(self.cluster, mesh[self.axis])
             mesh = {**mesh, self.axis: self.training.micro_batches}
         if self.memory.fuses:
             self.cluster = self.cluster.fusing(saved_part(graph, self.cluster.device))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autopar.cluster.collectives import collective_seconds
+from autopar.cluster.staged import StagedCluster
 from autopar.cost.liveness import Memory
 from autopar.cost.memory import Peak, moments
 from autopar.cost.optimizers import OPTIMIZERS
@@ -18,7 +19,7 @@ from autopar.files.kinds import Count, Size
 from autopar.ir.layout import local_meta
 from autopar.ir.program import Program
 from autopar.ir.schedule import Edge, Schedule
-from autopar.passes.lower.stages import Stage, Staged, Units, units
+from autopar.passes.lower.stages import PipelineStage, Staged, Units, units
 from autopar.passes.space.space import Space
 from autopar.solve.schedules import PipelineCosts, StageCost
 
@@ -113,12 +114,12 @@ class Figures:
     def costs(self) -> PipelineCosts:
         return PipelineCosts(stages=tuple(stage.cost for stage in self.stages), transfers=self.transfers)
 
-    def step(self, schedule: Schedule) -> Step:
-        return Step(figures=self, run=simulate(schedule, self.costs))
+    def step(self, schedule: Schedule) -> PipelineStep:
+        return PipelineStep(figures=self, run=simulate(schedule, self.costs))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class PipelineStep:
     """A step by a schedule."""
 
     figures: Figures
@@ -178,7 +179,8 @@ class Step:
 def figures(staged: Staged, space: Space, operators: TimelineCache, device_type: str) -> Figures:
     """Of stages, on the cluster of a space whose first axis lies in time."""
     cluster, program = space.cluster, staged.program
-    link = cluster.staged(1).links((cluster.stages, *program.mesh[1:]))[0]
+    assert isinstance(cluster, StagedCluster)
+    link = cluster.between_stages(program.mesh)
     edges: dict[Edge, int] = defaultdict(int)
     for message in staged.messages:
         edges[message.edge] += program.metas[message.name].bytes
@@ -207,7 +209,9 @@ def figures(staged: Staged, space: Space, operators: TimelineCache, device_type:
 
 
 class _Stage:
-    def __init__(self, staged: Staged, stage: Stage, space: Space, operators: TimelineCache, device_type: str) -> None:
+    def __init__(
+        self, staged: Staged, stage: PipelineStage, space: Space, operators: TimelineCache, device_type: str
+    ) -> None:
         self.staged, self.stage, self.space = staged, stage, space
         self.operators, self.device_type = operators, device_type
         number, self.metas = stage.number, staged.program.metas

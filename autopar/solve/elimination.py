@@ -156,7 +156,7 @@ class EliminationStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
+class EliminationOrder:
     """The order of elimination and its transposes, computed once and run for every batch of prices."""
 
     sizes: tuple[int, ...]
@@ -176,7 +176,7 @@ def schedule(
     meter: Work | None = None,
     entries: float | None = None,
     orders: int = ALL_ORDERS,
-) -> Schedule:
+) -> EliminationOrder:
     """Greedy elimination order by the weight of the table that eliminating a node creates, all but `keep`.
 
     Raises `TooWide` where a table, or all of them together, would have more entries than the limits of the `meter`
@@ -200,7 +200,7 @@ def schedule(
 @lru_cache(maxsize=256)
 def _schedule(
     sizes: tuple[int, ...], scopes: tuple[tuple[int, ...], ...], kept: tuple[int, ...], limits: Limits, orders: int
-) -> tuple[Schedule | None, int]:
+) -> tuple[EliminationOrder | None, int]:
     """The schedule, if there is one, and how many orders were tried."""
     joint = math.prod(sizes[n] for n in kept)
     if joint > limits.table_entries:
@@ -211,8 +211,8 @@ def _schedule(
     steps, live, largest = _steps(sizes, scopes, order)
     rest = tuple((table, *_aligned(scope, kept, sizes)) for table, scope in sorted(live.items()))
     entries = sum(math.prod(sizes[n] for n in (step.node, *step.scope)) for step in steps)
-    plan = Schedule(sizes=sizes, keep=kept, steps=steps, rest=rest, largest=max(largest, joint), entries=entries)
-    return plan, tried
+    largest = max(largest, joint)
+    return EliminationOrder(sizes=sizes, keep=kept, steps=steps, rest=rest, largest=largest, entries=entries), tried
 
 
 def reduction(
@@ -266,9 +266,10 @@ def _aligned(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eliminated:
-    """The result of a `Schedule`: `table[k, *keep]` is the least cost at price k, `joined[i]` what step i added up."""
+    """The result of an `EliminationOrder`: `table[k, *keep]` is the least cost at price k, `joined[i]` what step i added
+    up."""
 
-    schedule: Schedule
+    schedule: EliminationOrder
     table: Floats
     joined: tuple[Joined, ...]
 
@@ -281,7 +282,7 @@ class Eliminated:
         return result
 
 
-def eliminate(plan: Schedule, tables: Sequence[Floats], prices: int) -> Eliminated:
+def eliminate(plan: EliminationOrder, tables: Sequence[Floats], prices: int) -> Eliminated:
     """Run a schedule over tables [price, *scope]. Ties go to the lowest state."""
     if prices > 1 and plan.largest * prices > LIMITS.table_entries:
         half = prices // 2

@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 
 from .effort import ELIMINATED_WORK, VISIT_WORK, Meter
-from .elimination import ALL_ORDERS, Eliminated, Schedule, eliminate, schedule
+from .elimination import ALL_ORDERS, Eliminated, EliminationOrder, eliminate, schedule
 from .expand import border_states
 from .network import Network, network
 from .problem import Choice, Problem, Repeat, TooWide, restricted
@@ -75,7 +75,7 @@ class Compiled:
 
     problem: Problem
     network: Network
-    schedule: Schedule
+    schedule: EliminationOrder
     repeats: tuple[Meeting, ...]
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .effort import ELIMINATED_WORK, VISIT_WORK, Meter
-from .elimination import Schedule, eliminate, schedule
+from .elimination import EliminationOrder, eliminate, schedule
 from .flat import Costs, Factor, flattened, priced
 from .network import Leads, network
 from .pricing import Library
@@ -311,7 +311,7 @@ class _Plan:
 
     reach: float
     kept: list[Ints]
-    schedule: Schedule
+    schedule: EliminationOrder
 
 
 class _Near:

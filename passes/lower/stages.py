@@ -71,7 +71,7 @@ class Handed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stage:
+class PipelineStage:
     """The programs of one stage, on the mesh of the whole, whose first coordinate is the number of a micro-batch.
 
     `step` is run of every micro-batch, forward and backward. Among its outputs are what it sends, what the model
@@ -95,7 +95,7 @@ class Staged:
     several stages use before a step, and `sums` behind it."""
 
     program: Program
-    stages: tuple[Stage, ...]
+    stages: tuple[PipelineStage, ...]
     messages: tuple[Message, ...]
     parameters: tuple[Handed, ...]
     sums: tuple[Handed, ...]
@@ -437,7 +437,7 @@ class _Cutter(Kinds):
             step = self._step(number, summed)
             counts, totals, counted = self._counts([i.name for p in (step, rest) for i in p.inputs])
             stages.append(
-                Stage(
+                PipelineStage(
                     number=number, counts=counts, totals=totals, counted=counted, step=step,
                     summed=tuple(summed), rest=rest,
                 )
@@ -620,7 +620,7 @@ class Units:
     rest: Program
 
 
-def units(stage: Stage, sent: Collection[str]) -> Units:
+def units(stage: PipelineStage, sent: Collection[str]) -> Units:
     """Those of a stage that sends these values, among others."""
     step, rest = stage.step, stage.rest
     results = [o.name for o in step.outputs if o.name is not None]

@@ -36,9 +36,8 @@ class SiteBuilder:
     redistributor = Redistributor
     propagation = Propagation
 
-    def __init__(self, graph: JointGraph, roots: Roots, in_time: bool = False) -> None:
-        """`in_time`: the first axis of the mesh lies in time."""
-        self.graph, self.roots, self.in_time = graph, roots, in_time
+    def __init__(self, graph: JointGraph, roots: Roots) -> None:
+        self.graph, self.roots = graph, roots
         self.metas = dict(graph.metas)
         self.without_rule: list[int] = []
         """Indices of the nodes that are replicated because their op has no rule."""
@@ -120,8 +119,8 @@ class SiteBuilder:
             fixed=fixed,
         )
 
-    def operators(self, indices: Sequence[int], home: int = -1, replicated: frozenset[str] = frozenset()) -> list[Site]:
-        """Of these nodes, in the copy `home` of a layer; those that make what is `replicated` are."""
+    def operators(self, indices: Sequence[int], home: int = -1) -> list[Site]:
+        """Of these nodes, in the copy `home` of a layer."""
         sites = []
         metas, alias = self.graph.metas, self.roots.alias
         for index in sorted(indices):
@@ -131,8 +130,8 @@ class SiteBuilder:
             call = call_of(node, metas)
             key, rule = _key(call), None
             constant = all(not name or name in self.constant for name in node.outputs)
-            made, fixed = index in self.made, not replicated.isdisjoint(node.outputs)
-            if made or ((not constant or not call.inputs) and (self.in_time or not fixed)):
+            made = index in self.made
+            if made or not constant or not call.inputs:
                 if key not in self.rules:
                     self.rules[key] = rule_of(call)
                 rule = self.rules[key]
@@ -150,8 +149,7 @@ class SiteBuilder:
                 call=call,
                 rule=rule,
                 zeros=tuple(read.alias.root in self.given for read in reads),
-                fixed=made or fixed,
-                in_time=fixed and self.in_time and not made,
+                fixed=made,
                 made=made,
                 form=self.forms.setdefault((key, rule is None), len(self.forms)),
             )

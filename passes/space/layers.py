@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autopar.cluster.machine import Cluster
+from autopar.cluster.staged import StagedCluster
 from autopar.cost.bucketed import BucketingRedistributor
 from autopar.cost.optimizers import OPTIMIZERS, Optimizer
 from autopar.ir.graph import JointGraph
@@ -95,7 +96,7 @@ def strategies(
     optimizer: Optimizer = OPTIMIZERS["adamw"],
 ) -> LayeredSpace:
     """The search space of a graph on a mesh (axis name -> size)."""
-    builder = LayerBuilder(graph, segments, cluster.stages > 1)
+    builder = LayerBuilder(graph, segments, isinstance(cluster, StagedCluster))
     rest = builder.rest()
     bodies = tuple(builder.body(repeat) for repeat in segments.repeats)
     ends = tuple(
@@ -135,7 +136,8 @@ class LayerBuilder(SiteBuilder):
     propagation = RoutedPropagation
 
     def __init__(self, graph: JointGraph, segments: Segments, in_time: bool = False) -> None:
-        self.segments = segments
+        """`in_time`: the first axis of the mesh lies in time."""
+        self.segments, self.in_time = segments, in_time
         home: dict[int, int] = {}
         crossing: dict[str, str] = {}
         entering: dict[int, frozenset[str]] = {}
@@ -147,7 +149,7 @@ class LayerBuilder(SiteBuilder):
             for border in repeat.borders:
                 crossing.update({value: border_name(value) for value in border.values})
         self.layers = LayerRoots(graph, crossing, home, entering)
-        super().__init__(graph, self.layers, in_time)
+        super().__init__(graph, self.layers)
         self.metas |= {name: graph.metas[value] for value, name in crossing.items()}
         shared = self._shared_roots(name for repeat in segments.repeats for name in repeat.shared)
         self.made = made_where_read(graph, segments, shared)
@@ -164,12 +166,24 @@ class LayerBuilder(SiteBuilder):
         read_by_made = {self.roots.alias(name, -1).root for i in self.made for name in self.graph.nodes[i].inputs}
         inputs = [i.name for i in self.graph.inputs if i.name not in owned]
         sites = [self.input(name, -1, fixed=name in shared or name in read_by_made) for name in inputs]
-        sites += self.operators(segments.rest, replicated=shared)
+        before = len(self.without_rule)
+        sites += [self._shared(site, shared) for site in self.operators(segments.rest)]
+        self.without_rule[before:] = [
+            i for i in self.without_rule[before:] if shared.isdisjoint(self.graph.nodes[i].outputs)
+        ]
         sites += self._outer_borders()
         for name, numbers in output_numbers(self.graph).items():
             if name not in result_values:
                 sites += [self.output(number) for number in numbers]
         return Region.of("rest", sites)
+
+    def _shared(self, site: Site, shared: frozenset[str]) -> Site:
+        """The operator as all copies of a repeat read it: what it makes is split by micro-batches alone."""
+        if shared.isdisjoint(site.makes) or site.made:
+            return site
+        if self.in_time:
+            return replace(site, in_time=True)
+        return replace(site, rule=None, form=-2 - site.form)
 
     def _outer_borders(self) -> list[Site]:
         """The borders between runs and the rest of the graph, or another run: what one run makes and the next one reads
@@ -193,7 +207,7 @@ class LayerBuilder(SiteBuilder):
                     makes=(name,),
                     meta=self.metas[name],
                     in_time=self.in_time,
-                    fixed=self.in_time,
+                    fixed=not self.in_time,
                 )
             )
         before = len(self.without_rule)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from autopar.ir.graph import TensorMeta
-from autopar.ir.layout import PARTIAL, REPLICATE, Layout, Placement, Split, is_chunked, is_legal, nest
+from autopar.ir.layout import PARTIAL, REPLICATE, Layout, Split, is_chunked, is_legal, nest
 
 from .choices import REPLICATED, SiteChoice
 from .collapse import from_root, to_root
@@ -15,12 +15,9 @@ from .sites import Option, Site
 
 def _stored_layout(setting: Setting, meta: TensorMeta, choice: SiteChoice) -> Layout | None:
     """The layout of a stored value (parameter, input, border, output) from its choices per axis."""
-    placements: list[Placement] = []
-    for on_axis in choice.axes:
-        if on_axis.splits:
-            placements.append(Split(on_axis.factor, on_axis.period))
-        else:
-            placements.append(PARTIAL if on_axis.is_partial else REPLICATE)
+    placements = [
+        Split(on.factor, on.period) if on.splits else PARTIAL if on.is_partial else REPLICATE for on in choice.axes
+    ]
     layout = nest(tuple(placements), setting.mesh)
     return layout if is_legal(meta.shape, layout, setting.mesh) else None
 
@@ -43,17 +40,17 @@ def _stored_option(setting: Setting, site: Site, choice: SiteChoice) -> Option |
 
 
 def _unsplit_option(setting: Setting, site: Site, choice: SiteChoice) -> Option | None:
-    return _stored_option(setting, site, choice) if _is_unsplit(setting, choice) else None
+    return _stored_option(setting, site, choice) if _is_unsplit(site, choice) else None
 
 
-def _is_unsplit(setting: Setting, choice: SiteChoice) -> bool:
-    """Whether nothing is split but by micro-batches."""
-    return all(on_axis == REPLICATED for on_axis in choice.axes[setting.in_time :])
+def _is_unsplit(site: Site, choice: SiteChoice) -> bool:
+    """Whether nothing is split, but by micro-batches where these may."""
+    return all(on_axis == REPLICATED for on_axis in choice.axes[site.in_time :])
 
 
 def _replicated_option(setting: Setting, site: Site, choice: SiteChoice) -> Option | None:
     """The only option of an op without a rule."""
-    if any(on_axis != REPLICATED for on_axis in choice.axes):
+    if not _is_unsplit(site, choice):
         return None
     replicated = (REPLICATE,) * len(setting.mesh)
     reads, makes = (replicated,) * len(site.reads), (replicated,) * len(site.makes)
@@ -63,16 +60,15 @@ def _replicated_option(setting: Setting, site: Site, choice: SiteChoice) -> Opti
 
 def _op_option(setting: Setting, site: Site, choice: SiteChoice) -> Option | None:
     """What is made where it is read is priced there."""
-    if site.in_time and not _is_unsplit(setting, choice):
+    if site.in_time and not _is_unsplit(site, choice):
         return None
     option = operator_option(setting, site, choice)
     return replace(option, seconds=0.0) if option is not None and site.made else option
 
 
 def operator_option(setting: Setting, site: Site, choice: SiteChoice) -> Option | None:
-    call, mesh = site.call, setting.mesh
+    call, rule, mesh = site.call, site.rule, setting.mesh
     assert call is not None
-    rule = site.rule
     if rule is None:
         return _replicated_option(setting, site, choice)
     memo = setting.memo

@@ -175,7 +175,7 @@ class Propagation:
 
     def _choices(self, site: Site) -> Iterator[AxisChoice]:
         yield REPLICATED
-        if self.ranks == 1 or (site.fixed and not site.in_time):
+        if self.ranks == 1 or site.fixed:
             return
         if site.rule is not None:
             for number, period in self.seeds[site.key]:

@@ -59,11 +59,6 @@ class Setting:
             object.__setattr__(self, "memo", Memo(of=of))
 
     @property
-    def in_time(self) -> int:
-        """How many axes of the mesh, the first ones, lie in time."""
-        return int(self.cluster.stages > 1)
-
-    @property
     def has_own_reductions(self) -> bool:
         """Whether gradients of parameters are reduced less often than others, or in a dtype of their own."""
         return self.micro_batches > 1 or self.reduced_in is not None

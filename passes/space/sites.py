@@ -56,7 +56,7 @@ class Site:
     fixed: bool = False
     """Replicated because every copy of a repeat reads it, or because it is made where it is read."""
     in_time: bool = False
-    """Fixed, but for micro-batches, which split it."""
+    """Split by micro-batches alone, because every copy of a repeat reads it."""
     made: bool = False
     """An operator that runs wherever its results are read (`making`)."""
     zeros: tuple[bool, ...] = ()

@@ -18,7 +18,7 @@ from torch import nn
 
 import autopar
 from autopar.cost.streams import alone_seconds
-from autopar.planning.pieces import Pieces, pieces
+from autopar.planning.pieces import ForwardPieces, pieces
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
 from autopar.planning.request import Request
@@ -78,7 +78,7 @@ def test_cuts_are_those_of_brute_force(seed: int) -> None:
 
 
 @functools.cache
-def parts_of_gpt2() -> tuple[Planner, Pieces]:
+def parts_of_gpt2() -> tuple[Planner, ForwardPieces]:
     made, plan = planned()
     made = made.in_time(plan.training.micro_batches)
     program = made.program(plan)
