@@ -590,19 +590,21 @@ class Pipelines:
     def _pinned(self, program: Program, request: Request) -> list[tuple[int, int, int, str]]:
         """Of each pin the first and the last place of the module in forward, the stage, and what was said."""
         asked = [(p, str(axes[self.axis])) for p, axes in (request.constraints or {}).items() if self.axis in axes]
-        kinds = Kinds(unstacked(program)) if asked else None
+        places: dict[str, list[int]] = {}
+        if asked:
+            kinds = Kinds(unstacked(program))
+            for place, node in enumerate(kinds.program.forward):
+                if kinds.is_of_stage(node):
+                    places.setdefault(node.module, []).append(place)
         found = []
         for pattern, text in asked:
-            assert kinds is not None
             said = f"{pattern!r}: {self.axis}={text}"
             if not text.isdecimal() or int(text) >= self.devices:
                 raise ValueError(f"constraint {said} is no stage: give 0 to {self.devices - 1}")
-            forward = kinds.program.forward
-            places = [k for k, n in enumerate(forward) if kinds.is_of_stage(n) and matches(n.module, pattern)]
-            if not places:
-                names = dict.fromkeys(node.module for node in forward if node.module)
-                raise ValueError(f"constraint {said} names no module of forward{nearest(pattern, names)}")
-            found.append((places[0], places[-1], int(text), said))
+            own = sorted(place for module, some in places.items() if matches(module, pattern) for place in some)
+            if not own:
+                raise ValueError(f"constraint {said} names no module of forward{nearest(pattern, places)}")
+            found.append((own[0], own[-1], int(text), said))
         return found
 
     # ---- plans
