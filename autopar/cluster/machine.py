@@ -372,7 +372,7 @@ class Cluster:
 
         Raises ValueError if the mesh has more ranks than the cluster has devices, or `order` is no permutation.
         """
-        order = tuple(range(len(mesh)) if order is None else order)
+        order = tuple(order or range(len(mesh)))
         if sorted(order) != list(range(len(mesh))):
             raise ValueError(f"order {order} of a mesh of {len(mesh)} axes: give each of 0..{len(mesh) - 1} once")
         ranks = math.prod(mesh)

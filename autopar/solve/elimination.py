@@ -266,8 +266,8 @@ def _aligned(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eliminated:
-    """The result of an `EliminationOrder`: `table[k, *keep]` is the least cost at price k, `joined[i]` what step i added
-    up."""
+    """The result of an `EliminationOrder`: `table[k, *keep]` is the least cost at price k, `joined[i]` what step i
+    added up."""
 
     schedule: EliminationOrder
     table: Floats
