@@ -29,6 +29,7 @@ from generator import Unfit, drawn, why_invalid
 from generator import eager as steps_in_eager
 from models import Case, eager, in_dtype
 from staging import difference, in_time
+from torch.utils._pytree import tree_leaves
 
 from autopar.solve.problem import Infeasible
 from autopar.solve.schedules import SCHEDULES, scheduled
@@ -61,7 +62,9 @@ def of_transformers(name: str) -> tuple[Case, Gradients]:
 
 def tried(case: Case, wanted_gradients: Gradients, rng: random.Random) -> tuple[str, str]:
     """What came of a model: the outcome, and what says more."""
-    mesh = rng.choice(MESHES)
+    tensors = [t for t in tree_leaves(case.batch(0)) if isinstance(t, torch.Tensor) and t.ndim]
+    rows = min((len(t) for t in tensors), default=1)
+    mesh = rng.choice([mesh for mesh in MESHES if mesh["pp"] <= rows] or MESHES)
     devices = rng.choice((2, 3, 4))
     name = rng.choice([name for name in SCHEDULES if name != "searched"])
     schedule = scheduled(name, devices, mesh["pp"], chunks=SCHEDULES[name].chunks or 2)
