@@ -13,7 +13,7 @@ import torch.distributed as dist
 from autopar.ir.graph import TensorMeta
 from autopar.ir.layout import Layout, Replicate, Shape, Split, local_meta, owned_digits, owned_indices
 from autopar.ir.program import Program, ProgramOutput
-from autopar.ir.schedule import FORWARD, RECEIVE, SEND, Action, Schedule, with_transfers
+from autopar.ir.schedule import BACKWARD, FORWARD, INPUTS, RECEIVE, SEND, WEIGHTS, Action, Schedule, with_transfers
 from autopar.passes.lower.stages import TIME, Handed, Message, PipelineStage, Staged, tells_time
 
 from .agree import watched
@@ -249,7 +249,11 @@ class StageRanks:
                     there[message, k] = self.line.receive(words(message, k), meta, peer)
             else:
                 received = {message.name: there.pop((message, k))() for message in messages}
-                made = self.stages[action.stage].run(action, received)
+                try:
+                    made = self.stages[action.stage].run(action, received)
+                except Exception as error:
+                    error.add_note(f"in the {NAMES[action.kind]} of stage {action.stage}, micro-batch {k}")
+                    raise
                 del received
                 for message in self.staged.messages:
                     if message.source == action.stage and message.name in made:
@@ -263,6 +267,9 @@ class StageRanks:
                 parts = [stage.results[k][o.name] for k in range(self.staged.micro_batches)]
                 found[o.role, o.target] = joined(parts, o.layout, o.meta.shape, mesh, self.coordinate)
         return found
+
+
+NAMES = {FORWARD: "forward", BACKWARD: "backward", INPUTS: "gradients of inputs", WEIGHTS: "gradients of weights"}
 
 
 def words(message: Message, micro_batch: int) -> str:

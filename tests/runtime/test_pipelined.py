@@ -221,3 +221,26 @@ def test_a_rank_that_ends_ends_the_step(when: int) -> None:
     said = [str(outcome.value) for rank, outcome in enumerate(found) if rank != 2]
     assert all("mesh axis 'pp'" in text or "came to call 2" in text for text in said), found
     assert any("micro-batch" in text and "stage" in text for text in said), found
+
+
+def _raises(name: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    case, parallel = module(name, mesh, 4, "1f1b", 0)
+    args, kwargs = case.batch(0)
+    kwargs = {key: value.clone() for key, value in kwargs.items()}
+    kwargs["input_ids"][5, 1] = 10**6  # the third micro-batch, on every rank: only the first stage looks it up
+    parallel(*args, **kwargs)
+
+
+def test_a_stage_that_raises_says_which_and_the_others_end() -> None:
+    """The ranks that read the index say where and when; those that wait for them say for what."""
+    found = ranks.outcomes(4, _raises, "GPT-2", timeout_seconds=120.0)
+    errors = [outcome.error for outcome in found]
+    raised = [error for error in errors if isinstance(error, IndexError)]
+    assert raised, found
+    for error in raised:
+        assert "in the forward of stage 0, micro-batch 2" in error.__notes__, error.__notes__
+    waited = [str(error) for error in errors if not isinstance(error, IndexError)]
+    assert len(waited) == 2
+    assert all("of micro-batch 2, from stage 0 to stage 1" in text for text in waited), waited
+    assert all("IndexError" in text for text in waited), waited
