@@ -244,3 +244,58 @@ def test_a_stage_that_raises_says_which_and_the_others_end() -> None:
     assert len(waited) == 2
     assert all("of micro-batch 2, from stage 0 to stage 1" in text for text in waited), waited
     assert all("IndexError" in text for text in waited), waited
+
+
+class Layers(torch.nn.Module):
+    """With its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            *(torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.GELU()) for _ in "abcd")
+        )
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.mse_loss(self.layers(x), target)
+
+
+def _beside_pytorchs(schedule: str, micro_batches: int, dtype: torch.dtype) -> tuple[list[str], list[str]]:
+    """Gradients of each step, ours and those of `torch.distributed.pipelining`, of this rank's stage: which differ in a
+    bit, and which there are."""
+    from torch.distributed import pipelining
+
+    model, group = Layers().to(dtype), dist.group.WORLD
+    mine = ("layers.0", "layers.1") if dist.get_rank() == 0 else ("layers.2", "layers.3")
+    part = torch.nn.Sequential(*(copy.deepcopy(model.get_submodule(name)) for name in mine))
+    stage = pipelining.PipelineStage(part, dist.get_rank(), 2, torch.device("cpu"), group=group)
+    kind = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}[schedule]
+    theirs = kind(stage, micro_batches, loss_fn=torch.nn.functional.mse_loss)
+    batches = [tuple(torch.randn(2, 16, 3, 16).to(dtype)) for _ in range(STEPS)]
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    pins = {name: {"pp": int(name >= "layers.2")} for name, _ in model.named_modules() if name.count(".") == 1}
+    options = {"schedule": schedule, "micro_batches": micro_batches, "constraints": pins}
+    parallel = autopar.parallelize(model, mesh, batches[0], cluster="dgx-h100", **options)
+    assert parallel.plan.pipeline is not None and len(parallel.plan.pipeline.cuts) == 1
+    own = dict(parallel.named_parameters())
+    names = [f"{name}.{k}" for name, layer in zip(mine, part, strict=True) for k, _ in layer.named_parameters()]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (parallel, part)]
+    differing = []
+    for x, target in batches:
+        parallel(x, target).backward()
+        theirs.step(*([x] if dist.get_rank() == 0 else []), **({"target": target} if dist.get_rank() else {}))
+        pairs = zip(names, part.parameters(), strict=True)
+        differing += [name for name, p in pairs if not torch.equal(own[name].grad.to_local(), p.grad)]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return differing, names
+
+
+@pytest.mark.parametrize(("schedule", "micro_batches"), [("gpipe", 4), ("1f1b", 8)])
+def test_gradients_are_those_of_pytorchs_own_runtime_to_the_last_bit(schedule: str, micro_batches: int) -> None:
+    """Powers of two, so that dividing by the batch at once or by micro-batches rounds alike."""
+    for differing, names in ranks.run(
+        2, _beside_pytorchs, schedule, micro_batches, torch.float32, timeout_seconds=120.0
+    ):
+        assert len(names) == 4
+        assert not differing
