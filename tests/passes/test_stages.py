@@ -174,6 +174,30 @@ def test_a_loss_is_that_of_the_whole_batch() -> None:
         torch.testing.assert_close(found.gradients[target], gradient, rtol=1e-9, atol=1e-12)
 
 
+def test_experts_without_a_loss_that_balances_them() -> None:
+    """As `transformers` has them by default; the balancing loss needs the means over all micro-batches first."""
+    case = zoo.case("Mixtral", 3)
+    with pytest.raises(ValueError, match="needs all micro-batches of a step at once"):
+        in_time(case, 4, MESHES[1]).cut(4, 0)
+    case.model.config.output_router_logits = False
+    made = in_time(case, 4, MESHES[1])
+    assert difference(made.piped(made.cut(4, 5), schedules.zb_v(2, 2)), made.whole()) < 1e-12
+
+
+def test_skips_of_a_u_net_pass_over_stages() -> None:
+    import unet
+
+    batch = unet.batches(1, 6, 16)[0]
+    case = Case(model=unet.UNet((8, 16, 24), "group"), batch=lambda step: ((), batch))
+    made = in_time(case, 4, {"pp": 3, "dp": 2})
+    cut = made.cut(4, 3)
+    assert any(m.target > m.source + 1 for m in cut.messages)
+    found = made.piped(cut, schedules.one_f_one_b(4, 3))
+    result = eager(in_dtype(case, torch.float64))
+    for target, gradient in result.gradients.items():
+        torch.testing.assert_close(found.gradients[target], gradient, rtol=1e-9, atol=1e-12)
+
+
 def test_a_cut_that_is_no_place_of_forward() -> None:
     made = planned("GPT-2", 0)
     places = [node.serves for node in made.program.forward if node.serves]
