@@ -271,8 +271,9 @@ class Kinds:
             if not (node.collective == "all_reduce" and node.args[1] == "sum" and (is_end or is_count)):
                 raise ValueError(
                     f"{node.module or 'the model'} needs all micro-batches of a step at once ({node.op} for "
-                    f"{node.serves}), and a pipeline has one after the other: take a layer that treats each sample "
-                    f"alone, as LayerNorm and GroupNorm do, or a mesh without stages"
+                    f"{node.serves}), and a pipeline has one after the other: take a layer or loss that treats each "
+                    f"sample alone (LayerNorm and GroupNorm do; batch norm, and losses that balance experts or compare "
+                    f"samples, do not), or a mesh without stages"
                 )
         for o in self.program.outputs:
             if o.role == "update" or (o.role == "mutation" and o.name in self.varying):
