@@ -61,16 +61,17 @@ class _Constraint:
         return f"{self.pattern!r}: {self.axis}={'R' if self.dim is None else f'S({self.dim})'}"
 
 
-def _parsed(space: Space, pattern: str, axis: str, text: str) -> _Constraint:
+def _parsed(space: Space, pattern: str, axis: str, text: str | int) -> _Constraint:
     if axis not in space.axes:
         raise ValueError(
             f"constraint {pattern!r} is about mesh axis {axis!r}{nearest(axis, space.axes)}, and the mesh has "
             f"{', '.join(space.axes)}"
         )
-    match = re.fullmatch(r"R|S\((\d+)\)", text)
+    match = re.fullmatch(r"R|S\((\d+)\)", text) if isinstance(text, str) else None
     if match is None:
         raise ValueError(
-            f"constraint {pattern!r}: {axis}={text!r} is no placement: give R (replicated) or S(d) (dim d split)"
+            f"constraint {pattern!r}: {axis}={text!r} is no placement: give R (replicated) or S(d) (dim d split); a "
+            f"number is a stage, on an axis of stages"
         )
     return _Constraint(pattern, axis, None if text == "R" else int(match[1]))
 

@@ -398,8 +398,8 @@ def in_turn(devices: tuple[int, ...], micro_batches: int) -> Schedule:
 
 
 def register_schedule(schedule: Scheduler, *, replace: bool = False) -> None:
-    """Adds a way to schedule. Raises ValueError for what is none, and for a name that is taken unless it is to
-    `replace` that one."""
+    """Adds a `schedule`, by a name under which plans may ask for it. Raises ValueError for what is none, and for a name
+    that is taken unless it is to `replace` that one."""
     SCHEDULES.add(schedule, replace=replace)
 
 

@@ -123,7 +123,7 @@ def test_the_keywords_of_verbs_are_the_fields_of_a_request() -> None:
         ("memory_limit_bytes", float("nan"), "memory_limit_bytes is nan"),
         ("constraints", ["x"], "constraints is ['x'] (list): give placements on mesh axes by name"),
         ("constraints", {"x": "R"}, "constraint 'x' is 'R' (str): give a placement for an axis"),
-        ("constraints", {"x": {"a": 3}}, "constraint 'x': 'a'=3 is no placement"),
+        ("constraints", {"x": {"a": 3}}, "constraint 'x': a=3 is no placement"),
         ("constraints", {3: {}}, "constraint 3 is no name"),
         ("optimizer", None, "optimizer is None: give a name"),
         ("solver", None, "unknown solver None"),
