@@ -58,8 +58,14 @@ class StageRun(Generic[V]):
 
     def __post_init__(self) -> None:
         number = self.stage.number
-        self.sent = {m.name for m in self.staged.messages if m.source == number}
-        self.units = units(self.stage, self.sent)
+        self.messages = [m for m in self.staged.messages if m.source == number]
+        self.units = units(self.stage, {m.name for m in self.messages})
+        of_kind = {FORWARD: self.units.forward, INPUTS: self.units.inputs, WEIGHTS: self.units.weights}
+        later = {kind: list(of_kind.values())[k + 1 :] for k, kind in enumerate(of_kind)}
+        self.parts = {
+            kind: (program, {i.name for left in later[kind] for i in left.inputs}) for kind, program in of_kind.items()
+        }
+        """Of each kind, what is run, and what of its values the kinds behind it read."""
 
     def begin(self) -> None:
         """Forgets the last step."""
@@ -78,20 +84,18 @@ class StageRun(Generic[V]):
         named = {total: totals[str(part)] for total, part in zip(self.stage.totals, parts, strict=True)}
         self.once |= self._run(self.units.counted, named, 0)
 
-    def run(self, action: Action, received: Mapping[str, V]) -> dict[str, V]:
+    def run(self, action: Action, received: Mapping[str, V]) -> dict[Message, V]:
         """Does a unit, given what others sent for it, and returns what it sends."""
         k = action.micro_batch
         kept = self.kept[k]
         kept |= received
-        sent: dict[str, V] = {}
+        sent: dict[Message, V] = {}
         for kind in (INPUTS, WEIGHTS) if action.kind == BACKWARD else (action.kind,):
-            program = {FORWARD: self.units.forward, INPUTS: self.units.inputs, WEIGHTS: self.units.weights}[kind]
+            program, wanted = self.parts[kind]
             made = self._run(program, kept, k)
             self._add(self.sums, {name: made[name] for name in self.stage.summed if name in made})
             self.results[k] |= {name: made[name] for name in self.returned if name in made}
-            sent |= {name: made[name] for name in self.sent if name in made}
-            left = {FORWARD: (self.units.inputs, self.units.weights), INPUTS: (self.units.weights,), WEIGHTS: ()}[kind]
-            wanted = {i.name for later in left for i in later.inputs}
+            sent |= {message: made[message.name] for message in self.messages if message.name in made}
             self.kept[k] = kept = {name: value for name, value in (kept | made).items() if name in wanted}
         if not kept:
             del self.kept[k]
@@ -186,10 +190,8 @@ def simulate_pipeline(
             if action.kind not in UNITS:
                 continue
             received = {m.name: sent.pop((m, action.micro_batch)) for m in needs(staged, action)}
-            made = stages[action.stage].run(action, received)
-            for message in staged.messages:
-                if message.source == action.stage and message.name in made:
-                    sent[message, action.micro_batch] = made[message.name]
+            for message, value in stages[action.stage].run(action, received).items():
+                sent[message, action.micro_batch] = value
     for handed in staged.sums:
         stages[handed.target].sums[handed.name] = stages[handed.source].sums[handed.name]
     return _together(staged, stages, tolerance)

@@ -255,9 +255,8 @@ class StageRanks:
                     error.add_note(f"in the {NAMES[action.kind]} of stage {action.stage}, micro-batch {k}")
                     raise
                 del received
-                for message in self.staged.messages:
-                    if message.source == action.stage and message.name in made:
-                        there[message, k] = partial(made.__getitem__, message.name)
+                for message, value in made.items():
+                    there[message, k] = partial(_there, value)
 
     def _rows(self, stage: StageRun[torch.Tensor]) -> dict[Result, torch.Tensor]:
         """What the model returns of each micro-batch, put together."""
@@ -267,6 +266,10 @@ class StageRanks:
                 parts = [stage.results[k][o.name] for k in range(self.staged.micro_batches)]
                 found[o.role, o.target] = joined(parts, o.layout, o.meta.shape, mesh, self.coordinate)
         return found
+
+
+def _there(value: torch.Tensor) -> torch.Tensor:
+    return value
 
 
 NAMES = {FORWARD: "forward", BACKWARD: "backward", INPUTS: "gradients of inputs", WEIGHTS: "gradients of weights"}
