@@ -76,16 +76,17 @@ class Pipelined:
             if o.meta is not None
         }
 
-    def is_dropped(self, o: ProgramOutput) -> bool:
-        """Whether nobody keeps what a step returns of each micro-batch: where it has a backward, the loss is what
+    @cached_property
+    def dropped(self) -> frozenset[Result]:
+        """What a step returns of each micro-batch, and nobody keeps: where it has a backward, the loss is what
         counts."""
-        if not self.trains or o.role != "output":
-            return False
+        if not self.trains:
+            return frozenset()
         if self.staged.micro_batches == 1:
-            return o.meta is not None and bool(o.meta.shape)
-        return any(
-            (o.role, o.target) == (i.role, i.target) and i.meta for s in self.staged.stages for i in s.step.outputs
-        )
+            found = [o for o in self.staged.program.outputs if o.meta is not None and o.meta.shape]
+        else:
+            found = [o for stage in self.staged.stages for o in stage.step.outputs if o.meta is not None]
+        return frozenset((o.role, o.target) for o in found if o.role == "output")
 
     @cached_property
     def trains(self) -> bool:
@@ -181,7 +182,11 @@ class StageRanks:
         """What is done, each with what it carries, or waits for."""
 
     def _kept(self, stage: PipelineStage) -> set[str]:
-        return {str(o.name) for o in stage.step.outputs if o.meta is not None and not self.pipelined.is_dropped(o)}
+        return {
+            str(o.name)
+            for o in stage.step.outputs
+            if o.meta is not None and (o.role, o.target) not in self.pipelined.dropped
+        }
 
     def _given(self, name: str, micro_batch: int) -> torch.Tensor:
         return self.given[name]
@@ -262,7 +267,7 @@ class StageRanks:
         """What the model returns of each micro-batch, put together."""
         mesh, found = self.staged.program.mesh, dict[Result, torch.Tensor]()
         for o in stage.stage.step.outputs:
-            if o.name is not None and o.meta is not None and not self.pipelined.is_dropped(o):
+            if o.name is not None and o.meta is not None and (o.role, o.target) not in self.pipelined.dropped:
                 parts = [stage.results[k][o.name] for k in range(self.staged.micro_batches)]
                 found[o.role, o.target] = joined(parts, o.layout, o.meta.shape, mesh, self.coordinate)
         return found
@@ -330,7 +335,7 @@ def pipeline_executable(
 
     def shared(o: ProgramOutput, made: Mapping[Result, torch.Tensor]) -> torch.Tensor | None:
         source = pipelined.sources.get((o.role, o.target))
-        if source is None or o.meta is None or pipelined.is_dropped(o):
+        if source is None or o.meta is None or (o.role, o.target) in pipelined.dropped:
             return None
         value = made.get((o.role, o.target))
         if value is None:
