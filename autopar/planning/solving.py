@@ -9,7 +9,7 @@ from autopar.passes.space.choices import SiteChoice
 from autopar.passes.space.problem import Allowed, Assignment, ProblemBuilder
 from autopar.solve.effort import Effort, Meter, Purse
 from autopar.solve.pricing import priced_at
-from autopar.solve.problem import Problem, Score, Solution, evaluate, in_runs
+from autopar.solve.problem import Infeasible, Problem, Score, Solution, evaluate, in_runs
 from autopar.solve.solvers import TooWide, solve
 
 
@@ -53,6 +53,9 @@ class Solves:
         self.is_wide = False
         """Whether recomputation made a problem at a price too wide: the next ones are solved without it."""
         self.solved: dict[Question, Solved] = {}
+        self.unfit: dict[Question, tuple[float, float, str]] = {}
+        """Of a question without its limit: the largest limit that nothing keeps, the work of finding that, and what it
+        says."""
 
     def __call__(
         self,
@@ -79,11 +82,19 @@ class Solves:
         question = (options, solver, price, bytes_limit, bounded, narrow, last_resort)
         solved = self.solved.get(question)
         if solved is None or not solved.is_of(purse.left):
+            unlimited = (*question[:3], None, *question[4:])
+            least, work, why = self.unfit.get(unlimited, (0.0, 0.0, ""))
+            if bytes_limit is not None and bytes_limit <= least and work <= purse.left:
+                raise Infeasible(why)
             meter = Meter(most=purse.left, effort=self.effort)
             try:
                 solved = self._solve(allowed, solver, price, bytes_limit, bounded, narrow, last_resort, meter)
             except TooWide:
                 purse.spend(meter.done)
+                raise
+            except Infeasible as error:
+                if bytes_limit is not None and not meter.is_cut:
+                    self.unfit[unlimited] = max(bytes_limit, least), meter.done, str(error)
                 raise
             solved = replace(solved, work=meter.done, cut_at=meter.most if meter.is_cut else None)
             self.solved[question] = solved

@@ -69,6 +69,9 @@ _ATOMS = frozenset({
 })  # fmt: skip
 """Types of constants, which are compared by value."""
 
+_DATA = _ATOMS | {tuple, list, dict, set, frozenset, torch.Tensor}
+"""Types of what is compared on a class of torch's or of Python's library, to which anyone may add it."""
+
 _CODE = (
     type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, property, staticmethod, classmethod,
     types.GetSetDescriptorType, types.MemberDescriptorType, types.MethodDescriptorType, types.WrapperDescriptorType,
@@ -97,6 +100,7 @@ def look(modules: Mapping[str, nn.Module], loss_fn: Any = None, reads: Reads | N
             if (numpy := sys.modules.get("numpy")) is not None:
                 walk.reach("numpy.random", numpy.random.rand.__self__)
             walk.reach("torch.get_rng_state()", torch.default_generator)
+        walk.class_of(nn.Parameter)
         for path, module in modules.items():
             walk.module(path, module)
         for name, value in {**({} if loss_fn is None else {"loss_fn": loss_fn}), **global_hooks()}.items():
@@ -242,11 +246,11 @@ class _Walk:
             self.ledger.tokens[path] = REGISTERED
             return
         owner = next((cls for cls in type(value).__mro__ if name in vars(cls)), None)
-        if owner is nn.Module:
+        if owner is nn.Module and type(vars(owner)[name]) not in _DATA:
             return
         for mapping in (vars(value), *(registries if owner is None else ())):
             self.held(path, functools.partial(dict.get, mapping, name, ABSENT))
-        if owner is not None and (not is_library_module(owner.__module__) or type(vars(owner)[name]) in _ATOMS):
+        if owner is not None and (not is_library_module(owner.__module__) or type(vars(owner)[name]) in _DATA):
             self._class_attribute(owner, name)
 
     def notes(self, path: str, tensor: torch.Tensor) -> None:
@@ -291,15 +295,18 @@ class _Walk:
     def class_of(self, cls: type) -> None:
         """Methods of a class and its bases, and data, as far as reached code names them."""
         for base in [*cls.__mro__, *type.mro(type(cls))]:
-            if id(base) in self.seen or is_library_module(base.__module__):
+            library = is_library_module(base.__module__)
+            if id(base) in self.seen or (library and _is_native(base)):
                 continue
             self.seen[id(base)] = base.__name__
             kept = dict(vars(base))
-            if self.reads is None:
-                self.contents(base.__name__, base)
-            else:
+            if self.reads is not None:
                 self.entry(base.__name__, vars(base).__len__)
+            elif not library:
+                self.contents(base.__name__, base)
             for name, held in kept.items():
+                if library and type(held) not in _DATA:
+                    continue
                 then = functools.partial(self._class_attribute, base, name, isinstance(held, _CODE))
                 if not name.startswith("__"):
                     self.when_named(name, then)
@@ -342,12 +349,18 @@ class _Walk:
         if self.reads is not None and not library and (id(namespace), "", False) not in self.compared:
             self.compared.add((id(namespace), "", False))
             self.entry(prefix, namespace.__len__)  # what code asks for may not be there yet
+            if inside and (answers := namespace.get("__getattr__")) is not None:  # for names that the module has not
+                self.reach(f"{prefix}__getattr__", answers)
         # no code can say `@name`: instruments write such globals beside a person's (pytest, to explain an assert)
         for name in sorted(filter(str.isidentifier, names & namespace.keys())):
             held, key = namespace[name], (id(namespace), name, False)
             if isinstance(held, types.ModuleType):
                 if not library and held.__name__.startswith(inside):
                     self.namespace(f"{prefix}{name}.", vars(held), names, f"{held.__name__}.")
+                    self.class_of(type(held))  # a module may be of a class of a person's
+                    for of, value in vars(held).items() if type(held) is not types.ModuleType else ():
+                        if type(value) in _ATOMS and isinstance(of, str) and not of.startswith("__"):
+                            self.when_named(of, functools.partial(self.item, f"{prefix}{name}.{of}", vars(held), of))
             elif key not in self.compared and (type(held) in _ATOMS or not library):
                 self.compared.add(key)
                 if not (isinstance(held, type) and is_library_module(held.__module__)):

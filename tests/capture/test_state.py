@@ -1376,6 +1376,40 @@ def test_what_is_changed_between_calls_is_what_runs(mesh: DeviceMesh, what: str)
     assert_equal(Knobs(), mesh, change=CHANGES[what])
 
 
+class Answering(types.ModuleType):
+    """A Python module whose class answers for it."""
+
+    tau = 1.0
+
+    @property
+    def now(self) -> float:
+        return self.tau
+
+
+answered = {"gain": 1.0}
+lazy, answering = types.ModuleType("lazy"), Answering("answering")
+vars(lazy)["__getattr__"] = lambda name: answered[name]
+
+ANSWERS: dict[str, tuple[Callable[[], float], Callable[[float], None]]] = {
+    "a function of a module": (lambda: lazy.gain, lambda value: answered.update(gain=value)),
+    "a property of a module": (lambda: answering.now, lambda value: setattr(Answering, "tau", value)),
+    "a property of a module, its own": (lambda: answering.now, lambda value: setattr(answering, "tau", value)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", ANSWERS)
+def test_what_a_python_module_answers_is_compared(mesh: DeviceMesh, what: str) -> None:
+    read, change = ANSWERS[what]
+
+    class Reading(Base):
+        def beside(self, h: torch.Tensor) -> torch.Tensor:
+            return h * read()
+
+    change(1.0)
+    assert_equal(Reading(), mesh, change=lambda step, model: change(1.0 + step))
+    vars(answering).pop("tau", None)
+
+
 def noted() -> None:
     """A function on which people note things."""
 
@@ -1393,6 +1427,9 @@ UNSET: dict[str, tuple[Any, Callable[[Any], float]]] = {
     "of a class, by a name that is put together": (Config, lambda _: getattr(Config, "la" + "te", 1.0)),
     "of a class, tried": (Config, lambda _: _tried()),
     "of the module's class": (Base, lambda model: getattr(model, "late", 1.0)),
+    "of a class of torch's": (nn.Linear, lambda model: getattr(model.layer, "late", 1.0)),
+    "of the class of all modules": (nn.Module, lambda model: getattr(model, "late", 1.0)),
+    "of the class of tensors": (torch.Tensor, lambda model: getattr(model.layer.weight, "late", 1.0)),
     "of Python's module": (sys.modules[__name__], lambda _: getattr(sys.modules[__name__], "late", 1.0)),
     "of the globals": (sys.modules[__name__], lambda _: globals().get("late", 1.0)),
 }
