@@ -17,7 +17,7 @@ from autopar.ir.layout import Shape
 from autopar.ir.program import Program
 from autopar.ir.schedule import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action, Schedule
 from autopar.ops import lockstep
-from autopar.passes.lower.stages import TIME, Half, Message, PipelineStage, Staged, Units, units
+from autopar.passes.lower.stages import TIME, Half, Message, PipelineStage, Staged, Units, adding, units
 
 from .simulate import Simulated, assemble, coordinates, given_to_ranks
 
@@ -27,12 +27,23 @@ UNITS = (FORWARD, BACKWARD, INPUTS, WEIGHTS)
 
 
 class Machine(Protocol[V]):
-    """What runs a program's forward on values by name, for a micro-batch, and adds a part to a total, in its memory if
-    that is `owned`."""
+    """What runs a program's forward on values by name, for a micro-batch, and takes them as it reads them."""
 
-    def run(self, unit: Program, values: Mapping[str, V], micro_batch: int) -> dict[str, V]: ...
+    def run(self, unit: Program, values: dict[str, V], micro_batch: int) -> dict[str, V]: ...
 
-    def add(self, total: V, part: V, *, owned: bool) -> V: ...
+
+@dataclass(frozen=True)
+class Part:
+    """A unit, and one that adds what is summed of it to sums: name -> what the sum is called as its input, and as its
+    output."""
+
+    unit: Program
+    adding: Program
+    totals: Mapping[str, tuple[str, str]]
+
+    @staticmethod
+    def of(unit: Program, summed: Collection[str], others: Collection[str] = ()) -> Part:
+        return Part(unit, *adding(unit, summed, others))
 
 
 @dataclass(eq=False)
@@ -47,10 +58,8 @@ class StageRun(Generic[V]):
     returned: Collection[str]
     units: Units = field(init=False)
     once: dict[str, V] = field(default_factory=dict)
-    """What holds for the whole step: parameters of other stages, and what is counted."""
+    """What holds for the whole step: parameters of other stages, what is counted, and what is gathered once."""
     sums: dict[str, V] = field(default_factory=dict)
-    owned: set[str] = field(default_factory=set)
-    """Totals in memory of their own."""
     kept: dict[int, dict[str, V]] = field(default_factory=lambda: defaultdict(dict))
     """Of each micro-batch, what backward will read."""
     results: dict[int, dict[str, V]] = field(default_factory=lambda: defaultdict(dict))
@@ -62,27 +71,28 @@ class StageRun(Generic[V]):
         self.units = units(self.stage, {m.name for m in self.messages})
         of_kind = {FORWARD: self.units.forward, INPUTS: self.units.inputs, WEIGHTS: self.units.weights}
         later = {kind: list(of_kind.values())[k + 1 :] for k, kind in enumerate(of_kind)}
+        self.wanted = {kind: {i.name for left in later[kind] for i in left.inputs} for kind in of_kind}
+        """Of each kind of unit, what of its values the kinds behind it read."""
+        others = {*self.returned, *(m.name for m in self.messages)}
         self.parts = {
-            kind: (program, {i.name for left in later[kind] for i in left.inputs}) for kind, program in of_kind.items()
+            kind: Part.of(unit, self.stage.summed, others | self.wanted[kind]) for kind, unit in of_kind.items()
         }
-        """Of each kind, what is run, and what of its values the kinds behind it read."""
+        self.counts = Part.of(self.units.counts, [str(o.name) for o in self.units.counts.outputs])
 
     def begin(self) -> None:
         """Forgets the last step."""
-        self.once, self.sums, self.owned = {}, {}, set()
+        self.once, self.sums = {}, {}
         self.kept, self.results = defaultdict(dict), defaultdict(dict)
 
     def count(self) -> None:
-        """Counts all micro-batches."""
-        if not self.stage.totals:
-            return
+        """Counts all micro-batches, and computes what is done once before them."""
         totals: dict[str, V] = {}
-        for micro_batch in range(self.staged.micro_batches):
-            self._add(totals, self._run(self.units.counts, {}, micro_batch))
-        self.owned.clear()
-        parts = [o.name for o in self.units.counts.outputs]
-        named = {total: totals[str(part)] for total, part in zip(self.stage.totals, parts, strict=True)}
-        self.once |= self._run(self.units.counted, named, 0)
+        for micro_batch in range(self.staged.micro_batches) if self.stage.totals else ():
+            self._run(self.counts, {}, micro_batch, totals)
+        parts = [str(o.name) for o in self.units.counts.outputs]
+        named = {total: totals[part] for total, part in zip(self.stage.totals, parts, strict=True)}
+        counted = self.units.counted
+        self.once |= self.machine.run(counted, {i.name: self._value(i.name, named, 0) for i in counted.inputs}, 0)
 
     def run(self, action: Action, received: Mapping[str, V]) -> dict[Message, V]:
         """Does a unit, given what others sent for it, and returns what it sends."""
@@ -91,9 +101,8 @@ class StageRun(Generic[V]):
         kept |= received
         sent: dict[Message, V] = {}
         for kind in (INPUTS, WEIGHTS) if action.kind == BACKWARD else (action.kind,):
-            program, wanted = self.parts[kind]
-            made = self._run(program, kept, k)
-            self._add(self.sums, {name: made[name] for name in self.stage.summed if name in made})
+            wanted = self.wanted[kind]
+            made = self._run(self.parts[kind], kept, k, self.sums)
             self.results[k] |= {name: made[name] for name in self.returned if name in made}
             sent |= {message: made[message.name] for message in self.messages if message.name in made}
             self.kept[k] = kept = {name: value for name, value in (kept | made).items() if name in wanted}
@@ -102,24 +111,29 @@ class StageRun(Generic[V]):
         return sent
 
     def finish(self) -> dict[str, V]:
-        """What is done once, behind the last micro-batch: outputs, mutations and gradients."""
-        return self._run(self.units.rest, self.sums, 0)
+        """What is done once, behind the last micro-batch: outputs, mutations and gradients. Sums go as they are
+        read."""
+        sums, rest = self.sums, self.units.rest
+        given = {i.name: sums.pop(i.name) if i.name in sums else self._value(i.name, {}, 0) for i in rest.inputs}
+        return self.machine.run(rest, given, 0)
 
-    def _run(self, program: Program, values: Mapping[str, V], micro_batch: int) -> dict[str, V]:
-        def value(name: str) -> V:
-            if name in values:
-                return values[name]
-            return self.once[name] if name in self.once else self.given(name, micro_batch)
+    def _run(self, part: Part, values: Mapping[str, V], micro_batch: int, sums: dict[str, V]) -> dict[str, V]:
+        """What a unit makes of a micro-batch. What is summed of it is in the sums instead."""
+        begun = {before: sums.pop(name) for name, (before, _) in part.totals.items() if name in sums}
+        unit = part.adding if begun else part.unit
+        given = {
+            i.name: begun.pop(i.name) if i.name in begun else self._value(i.name, values, micro_batch)
+            for i in unit.inputs
+        }
+        made = self.machine.run(unit, given, micro_batch)
+        for name, (_, after) in part.totals.items():
+            sums[name] = made.pop(after) if unit is part.adding else made[name]
+        return made
 
-        return self.machine.run(program, {i.name: value(i.name) for i in program.inputs}, micro_batch)
-
-    def _add(self, totals: dict[str, V], parts: Mapping[str, V]) -> None:
-        for name, part in parts.items():
-            if name in totals:
-                totals[name] = self.machine.add(totals[name], part, owned=name in self.owned)
-                self.owned.add(name)
-            else:
-                totals[name] = part
+    def _value(self, name: str, values: Mapping[str, V], micro_batch: int) -> V:
+        if name in values:
+            return values[name]
+        return self.once[name] if name in self.once else self.given(name, micro_batch)
 
 
 def needs(staged: Staged, action: Action) -> list[Message]:
@@ -142,16 +156,13 @@ class SimulatedStage:
 
     mesh: Shape
 
-    def run(self, unit: Program, values: Mapping[str, Shards], micro_batch: int) -> dict[str, Shards]:
+    def run(self, unit: Program, values: dict[str, Shards], micro_batch: int) -> dict[str, Shards]:
         others = coordinates(self.mesh[TIME + 1 :])
         ranks = {(micro_batch, *at): {name: shards[at] for name, shards in values.items()} for at in others}
         for instruction in unit.forward:
             lockstep.run(instruction, self.mesh, ranks)
         names = [o.name for o in unit.outputs if o.name is not None]
         return {name: {at: ranks[micro_batch, *at][name] for at in others} for name in names}
-
-    def add(self, total: Shards, part: Shards, *, owned: bool) -> Shards:
-        return {at: value + part[at] for at, value in total.items()}
 
 
 @torch.no_grad()

@@ -103,18 +103,15 @@ class RankMachine:
         self.units: dict[int, tuple[Program, bool]] = {}
         """By identity: a unit, and whether it differs by micro-batch."""
 
-    def run(self, unit: Program, values: Mapping[str, torch.Tensor], micro_batch: int) -> dict[str, torch.Tensor]:
+    def run(self, unit: Program, values: dict[str, torch.Tensor], micro_batch: int) -> dict[str, torch.Tensor]:
         _, differs = self.units.get(id(unit)) or self.units.setdefault(
             id(unit), (unit, any(map(tells_time, unit.forward)))
         )
         key = id(unit), micro_batch if differs else 0
         if key not in self.compiled:
             self.compiled[key] = self.compile(unit, (key[1], *self.coordinate))
-        results, _ = self.compiled[key].forward([values[i.name] for i in unit.inputs])
+        results, _ = self.compiled[key].forward([values.pop(i.name) for i in unit.inputs])
         return {str(o.name): value for o, value in zip(unit.outputs, results, strict=True) if value is not None}
-
-    def add(self, total: torch.Tensor, part: torch.Tensor, *, owned: bool) -> torch.Tensor:
-        return total.add_(part) if owned else total + part
 
 
 class StageLine:

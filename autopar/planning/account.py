@@ -12,7 +12,7 @@ from typing import TypeVar
 from autopar.files.kinds import Count
 from autopar.ir.layout import Layout
 from autopar.ir.program import COLLECTIVES
-from autopar.passes.space.choices import REGATHER, Policy
+from autopar.passes.space.choices import KEEP, REGATHER, Policy
 from autopar.passes.space.items import (
     ACTIVATIONS,
     COMPUTE,
@@ -224,6 +224,11 @@ def parameter_layouts(space: Space, assignment: Assignment) -> Iterator[tuple[st
     for i in space.graph.inputs:
         if i.role == "parameter":
             yield (i.target, *layouts[i.name])
+
+
+def held(space: Space, assignment: Assignment) -> set[str]:
+    """The parameters that are gathered once, and kept."""
+    return {name for name, _, _, policy in parameter_layouts(space, assignment) if policy == KEEP}
 
 
 def _placements(space: Space, assignment: Assignment) -> Iterator[tuple[Region, Decisions, Mapping[str, str]]]:

@@ -8,10 +8,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
-from autopar.cost.optimizers import Optimizer
+from autopar.ir.graph import WAIT
 from autopar.ir.layout import local_meta
-from autopar.ir.program import Program
+from autopar.ir.program import LAYOUT, Program
+from autopar.ops.kinds import ADD
+from autopar.passes.lower.hold import gathered
 from autopar.passes.lower.stages import Kinds, unstacked
+from autopar.passes.space.space import Space
 from autopar.solve.cuts import Chain
 from autopar.solve.schedules import StageCost
 
@@ -67,11 +70,17 @@ class ForwardPieces:
 
 
 def pieces(
-    program: Program, seconds: Mapping[str, float], optimizer: Optimizer, wanted: Collection[int] = ()
+    program: Program,
+    seconds: Mapping[str, float],
+    space: Space,
+    held: Collection[str],
+    wanted: Collection[int] = (),
 ) -> ForwardPieces:
-    """The pieces of a program whose first axis is time, given the seconds of its operators by their first results.
-    Places `wanted` are among those where they begin. Raises ValueError as `stages.staged`."""
-    return _Pieces(Kinds(unstacked(program)), seconds, optimizer).pieces(wanted)
+    """The pieces of a program whose first axis is time, given the seconds of its operators by their first results, and
+    the parameters that are held as they are gathered. Places `wanted` are among those where they begin. Raises
+    ValueError as `stages.staged`."""
+    kinds = Kinds(unstacked(program))
+    return _Pieces(kinds, seconds, space, gathered(kinds.program, held) - kinds.varying).pieces(wanted)
 
 
 @dataclass(eq=False)
@@ -81,7 +90,9 @@ class _Pieces:
 
     kinds: Kinds
     seconds: Mapping[str, float]
-    optimizer: Optimizer
+    space: Space
+    gathered: Collection[str]
+    """What is gathered once, before the first micro-batch."""
     first: dict[str, int] = field(default_factory=dict)
     last: dict[str, int] = field(default_factory=dict)
     """Value that a parameter leads to -> the first and the last place of forward that makes or reads it."""
@@ -113,7 +124,9 @@ class _Pieces:
         forward, once, rest, held, change = [*zero], [*zero], [*zero], [*zero], [*zero, 0.0]
         for place, node in enumerate(self.program.forward):
             at = place if kinds.is_of_stage(node) else self.first.get(node.name, place)
-            forward[at] += self.seconds.get(node.name, 0.0)
+            (once if node.name in self.gathered else forward)[at] += self.seconds.get(node.name, 0.0)
+            if node.name in self.gathered and node.op not in LAYOUT:
+                rest[at] += self.metas[node.name].bytes * (node.op != WAIT)
             for name in filter(None, node.outputs) if kinds.is_of_stage(node) else ():
                 change[place + 1] += self.metas[name].bytes
                 change[self.last.get(name, place) + 1] -= self.metas[name].bytes
@@ -123,10 +136,11 @@ class _Pieces:
         for i in self.program.inputs:
             if i.role == "parameter":
                 own = local_meta(i.meta, i.layout, mesh)
-                states = self.optimizer.bytes(own) if i.target in trained else 0
+                states = self.space.optimizer.bytes(own) if i.target in trained else 0
                 rest[self.first.get(i.name, 0)] += own.bytes + states
-        summed = {name for n in self.program.backward if n.name in kinds.tail for name in n.inputs}
-        for name in summed - kinds.summed:
+        ends = [n for n in self.program.backward if n.name in kinds.tail]
+        summed = {name for n in ends for name in n.inputs}.difference(*(n.outputs for n in ends))
+        for name in summed:
             rest[self.back.get(name, 0)] += self.metas[name].bytes
         starts = self._starts(list(accumulate(change[:-1])), forward, wanted)
         inputs, weights, kept = [0.0] * len(starts), [0.0] * len(starts), [0.0] * len(starts)
@@ -142,6 +156,11 @@ class _Pieces:
             else:
                 weights[piece] += seconds
                 late |= {kinds.viewed(name): piece for name in node.inputs}
+        device = self.space.cluster.device
+        for name in summed:
+            meta = self.metas[name]
+            piece = bisect_right(starts, self.back.get(name, 0)) - 1
+            weights[piece] += device.operator_seconds(ADD, [meta, meta], [meta], 0.0)
         for base, piece in late.items():
             kept[piece] += self.metas[base].bytes if base in kinds.varying and base in kinds.trained else 0
 

@@ -46,7 +46,7 @@ from autopar.solve.effort import Effort
 from autopar.solve.problem import Infeasible, Score
 from autopar.solve.schedules import SCHEDULES, PipelineCosts, Scheduler, scheduled
 
-from .account import Account, account
+from .account import Account, account, held
 from .bound import least_step_seconds
 from .constraints import Pins, matches, pins
 from .description import Subject
@@ -386,8 +386,9 @@ class Pipelines:
         fewer the later its stage, and of which stages before `recomputed` keep the less."""
         copies = [again for number in range(len(assignment.copies)) for again in assignment.again(number)]
         part = sum(copies) / max(1, len(copies))
-        kept = account(on.space, replace(assignment, recompute=())).activation_bytes if part else items.activation_bytes
-        less = (items.activation_bytes - (1 - part) * kept) / part if part else kept
+        of_all = account(on.space, replace(assignment, recompute=())) if part else items
+        held, kept = (of.activation_bytes / on.space.in_flight for of in (items, of_all))
+        less = (held - (1 - part) * kept) / part if part else kept
         shares = [min(1.0, max(0.0, part * self.devices - k)) for k in range(self.devices)]
         flights = [min(on.training.micro_batches, self.devices - k) for k in range(self.devices)]
         resting: float = items.parameter_bytes + items.gradient_bytes + items.optimizer_bytes
@@ -398,7 +399,7 @@ class Pipelines:
         ]  # outside of layers, where a stage has one of those that are large
         resting += (self.devices - 1) * max(apart, default=0.0) - sum(apart) + max(apart, default=0.0)
         most = max(n * (share * less + (1 - share) * kept) for n, share in zip(flights, shares, strict=True))
-        return (resting + max(most, items.gradient_bytes)) / self.devices  # at the end, sums and what they reduce to
+        return (resting + most) / self.devices
 
     def _within(self, look: Look, request: Request, limit: float) -> Iterator[Look]:
         """An assignment of which a device needs no more than the limit, if there is one near another: with parameters
@@ -453,7 +454,7 @@ class Pipelines:
         """The best stages of an assignment that keep the limit, if any do."""
         on = look.on
         program = on.writer.plain(look.solved.assignment)
-        parts, spans = self._pieces(on, program, request)
+        parts, spans = self._pieces(look, program, request)
         beyond = [0.0] * self.devices
         for _ in range(TRIES):
             found = [*self._made(look, request, parts, spans, program, limit, beyond)]
@@ -501,7 +502,7 @@ class Pipelines:
         few_cuts = CUT if len(program.nodes) < WORK else 1
         for cuts in list(dict.fromkeys(cuts for _, cuts, _, _ in found))[:few_cuts]:
             names = tuple(parts.names[at] for at in cuts)
-            of_stages = self.figures(on, program, names)
+            of_stages = self.figures(look, program, names)
             best: Made | None = None
             for seconds, other, row, chunks in found:
                 if len(other) == len(cuts) and (best is None or seconds < CLOSE * found[0][0]):
@@ -528,8 +529,9 @@ class Pipelines:
             limit_bytes=math.inf if limit is None else limit - made.step.figures.inputs,
         )  # fmt: skip
 
-    def figures(self, on: StagePlanner, program: Program, names: Sequence[str]) -> Figures:
-        cut_up = on.seconds.timed("stages", staged, program, names)
+    def figures(self, look: Look, program: Program, names: Sequence[str]) -> Figures:
+        on = look.on
+        cut_up = on.seconds.timed("stages", staged, program, names, held(on.space, look.solved.assignment))
         return on.seconds.timed("units", figures, cut_up, on.space, on.operators, on.kind_of_device)
 
     def _schedules(self, request: Request, is_pinned: bool, most: int) -> Iterator[tuple[Scheduler, int]]:
@@ -561,12 +563,13 @@ class Pipelines:
 
     # ---- pins of stages
 
-    def _pieces(self, on: StagePlanner, program: Program, request: Request) -> tuple[ForwardPieces, list[Span] | None]:
+    def _pieces(self, look: Look, program: Program, request: Request) -> tuple[ForwardPieces, list[Span] | None]:
         """The pieces of a program, and where cuts may be so that modules are on the stages that they are pinned to."""
+        on, kept = look.on, held(look.on.space, look.solved.assignment)
         seconds = on.seconds.timed("prices", alone_seconds, program, on.cluster, on.operators)
         pinned = self._pinned(program, request)
         wanted = {at for first, last, _, _ in pinned for at in (first, last + 1)}
-        parts: ForwardPieces = on.seconds.timed("pieces", pieces, program, seconds, on.space.optimizer, wanted)
+        parts: ForwardPieces = on.seconds.timed("pieces", pieces, program, seconds, on.space, kept, wanted)
         if not pinned:
             return parts, None
         spans = [[1, len(parts.names) - 1] for _ in range(self.devices - 1)]
@@ -620,7 +623,7 @@ class Pipelines:
                 f"the plan has {len(said.cuts)} cuts, and {said.chunks} stages on each of {self.devices} devices: give "
                 f"{said.chunks * self.devices - 1}"
             )
-        of_stages = self.figures(on, on.writer.plain(solved.assignment), tuple(said.cuts))
+        of_stages = self.figures(look, on.writer.plain(solved.assignment), tuple(said.cuts))
         first = "1f1b" if said.chunks == 1 else "interleaved"
         schedule = said.schedule if said.schedule != "searched" else first
         run = scheduled(schedule, self.devices, said.micro_batches, chunks=said.chunks)

@@ -126,7 +126,7 @@ class Planner:
         check_autocast(self.captured, self.captured_for, self.cluster, kind)
         check_kernels(graph, kind)
         space: Space = self.seconds.run(SPACE, graph, mesh, self.cluster, self.segments, self.optimizer)
-        self.space = replace(space, **self.training.setting)
+        self.space = replace(space, **self.training.setting, stages=self.mesh[self.axis] if self.axis else 1)
         self.writer = Writer(self.space, self.memory, self.seconds)
         self.operators = self.writer.operators
         self._gather()

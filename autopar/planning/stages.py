@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autopar.cluster.collectives import collective_seconds
@@ -19,7 +19,7 @@ from autopar.files.kinds import Count, Size
 from autopar.ir.layout import local_meta
 from autopar.ir.program import Program
 from autopar.ir.schedule import Edge, Schedule
-from autopar.passes.lower.stages import PipelineStage, Staged, Units, units
+from autopar.passes.lower.stages import PipelineStage, Staged, Units, adding, units
 from autopar.passes.space.space import Space
 from autopar.solve.schedules import PipelineCosts, StageCost
 
@@ -226,11 +226,13 @@ class _Stage:
         ]
         parameters = sum(local_meta(i.meta, i.layout, space.mesh).bytes for i in self.own)
         parameters += sum(self.metas[h.name].bytes for h in self.staged.parameters if h.target == self.stage.number)
+        parameters += self._bytes((str(o.name) for o in u.counted.outputs), (u.counted,))  # gathered once
         states = sum(map(space.optimizer.bytes, trained))
         sums = sum(self.metas[name].bytes for name in self.stage.summed)
         moved = sum(map(space.optimizer.moved_bytes, trained))
         updating = space.cluster.device.optimizer_seconds(space.optimizer.name, moved) if moved else 0.0
-        lines = [timeline(unit, space.cluster, self.operators) for unit in (u.forward, u.inputs, u.weights)]
+        parts = (u.forward, u.inputs, u.weights)
+        lines = [timeline(adding(p, self.stage.summed)[0], space.cluster, self.operators) for p in parts]
         held = self._bytes({i.name for unit in (u.inputs, u.weights) for i in unit.inputs}, (u.forward,))
         kept = self._bytes({i.name for i in u.weights.inputs}, (u.forward, u.inputs))
         working = max(0, self._working(u.forward) - held, self._working(u.inputs), self._working(u.weights))
@@ -247,7 +249,7 @@ class _Stage:
             states=states,
             sums=sums,
             working=working,
-            finishing=max(self._working(u.rest), copies),
+            finishing=max(self._working(u.rest) - sums, copies),  # sums go as they are reduced
         )  # fmt: skip
 
     def _seconds(self, unit: Program) -> float:
@@ -268,5 +270,10 @@ class _Stage:
         """The most bytes that a unit has beside what it is given."""
         if not unit.forward:
             return 0
-        found = moments(unit, NOTHING, self.device_type, self.operators.placements)
-        return max(sum(moment.parts) for moment in found) - min(moment.parts[0] + moment.parts[3] for moment in found)
+        summed = [self.metas[o.name].bytes for o in unit.outputs if o.name in self.stage.summed]
+        others = tuple(
+            o for o in unit.outputs if o.name not in self.stage.summed
+        )  # which are added up as they are made
+        found = moments(replace(unit, outputs=others), NOTHING, self.device_type, self.operators.placements)
+        given = min(moment.parts[0] + moment.parts[3] for moment in found)
+        return max(sum(moment.parts) for moment in found) - given + max(summed, default=0)

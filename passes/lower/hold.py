@@ -9,6 +9,7 @@ step. From a program come two:
 What backward gathers again, it gathers in each micro-batch.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from autopar.ir.graph import Node
@@ -28,11 +29,11 @@ class Held:
 
 def held(program: Program) -> Held:
     """The program in two forms, for the first micro-batch of a step and for the others."""
-    gathered = _gathered(program)
-    rest = [node for node in program.forward if not gathered.issuperset(filter(None, node.outputs))]
+    values = gathered(program)
+    rest = [node for node in program.forward if not values.issuperset(filter(None, node.outputs))]
     wanted = {*program.saved, *(o.name for o in program.outputs if not o.backward)}
     wanted.update(name for node in rest for name in node.inputs)
-    names = tuple(name for node in program.forward for name in node.outputs if name in gathered & wanted)
+    names = tuple(name for node in program.forward for name in node.outputs if name in values & wanted)
     results = (*(o.name for o in program.outputs if not o.backward), *program.saved)
     everywhere = (Replicate(),) * len(program.mesh)
     given = tuple(
@@ -46,11 +47,13 @@ def held(program: Program) -> Held:
     )
 
 
-def _gathered(program: Program) -> set[str]:
-    """Values of forward that parameters alone lead to, by way of a collective."""
+def gathered(program: Program, of: Collection[str] | None = None) -> set[str]:
+    """Values of forward that parameters alone lead to, by way of a collective: all parameters, or those `of` these
+    names."""
     written = {o.target for o in program.outputs if o.role in ("mutation", "update")}
-    known = {i.name for i in program.inputs if i.role == "parameter" and i.target not in written}
-    gathered: set[str] = set()
+    parameters = {i.name: i.target for i in program.inputs if i.role == "parameter"}
+    known = {name for name, target in parameters.items() if target not in written and (of is None or target in of)}
+    found: set[str] = set()
 
     def is_known(node: Node) -> bool:
         return bool(node.inputs) and known.issuperset(node.inputs)
@@ -59,6 +62,6 @@ def _gathered(program: Program) -> set[str]:
         if is_known(node):
             names = [name for name in node.outputs if name]
             known.update(names)
-            if node.collective or not gathered.isdisjoint(node.inputs):
-                gathered.update(names)
-    return gathered
+            if node.collective or not found.isdisjoint(node.inputs):
+                found.update(names)
+    return found

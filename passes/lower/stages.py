@@ -5,7 +5,8 @@ lies in time: each holds a part of the batch, and what is added up over that axi
 a step equals that of the whole batch by construction: a mean divides by the count of all labels, and a random number
 is that of its global index. What a program computes falls into kinds:
 
-- *constant*: the same in all micro-batches, such as casts of parameters; a stage computes what of it it reads;
+- *constant*: the same in all micro-batches, such as casts of parameters; a stage computes what of it it reads, each
+  time, or once, if a parameter is *held* as it is gathered;
 - *free*: of a micro-batch, and of no parameter (masks, positions); a stage computes what of it it reads;
 - *counted*: what micro-batches read of all of them, such as how many labels there are: sums of free values, added up
   before the first micro-batch;
@@ -26,16 +27,17 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from autopar.ir.emitter import Emitter
-from autopar.ir.graph import WAIT, InputRole, Node, OutputRole, Ref, map_references, producers, readers
-from autopar.ir.layout import Replicate
+from autopar.ir.graph import WAIT, InputRole, Node, OutputRole, Ref, TensorMeta, map_references, producers, readers
+from autopar.ir.layout import Replicate, Shape
 from autopar.ir.program import LAYOUT, Program, ProgramInput, ProgramOutput, RankIndex
 from autopar.ir.rewrite import living, needed, reading
 from autopar.ir.schedule import Edge
 from autopar.ops.apart import APART
-from autopar.ops.kinds import SELECT, STACK
+from autopar.ops.kinds import ADD, SELECT, STACK
 from autopar.ops.traced import Traced
 
 from .accumulate import is_linear, tail
+from .hold import gathered
 
 TIME = 0
 """The mesh axis that lies in time."""
@@ -76,7 +78,8 @@ class PipelineStage:
 
     `step` is run of every micro-batch, forward and backward. Among its outputs are what it sends, what the model
     returns of a micro-batch, and what is `summed`. `counts` gives what of a micro-batch is counted, before the first
-    one, and `counted` what micro-batches read of the sums, which are its inputs called `totals`. `rest` is run once, on
+    one, and `counted` what micro-batches read that is computed once before them: of parameters that are held, and of
+    the sums, which are its inputs called `totals`. `rest` is run once, on
     sums under the names of what they add up: its forward gives outputs and mutations, its backward gradients.
     """
 
@@ -107,11 +110,12 @@ class Staged:
         return self.program.mesh[TIME]
 
 
-def staged(program: Program, cuts: Sequence[str]) -> Staged:
+def staged(program: Program, cuts: Sequence[str], held: Collection[str] = ()) -> Staged:
     """The program, whose first axis is time, in stages. Each but the first begins with the operator that serves a node
-    of a cut, or is empty ("", or the same as the next one). Raises ValueError where micro-batches need one another in
-    the midst of a step, or a cut is no place of forward."""
-    return _Cutter(unstacked(program), tuple(cuts)).staged()
+    of a cut, or is empty ("", or the same as the next one). What forward gathers of `held` parameters is gathered once,
+    before the first micro-batch. Raises ValueError where micro-batches need one another in the midst of a step, or a
+    cut is no place of forward."""
+    return _Cutter(unstacked(program), tuple(cuts), held).staged()
 
 
 def cuts_by(program: Program, homes: Mapping[str, int], stages: int) -> tuple[str, ...]:
@@ -303,12 +307,12 @@ class Kinds:
 class _Cutter(Kinds):
     """Cuts one program."""
 
-    def __init__(self, program: Program, cuts: tuple[str, ...]) -> None:
+    def __init__(self, program: Program, cuts: tuple[str, ...], held: Collection[str] = ()) -> None:
         super().__init__(program)
+        self.early |= {n.name for n in program.forward if n.name in gathered(program, held) - self.varying}
         self.cuts, self.numbers = cuts, range(len(cuts) + 1)
         self.given = {i.name: i for i in program.inputs}
         self.tangents = {i.name for i in program.inputs if i.role == "tangent"}
-        self.everywhere = (Replicate(),) * len(program.mesh)
         self.parameters = {i.target: i.name for i in program.inputs if i.role == "parameter"}
         self.stage_of: dict[str, int] = {}
         self._place_forward()
@@ -446,7 +450,7 @@ class _Cutter(Kinds):
         guests = {
             Handed(name=i.name, source=self.homes[i.name], target=stage.number): None
             for stage in stages
-            for program in (stage.step, stage.rest)
+            for program in (stage.step, stage.counted, stage.rest)
             for i in program.inputs
             if i.role == "parameter" and self.homes[i.name] != stage.number
         }
@@ -553,6 +557,7 @@ class _Cutter(Kinds):
         """The program of own nodes that hands on values of its halves, and has results of the whole, with what these
         need of what is computed where it is read: `once`, of what does not vary. Of sums, it reads what they add up
         under its name, but for `entries`."""
+        metas, mesh = self.program.metas, self.program.mesh
         totals = {name: of for name, of in self.totals.items() if once and name not in entries}
         chosen = {node.name for node in own if node.name not in self.totals}
 
@@ -583,15 +588,15 @@ class _Cutter(Kinds):
         return replace(
             self.program,
             inputs=(
-                *(self.given.get(name) or self._received(name, "input") for name in reads),
-                *(self.given.get(name) or self._received(name, "tangent") for name in behind),
+                *(self.given.get(name) or _within(name, "input", metas, mesh) for name in reads),
+                *(self.given.get(name) or _within(name, "tangent", metas, mesh) for name in behind),
             ),
             forward=forward,
             backward=backward,
             saved=tuple(name for name in late if name in reads or name in made),
             outputs=(
-                *(self._handed(name, "output") for name in forward_handed),
-                *(self._handed(name, "gradient") for name in backward_handed),
+                *(_result(name, mesh) for name in forward_handed),
+                *(_result(name, mesh, "gradient") for name in backward_handed),
                 *results,
             ),
         )
@@ -599,19 +604,13 @@ class _Cutter(Kinds):
     def _is_placed(self, node: Node) -> bool:
         return node.name in self.stage_of or node.name in self.early
 
-    def _received(self, name: str, role: InputRole) -> ProgramInput:
-        """What comes from another stage, or from sums, as this rank has it."""
-        return ProgramInput(name=name, role=role, target=name, meta=self.program.metas[name], layout=self.everywhere)
-
-    def _handed(self, name: str, role: OutputRole) -> ProgramOutput:
-        return ProgramOutput(name=name, role=role, target=name, meta=None, layout=self.everywhere)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Units:
     """What a stage runs, each a program whose forward alone counts, and which gives what others need: `counts` and
     `forward` of a micro-batch; backward in two parts, `inputs`, which leads to what is sent, and `weights`; and
-    `counted` and `rest` once a step."""
+    `counted` and `rest` once a step. In all micro-batches but the first, what is summed is added up as it is made
+    (`adding`)."""
 
     counts: Program
     counted: Program
@@ -645,23 +644,63 @@ def units(stage: PipelineStage, sent: Collection[str]) -> Units:
     )
 
 
+def adding(
+    program: Program, summed: Collection[str], others: Collection[str] = ()
+) -> tuple[Program, dict[str, tuple[str, str]]]:
+    """A unit that adds what it makes of what is summed to sums that it is given, as soon as it is made; and of each
+    what the sum is called as an input, and as an output. What it made itself is returned to `others` alone."""
+    emitter = Emitter(metas=dict(program.metas), mesh=program.mesh)
+    parts = [o.name for o in program.outputs if o.name is not None and o.name in summed]
+    totals: dict[str, tuple[str, str]] = {}
+
+    def add(made: Iterable[str]) -> None:
+        for name in made:
+            if name in parts:
+                before = emitter.fresh(name)
+                emitter.metas[before] = emitter.metas[name]
+                totals[name] = before, emitter.emit(ADD, (Ref(name), Ref(before)), emitter.fresh(name), serves=name)
+
+    add(i.name for i in program.inputs)
+    for node in program.forward:
+        emitter.written.append(node)
+        add(node.outputs)
+    return replace(
+        program,
+        inputs=(
+            *program.inputs,
+            *(_within(before, "input", emitter.metas, program.mesh) for before, _ in totals.values()),
+        ),
+        forward=tuple(emitter.written),
+        outputs=(
+            *(o for o in program.outputs if o.name not in totals or o.name in others),
+            *(_result(after, program.mesh) for _, after in totals.values()),
+        ),
+        metas=emitter.metas,
+    ), totals
+
+
+def _within(name: str, role: InputRole, metas: Mapping[str, TensorMeta], mesh: Shape) -> ProgramInput:
+    """What a unit is given as this rank has it."""
+    return ProgramInput(name=name, role=role, target=name, meta=metas[name], layout=(Replicate(),) * len(mesh))
+
+
+def _result(name: str, mesh: Shape, role: OutputRole = "output") -> ProgramOutput:
+    """What a unit gives as this rank has it."""
+    return ProgramOutput(name=name, role=role, target=name, meta=None, layout=(Replicate(),) * len(mesh))
+
+
 def unit(program: Program, nodes: Sequence[Node], results: Iterable[str | None]) -> Program:
     """The program of these nodes alone, as a forward."""
     names = [name for name in dict.fromkeys(results) if name is not None]
     kept = living(nodes, names)
     given = {i.name: replace(i, role="input") if i.role == "tangent" else i for i in program.inputs}
-    everywhere = (Replicate(),) * len(program.mesh)
-    metas = program.metas
     return replace(
         program,
         inputs=tuple(
-            given.get(name) or ProgramInput(name=name, role="input", target=name, meta=metas[name], layout=everywhere)
-            for name in needed(kept, names)
+            given.get(name) or _within(name, "input", program.metas, program.mesh) for name in needed(kept, names)
         ),
         forward=kept,
         backward=(),
         saved=(),
-        outputs=tuple(
-            ProgramOutput(name=name, role="output", target=name, meta=None, layout=everywhere) for name in names
-        ),
+        outputs=tuple(_result(name, program.mesh) for name in names),
     )

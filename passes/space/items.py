@@ -78,7 +78,7 @@ def parameter_items(setting: Setting, site: Site, layout: Layout) -> Iterator[It
     used = TensorMeta(local.shape, setting.metas[site.makes[0]].dtype)
     yield Item(PARAMETERS, bytes=local.bytes)
     if site.reads:
-        yield Item(GRADIENTS, bytes=local.bytes)
+        yield Item(GRADIENTS, bytes=local.bytes if setting.stages == 1 else 0)
         yield Item(STATES, bytes=optimizer.bytes(local))
         updating = setting.cluster.device.optimizer_seconds(optimizer.name, optimizer.moved_bytes(local))
         yield Item(OPTIMIZER, updating)

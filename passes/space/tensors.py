@@ -15,7 +15,7 @@ from autopar.ir.layout import Layout, Partial, Routed, local_meta
 from autopar.ir.program import COLLECTIVES
 
 from .choices import REGATHER, Policy
-from .items import ACTIVATIONS, COMPUTE, ROUTE, Item, cast_seconds
+from .items import ACTIVATIONS, COMPUTE, GRADIENTS, PARAMETERS, ROUTE, Item, cast_seconds
 from .sites import Option, Recomputed, Region, Site
 from .space import Space
 
@@ -141,18 +141,23 @@ def tensor_items(
         if acquired is None:
             return None
         phases.append(acquired)
-        often = _times(space, moved, acquired, wanted, late=bool(late))
+        is_held = space.holds and not late if space.stages == 1 else policy != REGATHER
+        often = _times(space, moved, acquired, wanted, is_held=is_held)
         for each, times in zip(acquired, often, strict=True):
             route = each.route
             items.append(Item(ROUTE, route.seconds, times=times, steps=route.steps, bucketed=moved.bucketed))
     if moved.cast_from is not None:
         items.append(Item(COMPUTE, _reduction_cast_seconds(space, moved, moved.cast_from, phases)))
-    if moved.kept and (policy != REGATHER or crosses):
+    if (moved.kept or (moved.is_parameter and space.stages > 1)) and (policy != REGATHER or crosses):
         kept = {layout for layout, _ in wanted if layout != produced or not moved.is_parameter}
         size = sum(
             local_meta(moved.meta, layout, space.mesh).bytes for layout in ((produced,) if policy == REGATHER else kept)
         )
-        items.append(Item(ACTIVATIONS, bytes=size))
+        is_resting = moved.is_parameter and space.stages > 1
+        items.append(Item(PARAMETERS, bytes=size) if is_resting else Item(ACTIVATIONS, bytes=size * space.in_flight))
+    if moved.is_gradient and space.stages > 1:
+        computed = TensorMeta(shape, moved.cast_from or moved.meta.dtype)
+        items.append(Item(GRADIENTS, bytes=local_meta(computed, produced, space.mesh).bytes))
     return items
 
 
@@ -162,18 +167,18 @@ def _made_items(space: Space, moved: MovedKind, layouts: frozenset[Layout]) -> l
         return None
     kept = sum(local_meta(moved.meta, layout, space.mesh).bytes for layout in layouts) if moved.kept else 0
     seconds = space.making.seconds(moved.made, layouts) * space.micro_batches
-    return [Item(COMPUTE, seconds / moved.copies), Item(ACTIVATIONS, bytes=kept / moved.copies)]
+    return [Item(COMPUTE, seconds / moved.copies), Item(ACTIVATIONS, bytes=kept * space.in_flight / moved.copies)]
 
 
 def _times(
-    space: Space, moved: MovedKind, phase: Sequence[Acquired], wanted: Sequence[tuple[Layout, bool]], *, late: bool
+    space: Space, moved: MovedKind, phase: Sequence[Acquired], wanted: Sequence[tuple[Layout, bool]], *, is_held: bool
 ) -> tuple[int, ...]:
-    """How often in a step each layout of a tensor is acquired, in backward alone if `late`: in each micro-batch,
-    but for gradients of parameters, and for what is held: all that forward reads, and what that comes from."""
+    """How often in a step each layout of a tensor is acquired: in each micro-batch, but for gradients of parameters,
+    and, of parameters of which forward's gathers are held, for all that forward reads, and what that comes from."""
     if moved.is_gradient or space.micro_batches == 1:
         return (1,) * len(phase)
     held: set[Layout] = set()
-    if space.holds and moved.is_parameter and not late:
+    if is_held and moved.is_parameter:
         held.update(layout for layout, backward in wanted if not backward)
         for item in reversed(phase):
             held.update([item.source] if item.layout in held else [])

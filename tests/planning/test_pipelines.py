@@ -18,6 +18,7 @@ from torch import nn
 
 import autopar
 from autopar.cost.streams import alone_seconds
+from autopar.planning.account import held
 from autopar.planning.pieces import ForwardPieces, pieces
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
@@ -83,20 +84,21 @@ def parts_of_gpt2() -> tuple[Planner, ForwardPieces]:
     made = made.in_time(plan.training.micro_batches)
     program = made.program(plan)
     seconds = alone_seconds(program, made.cluster, made.operators)
-    return made, pieces(program, seconds, made.space.optimizer)
+    return made, pieces(program, seconds, made.space, held(made.space, made.assignment(plan)))
 
 
 def test_stages_take_what_their_pieces_were_estimated_to_take() -> None:
     made, parts = parts_of_gpt2()
     _, plan = planned()
     program = made.program(plan)
+    few = 5 * made.cluster.device.seconds_per_op  # operators at a border may be of either stage
     for cuts in ([5], [12, 20], [3, 9, 24]):
         costs, _ = parts.costs(cuts)
-        stages = made.pipelines.figures(made, program, [parts.names[k] for k in cuts]).stages
+        stages = made.pipelines.figures(made.pipelines.again(plan).look, program, [parts.names[k] for k in cuts]).stages
         for cost, stage in zip(costs, stages, strict=True):
-            assert stage.cost.forward_seconds == pytest.approx(cost.forward_seconds, rel=0.2)
+            assert stage.cost.forward_seconds == pytest.approx(cost.forward_seconds, rel=0.2, abs=few)
             whole = stage.cost.inputs_seconds + stage.cost.weights_seconds
-            assert whole == pytest.approx(cost.inputs_seconds + cost.weights_seconds, rel=0.2)
+            assert whole == pytest.approx(cost.inputs_seconds + cost.weights_seconds, rel=0.2, abs=few)
 
 
 def test_the_cut_of_a_plan_has_the_shortest_longest_stage_of_all() -> None:
