@@ -263,8 +263,14 @@ def parallelize(
         if padding is not None and not isinstance(padding, Padding):
             raise ValueError(f"padding is {padding!r}: give an autopar.Padding, or None")
         if plan is not None:
+            plan.training.check_asked(request)
             request = plan.training.asked_by(request)
         if plan is not None and plan.pipeline is not None:
+            if request.schedule not in (AUTO, plan.pipeline.schedule):
+                raise ValueError(
+                    f"schedule is {request.schedule!r}, and the plan that was given has {plan.pipeline.schedule!r}: "
+                    f"leave it out, or plan with it"
+                )
             request = replace(request, pipeline=plan.pipeline.axis)
         padder = None if padding is None else Padder(padding, model)
         if padder is not None:

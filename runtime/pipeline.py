@@ -33,7 +33,7 @@ class Machine(Protocol[V]):
 
 
 @dataclass(frozen=True)
-class Part:
+class SummedUnit:
     """A unit, and one that adds what is summed of it to sums: name -> what the sum is called as its input, and as its
     output."""
 
@@ -42,8 +42,8 @@ class Part:
     totals: Mapping[str, tuple[str, str]]
 
     @staticmethod
-    def of(unit: Program, summed: Collection[str], others: Collection[str] = ()) -> Part:
-        return Part(unit, *adding(unit, summed, others))
+    def of(unit: Program, summed: Collection[str], others: Collection[str] = ()) -> SummedUnit:
+        return SummedUnit(unit, *adding(unit, summed, others))
 
 
 @dataclass(eq=False)
@@ -75,9 +75,9 @@ class StageRun(Generic[V]):
         """Of each kind of unit, what of its values the kinds behind it read."""
         others = {*self.returned, *(m.name for m in self.messages)}
         self.parts = {
-            kind: Part.of(unit, self.stage.summed, others | self.wanted[kind]) for kind, unit in of_kind.items()
+            kind: SummedUnit.of(unit, self.stage.summed, others | self.wanted[kind]) for kind, unit in of_kind.items()
         }
-        self.counts = Part.of(self.units.counts, [str(o.name) for o in self.units.counts.outputs])
+        self.counts = SummedUnit.of(self.units.counts, [str(o.name) for o in self.units.counts.outputs])
 
     def begin(self) -> None:
         """Forgets the last step."""
@@ -117,7 +117,7 @@ class StageRun(Generic[V]):
         given = {i.name: sums.pop(i.name) if i.name in sums else self._value(i.name, {}, 0) for i in rest.inputs}
         return self.machine.run(rest, given, 0)
 
-    def _run(self, part: Part, values: Mapping[str, V], micro_batch: int, sums: dict[str, V]) -> dict[str, V]:
+    def _run(self, part: SummedUnit, values: Mapping[str, V], micro_batch: int, sums: dict[str, V]) -> dict[str, V]:
         """What a unit makes of a micro-batch. What is summed of it is in the sums instead."""
         begun = {before: sums.pop(name) for name, (before, _) in part.totals.items() if name in sums}
         unit = part.adding if begun else part.unit

@@ -14,7 +14,7 @@ from autopar.ir.graph import TensorMeta
 from autopar.ir.layout import Layout, Replicate, Shape, Split, local_meta, owned_digits, owned_indices
 from autopar.ir.program import Program, ProgramOutput
 from autopar.ir.schedule import BACKWARD, FORWARD, INPUTS, RECEIVE, SEND, WEIGHTS, Action, Schedule, with_transfers
-from autopar.passes.lower.stages import TIME, Handed, Message, PipelineStage, Staged, tells_time
+from autopar.passes.lower.stages import TIME, Handed, Message, PipelineStage, Staged, check_loss, tells_time
 
 from .agree import watched
 from .execute import Executable, Groups
@@ -36,7 +36,8 @@ class Pipelined:
 
     @staticmethod
     def of(staged: Staged, units: Schedule) -> Pipelined:
-        """By a schedule of units, of which those count that the program has."""
+        """By a schedule of units, of which those count that the program has. Raises ValueError as `check_loss`."""
+        check_loss(staged.program)
         trains = any(stage.step.backward for stage in staged.stages)
         kinds = UNITS if trains else (FORWARD,)
         orders = tuple(tuple(action for action in order if action.kind in kinds) for order in units.orders)
@@ -87,6 +88,13 @@ class Pipelined:
         else:
             found = [o for stage in self.staged.stages for o in stage.step.outputs if o.meta is not None]
         return frozenset((o.role, o.target) for o in found if o.role == "output")
+
+    @cached_property
+    def is_narrow(self) -> bool:
+        """Whether backward computes in float16."""
+        metas = self.staged.program.metas
+        made = (name for node in self.staged.program.backward for name in node.outputs if name)
+        return self.trains and any(metas[name].dtype == torch.float16 for name in made)
 
     @cached_property
     def trains(self) -> bool:
@@ -174,6 +182,8 @@ class StageRanks:
         }
         self.names = [i.name for i in self.staged.program.inputs if i.role != "tangent"]
         self.given: dict[str, torch.Tensor] = {}
+        self.seed = 1.0
+        """The gradient of the loss with which backward begins."""
         orders = pipelined.schedule.orders[number]
         self.plan = [(action, self._messages(action)) for action in orders]
         """What is done, each with what it carries, or waits for."""
@@ -199,7 +209,8 @@ class StageRanks:
         self.given = dict(zip(self.names, values, strict=True))
         for i in self.staged.program.inputs:
             if i.role == "tangent":
-                self.given[i.name] = torch.ones(self.metas[i.name].shape, dtype=i.meta.dtype, device=self.line.device)
+                shape, device = self.metas[i.name].shape, self.line.device
+                self.given[i.name] = torch.full(shape, self.seed, dtype=i.meta.dtype, device=device)
         for stage in self.stages.values():
             stage.begin()
         for handed in self.staged.parameters:
@@ -320,9 +331,10 @@ def pipeline_executable(
     pipelined: Pipelined, coordinate: Shape, groups: Groups, device: torch.device, compile: Compile
 ) -> Executable:
     """What runs a pipeline on this rank: `forward` runs the whole step, with backward for a loss whose gradient is 1,
-    and gives what comes of that to `backward`, which scales it. All ranks get what a step returns once; what it returns
-    of each micro-batch, they get where there is no backward, and is None else. A gradient of a parameter that other
-    devices hold has no elements."""
+    and gives what comes of that to `backward`, which scales it. In float16, where small gradients would be lost before
+    they are scaled, it begins with the gradient that the last loss had, and runs again if the loss has another one. All
+    ranks get what a step returns once; what it returns of each micro-batch, they get where there is no backward, and is
+    None else. A gradient of a parameter that other devices hold has no elements."""
     outside, homes, group = pipelined.outside, pipelined.homes, groups[TIME]
     assert group is not None, "a pipeline has two devices at least"
     line = StageLine(group, outside.axes[TIME], device)
@@ -349,20 +361,37 @@ def pipeline_executable(
             return torch.empty(0, dtype=o.meta.dtype, device=device)
         return shared(o, made) if o.target not in homes else value
 
+    def gradients(made: Mapping[Result, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        return tuple(g for o in trained if (g := gradient(o, made)) is not None) if pipelined.trains else ()
+
+    written = {o.target for o in outside.outputs if o.role == "mutation"}
+    named = [i for i in outside.inputs if i.role != "tangent"]
+
     @torch.no_grad()
     def forward(values: list[torch.Tensor]) -> Any:
         step = [*values]
         values.clear()
+        again: tuple[torch.Tensor, ...] = ()
+        if pipelined.is_narrow:
+            inputs = (x.clone() if i.target in written else x for i, x in zip(named, step, strict=True))
+            again = (*inputs, torch.tensor(ranks.seed))
         made = ranks.step(step)
-        saved = tuple(g for o in trained if (g := gradient(o, made)) is not None) if pipelined.trains else ()
-        return tuple(shared(o, made) for o in given), saved
+        return tuple(shared(o, made) for o in given), (*gradients(made), *again)
 
     @torch.no_grad()
     def backward(values: list[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
         *saved, tangent = values
         values.clear()
+        count = sum(o.name is not None for o in trained)
+        if pipelined.is_narrow:
+            *step, seed = saved[count:]
+            if (wanted := float(tangent)) != float(seed):
+                ranks.seed = wanted
+                saved[:count] = gradients(ranks.step(step))
+        else:
+            saved = [value * tangent for value in saved]  # which another backward of this call would read
         waiting = iter(saved)
-        return tuple(None if o.name is None else next(waiting).mul_(tangent) for o in trained)
+        return tuple(None if o.name is None else next(waiting) for o in trained)
 
     source = "\n".join(str(action) for action in pipelined.schedule.orders[coordinate[TIME]])
     return Executable(program=outside, coordinate=coordinate, source=source, forward=forward, backward=backward)

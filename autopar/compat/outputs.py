@@ -113,7 +113,7 @@ class Absent(torch.Tensor):
         found = next(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Absent))
         raise ValueError(
             f"{vars(found)['_path']} is not kept in a training step of a pipeline, which computes it micro-batch by "
-            f"micro-batch: call the module in eval() or under torch.no_grad(), or compute with it in loss_fn="
+            f"micro-batch: call the module under torch.no_grad(), or compute with it in loss_fn="
         )
 
     def __repr__(self) -> str:  # type: ignore[override]

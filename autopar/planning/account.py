@@ -23,10 +23,12 @@ from autopar.passes.space.items import (
     ROUTE,
     STATES,
     Item,
-    site_items,
+    operand_layouts,
+    operator_items,
+    parameter_items,
 )
 from autopar.passes.space.problem import Assignment, Decisions
-from autopar.passes.space.sites import Recomputed, Region, Site
+from autopar.passes.space.sites import Option, Recomputed, Region, Site
 from autopar.passes.space.space import Space
 from autopar.passes.space.tensors import root_tensors, tensor_items
 
@@ -168,7 +170,7 @@ def _region_items(
     options = [space.decided(site, decisions[site.name]) for site in sites]
     for site, option in zip(sites, options, strict=True):
         times = 1 if site.kind == "parameter" else space.micro_batches * (1 + (site.name in repeated.operators))
-        for item in site_items(space, site, option):
+        for item in _site_items(space, site, option):
             yield site.name, site, item._replace(times=times)
     for tensor in root_tensors(region, [(option,) for option in options], copies):
         readings, maker = tensor.readings(repeated), sites[tensor.maker]
@@ -181,6 +183,19 @@ def _region_items(
             raise ValueError(f"tensor {tensor.root} cannot be had in the layouts that its readers chose")
         for item in items:
             yield tensor.root, maker, item
+
+
+def _site_items(space: Space, site: Site, option: Option) -> Iterator[Item]:
+    """The items of a site under an option: together its seconds and its bytes."""
+    if site.kind == "parameter":
+        yield from parameter_items(space, site, option.makes[0])
+    elif site.kind == "op" and not site.made:
+        operands = operand_layouts(space, site, option)
+        inside = [
+            i for i in operator_items(space, site, site.rule, operands, option.makes, option.choice) if i.axis >= 0
+        ]
+        yield Item(COMPUTE, option.seconds - sum(item.seconds for item in inside))
+        yield from inside
 
 
 def _parts(space: Space, item: Item) -> Iterator[Item]:

@@ -35,7 +35,7 @@ from autopar.ir.program import Program
 from autopar.ir.schedule import Schedule
 from autopar.passes.capture.captured import Captured
 from autopar.passes.flow import Flow
-from autopar.passes.lower.stages import Kinds, Staged, staged, unstacked
+from autopar.passes.lower.stages import Kinds, Staged, check_loss, staged, unstacked
 from autopar.passes.segments.segment import Segments
 from autopar.passes.space.choices import KEEP, REGATHER, REPLICATED, AxisChoice, SiteChoice
 from autopar.passes.space.problem import Allowed, Assignment, ProblemBuilder
@@ -147,6 +147,10 @@ def axis_of_stages(request: Request, mesh: Mapping[str, int]) -> str:
     if axis and request.compile:
         raise ValueError(
             f"compile is {request.compile!r} with stages on {axis!r}, whose programs run as they are: leave it out"
+        )
+    if axis and request.cost != "analytical":
+        raise ValueError(
+            f"cost is {request.cost!r} with stages on {axis!r}, whose prices are 'analytical': leave it out"
         )
     if axis and axis != next(iter(mesh)):
         raise ValueError(f"axis {axis!r} of stages is not the first of {', '.join(mesh)}: make it the outermost")
@@ -274,8 +278,7 @@ class Pipelines:
             raise ValueError(
                 f"the batch, which stages share, has {planner.batch} sample: give two or more, or a mesh without stages"
             )
-        if request.cost != "analytical":
-            raise ValueError(f"cost is {request.cost!r} with stages on {self.axis!r}, whose prices are 'analytical'")
+        check_loss(planner.captured.graph)
         limit, usable = planner.limit(request), planner.cluster.device.usable_bytes
         best = self._best(request, limit)
         if best is None and request.memory_limit_bytes is None and usable is not None and request.free_part:
@@ -289,6 +292,12 @@ class Pipelines:
             error.smallest_bytes = self.smallest
             raise error
         plan = self.described(best, request, time.perf_counter() - started)
+        assert plan.pipeline is not None
+        if idle := sum(not stage.forward_seconds for stage in plan.pipeline.stages):
+            logger.warning(
+                "%d of the %d stages on %s have nothing to do: %s is quickest so, and fewer stages are as quick",
+                idle, len(plan.pipeline.stages), self.axis, planner.facts.name,
+            )  # fmt: skip
         if request.memory_limit_bytes is not None or usable is None:
             return plan
         return replace(plan, memory_limit_bytes=usable, memory_limit_from="device", headroom=request.free_part)
@@ -538,6 +547,11 @@ class Pipelines:
         """Schedules that are simulated, with the stages that a device holds in each; with stages that are pinned, those
         of one."""
         name = "1f1b" if request.schedule == "searched" else request.schedule
+        if is_pinned and name != AUTO and SCHEDULES.named(name).chunks != 1:
+            raise ValueError(
+                f"schedule {name!r} puts several stages on a device, and constraints on {self.axis!r} pin modules to "
+                f"the one stage of each: leave out one of them"
+            )
         for row in SCHEDULES.values() if name == AUTO else [SCHEDULES.named(name)]:
             if "costs" in row.takes:
                 continue
@@ -618,6 +632,11 @@ class Pipelines:
         assert said is not None
         solved = Solved(on.assignment(plan), Score(seconds=plan.objective_seconds, bytes=0.0), 0.0)
         look = Look(on=on, solved=solved, pinned={})
+        if said.micro_batches != on.training.micro_batches:
+            raise ValueError(
+                f"the plan's stages have {said.micro_batches} micro-batches, and its training has "
+                f"{on.training.micro_batches}: give both the same"
+            )
         if len(said.cuts) != said.chunks * self.devices - 1:
             raise ValueError(
                 f"the plan has {len(said.cuts)} cuts, and {said.chunks} stages on each of {self.devices} devices: give "
@@ -686,7 +705,8 @@ class Pipelines:
             modules = [node.module for node in forward[a:b] if kinds.is_of_stage(node)]
             stages.append(
                 StagePlan(
-                    device=step.run.schedule.devices[number], first=modules[0], last=modules[-1],
+                    device=step.run.schedule.devices[number], first=modules[0] if modules else "",
+                    last=modules[-1] if modules else "",
                     layers=len({name for node in forward[a:b] if (name := self._layer.get(node.serves)) is not None}),
                     forward_seconds=figures.cost.forward_seconds, inputs_seconds=figures.cost.inputs_seconds,
                     weights_seconds=figures.cost.weights_seconds, once_seconds=figures.before + figures.after,

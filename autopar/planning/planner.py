@@ -126,7 +126,8 @@ class Planner:
         check_autocast(self.captured, self.captured_for, self.cluster, kind)
         check_kernels(graph, kind)
         space: Space = self.seconds.run(SPACE, graph, mesh, self.cluster, self.segments, self.optimizer)
-        self.space = replace(space, **self.training.setting, stages=self.mesh[self.axis] if self.axis else 1)
+        in_flight = min(self.mesh[self.axis], self.training.micro_batches) if self.axis else 1
+        self.space = replace(space, **self.training.setting, in_flight=in_flight)
         self.writer = Writer(self.space, self.memory, self.seconds)
         self.operators = self.writer.operators
         self._gather()

@@ -56,6 +56,17 @@ class Training:
         same = {f.name: getattr(self, f.name) for f in fields(self)}
         return replace(request, **same | {"imbalance": self.asked_imbalance, "compile": self.compile or False})
 
+    def check_asked(self, request: Request) -> None:
+        """Raises ValueError where a request asks for something else than a plan that trains so."""
+        asked = Training.of(request)
+        for field in fields(self):
+            theirs, mine = getattr(asked, field.name), getattr(self, field.name)
+            if field.name != "gathers" and theirs not in (field.default, mine):
+                raise ValueError(
+                    f"{field.name} is {theirs!r}, and the plan that was given is for {mine!r}: leave it out, or plan "
+                    f"with it"
+                )
+
     @property
     def asked_imbalance(self) -> float | Load:
         """As a request takes it."""

@@ -24,7 +24,7 @@ def stages(pipeline: Pipeline) -> Iterator[Section]:
         {
             "stage": str(number),
             "device": str(stage.device),
-            "begins with": stage.first or "the model",
+            "begins with": stage.first or ("nothing" if not stage.forward_seconds else "the model"),
             "layers": str(stage.layers),
             "forward_seconds": stage.forward_seconds,
             "inputs_seconds": stage.inputs_seconds,

@@ -27,7 +27,18 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from autopar.ir.emitter import Emitter
-from autopar.ir.graph import WAIT, InputRole, Node, OutputRole, Ref, TensorMeta, map_references, producers, readers
+from autopar.ir.graph import (
+    WAIT,
+    InputRole,
+    JointGraph,
+    Node,
+    OutputRole,
+    Ref,
+    TensorMeta,
+    map_references,
+    producers,
+    readers,
+)
 from autopar.ir.layout import Replicate, Shape
 from autopar.ir.program import LAYOUT, Program, ProgramInput, ProgramOutput, RankIndex
 from autopar.ir.rewrite import living, needed, reading
@@ -118,6 +129,18 @@ def staged(program: Program, cuts: Sequence[str], held: Collection[str] = ()) ->
     return _Cutter(unstacked(program), tuple(cuts), held).staged()
 
 
+def check_loss(of: JointGraph | Program) -> None:
+    """Raises ValueError where backward begins from something else than one number: a pipeline runs forward and backward
+    of a step together, before anybody says what the gradients of several results are."""
+    begins = {i.target: of.metas[i.name].shape for i in of.inputs if i.role == "tangent"}
+    if len(begins) > 1 or any(begins.values()):
+        found = ", ".join(f"{name} {[*shape]}" for name, shape in begins.items())
+        raise ValueError(
+            f"a pipeline begins backward from one number, the loss, and the model returns what gradients may come from "
+            f"as {found}: say which is the loss (loss_fn=lambda output: output[1]), or return the others detached"
+        )
+
+
 def cuts_by(program: Program, homes: Mapping[str, int], stages: int) -> tuple[str, ...]:
     """Where stages begin such that each of the parameters, by name, is first read in the stage that is its home: each
     with what first reads a parameter of it or of a later one, "" where nothing does."""
@@ -194,10 +217,31 @@ def unstacked(program: Program) -> Program:
                 emitter.written.append(reading(node, same))
         return tuple(emitter.written)
 
-    forward, backward = written(program.forward), written(program.backward)
+    forward, backward = _counting_first(program, written(program.forward), written(program.backward))
     outputs = tuple(replace(o, name=same.get(o.name or "", o.name)) for o in program.outputs)
-    saved = tuple(dict.fromkeys(same.get(name, name) for name in program.saved))
+    made = {name for node in forward for name in node.outputs}
+    counts = (name for node in backward for name in node.inputs if name in made)
+    saved = tuple(dict.fromkeys((*(same.get(name, name) for name in program.saved), *counts)))
     return replace(program, forward=forward, backward=backward, outputs=outputs, saved=saved, metas=emitter.metas)
+
+
+def _counting_first(
+    program: Program, forward: tuple[Node, ...], backward: tuple[Node, ...]
+) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
+    """The halves, with what backward alone counts, of what depends on no parameter, at the end of forward."""
+    known = {name for node in forward for name in node.outputs} | {i.name for i in program.inputs if i.role == "input"}
+    trained = {i.name for i in program.inputs if i.role == "parameter"}
+    for node in forward:
+        trained.update(node.outputs if not trained.isdisjoint(node.inputs) else ())
+    free: list[Node] = []
+    for node in backward:
+        if trained.isdisjoint(node.inputs) and known.issuperset(node.inputs):
+            known.update(node.outputs)
+            free.append(node)
+    counted = {node.name for node in free if _in_time(node)}
+    kept = living(free, [n.name for n in free if n.op == WAIT and n.inputs[0] in counted])
+    moved = {node.name for node in kept}
+    return (*forward, *kept), tuple(node for node in backward if node.name not in moved)
 
 
 def _in_time(node: Node) -> bool:

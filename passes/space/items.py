@@ -51,19 +51,6 @@ def total(items: Iterable[Item]) -> tuple[float, float]:
     return seconds, size
 
 
-def site_items(setting: Setting, site: Site, option: Option) -> Iterator[Item]:
-    """The items of a site under an option: together its seconds and its bytes."""
-    if site.kind == "parameter":
-        yield from parameter_items(setting, site, option.makes[0])
-    elif site.kind == "op" and not site.made:
-        operands = operand_layouts(setting, site, option)
-        inside = [
-            i for i in operator_items(setting, site, site.rule, operands, option.makes, option.choice) if i.axis >= 0
-        ]
-        yield Item(COMPUTE, option.seconds - sum(item.seconds for item in inside))
-        yield from inside
-
-
 def operand_layouts(setting: Setting, site: Site, option: Option) -> tuple[Layout, ...]:
     """Layouts of an operator's operands, as it reads them."""
     layouts = (from_root(r.alias.steps, at, setting.mesh) for r, at in zip(site.reads, option.reads, strict=True))
@@ -78,7 +65,7 @@ def parameter_items(setting: Setting, site: Site, layout: Layout) -> Iterator[It
     used = TensorMeta(local.shape, setting.metas[site.makes[0]].dtype)
     yield Item(PARAMETERS, bytes=local.bytes)
     if site.reads:
-        yield Item(GRADIENTS, bytes=local.bytes if setting.stages == 1 else 0)
+        yield Item(GRADIENTS, bytes=local.bytes * (setting.in_flight == 1))
         yield Item(STATES, bytes=optimizer.bytes(local))
         updating = setting.cluster.device.optimizer_seconds(optimizer.name, optimizer.moved_bytes(local))
         yield Item(OPTIMIZER, updating)

@@ -45,9 +45,9 @@ class Setting:
     """Calls of a step, whose gradients are added up and reduced once."""
     holds: bool = False
     """Whether what forward gathers of parameters is kept from one micro-batch to the next."""
-    stages: int = 1
-    """Of a pipeline: so many micro-batches are between their forward and their backward, if there are as many; what
-    forward gathers and keeps is gathered once a step; gradients are added up as they are before they are reduced."""
+    in_flight: int = 1
+    """Micro-batches between their forward and their backward. With several, what forward gathers and keeps is gathered
+    once a step, and gradients are added up as they are before they are reduced."""
     reduced_in: torch.dtype | None = None
     """The dtype in which gradients of parameters are reduced, if not that in which they are computed."""
     load: Load = ()
@@ -57,15 +57,10 @@ class Setting:
     def __post_init__(self) -> None:
         """A setting derived from another one keeps its memo where all that it depends on is the same."""
         machine = self.cluster.device, self.redistributor.links
-        training = self.micro_batches, self.reduced_in, self.stages
+        training = self.micro_batches, self.reduced_in, self.in_flight
         of = self.mesh, machine, self.optimizer, self.metas, training, self.load
         if self.memo.of != of:
             object.__setattr__(self, "memo", Memo(of=of))
-
-    @property
-    def in_flight(self) -> int:
-        """Micro-batches whose activations are there at once."""
-        return min(self.stages, self.micro_batches) if self.stages > 1 else 1
 
     @property
     def has_own_reductions(self) -> bool:

@@ -135,27 +135,28 @@ def tensor_items(
     if moved.made:
         return _made_items(space, moved, frozenset(layout for layout, _ in wanted))
     shape, items, phases = moved.meta.shape, list[Item](), list[tuple[Acquired, ...]]()
+    is_staged = space.in_flight > 1
+    rests = is_staged and moved.is_parameter
     for late, phase in enumerate(((False,), (True,)) if policy == REGATHER else ((False, True),)):
         layouts = frozenset(layout for layout, backward in wanted if backward in phase)
         acquired = space.redistributor.acquire(shape, moved.meta.dtype, produced, layouts, moved.bucketed)
         if acquired is None:
             return None
         phases.append(acquired)
-        is_held = space.holds and not late if space.stages == 1 else policy != REGATHER
+        is_held = policy != REGATHER if is_staged else space.holds and not late
         often = _times(space, moved, acquired, wanted, is_held=is_held)
         for each, times in zip(acquired, often, strict=True):
             route = each.route
             items.append(Item(ROUTE, route.seconds, times=times, steps=route.steps, bucketed=moved.bucketed))
     if moved.cast_from is not None:
         items.append(Item(COMPUTE, _reduction_cast_seconds(space, moved, moved.cast_from, phases)))
-    if (moved.kept or (moved.is_parameter and space.stages > 1)) and (policy != REGATHER or crosses):
+    if (moved.kept or rests) and (policy != REGATHER or crosses):
         kept = {layout for layout, _ in wanted if layout != produced or not moved.is_parameter}
         size = sum(
             local_meta(moved.meta, layout, space.mesh).bytes for layout in ((produced,) if policy == REGATHER else kept)
         )
-        is_resting = moved.is_parameter and space.stages > 1
-        items.append(Item(PARAMETERS, bytes=size) if is_resting else Item(ACTIVATIONS, bytes=size * space.in_flight))
-    if moved.is_gradient and space.stages > 1:
+        items.append(Item(PARAMETERS, bytes=size) if rests else Item(ACTIVATIONS, bytes=size * space.in_flight))
+    if moved.is_gradient and is_staged:
         computed = TensorMeta(shape, moved.cast_from or moved.meta.dtype)
         items.append(Item(GRADIENTS, bytes=local_meta(computed, produced, space.mesh).bytes))
     return items
