@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.compat.collectives import all_gather_single
-from autopar.compat.distributed import local_tensor, whole_mesh
+from autopar.compat.distributed import StageMesh, local_tensor
 from autopar.compat.redistributing import redistributed
 
 from .agree import axis_name, device_of, watched
@@ -64,8 +64,8 @@ def whole_norms(gradients: Sequence[torch.Tensor], order: float, foreach: bool |
 
 def _mesh(gradient: DTensor) -> DeviceMesh:
     """The mesh of all ranks, where only those of a stage hold something."""
-    whole = whole_mesh(gradient.device_mesh)
-    return gradient.device_mesh if whole is None else whole[0]
+    mesh = gradient.device_mesh
+    return mesh.whole if isinstance(mesh, StageMesh) else mesh
 
 
 def _copies(gradient: torch.Tensor, mesh: DeviceMesh) -> tuple[bool, ...]:

@@ -18,6 +18,7 @@ from autopar.compat.distributed import dtensors_of, local_tensor
 from autopar.compat.optimizing import fused_steps_on_shards
 from autopar.compat.outputs import Output, absent_output, split_output, unviewed
 from autopar.compat.redistributing import anomalies_of_shards, full_tensor, redistributed
+from autopar.compat.stages import whole_states_in_stages
 from autopar.compat.tensors import is_real, take_notes
 from autopar.ir.layout import Layout, Replicate, is_chunked, is_even, local_shape, pad
 from autopar.ir.program import Program, ProgramInput, ProgramOutput
@@ -87,6 +88,7 @@ class State:
         """Of a program; or of one in stages, as which it is `pipelined`."""
         fused_steps_on_shards()
         anomalies_of_shards()
+        whole_states_in_stages()
         self.captured, self.program, self.plan, self.mesh = captured, program, plan, mesh
         self.coordinate = coordinate_of(mesh)
         self.device = device_of(mesh)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
 
@@ -110,30 +111,35 @@ def local_tensor(dtensor: DTensor) -> torch.Tensor:
     return dtensor._local_tensor
 
 
-def mesh_of_some(mesh: DeviceMesh, number: int) -> DeviceMesh:
-    """The mesh of the ranks whose coordinate on the first axis is `number`, with the other axes; where there are none,
-    with the first, of one rank. It has the groups of the whole, and none for ranks outside of it. It knows the whole
-    (`whole_mesh`)."""
-    from torch.distributed.device_mesh import DeviceMesh as Mesh
+class StageMesh(DeviceMesh):
+    """The mesh of the ranks of one stage of a pipeline: those with coordinate `number` on the first axis of the `whole`
+    mesh. It differs from a mesh of the same ranks that is no stage's: PyTorch caches what it derives of equal ones."""
 
+    whole: DeviceMesh
+    number: int
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, StageMesh) and super().__eq__(other))
+
+    def __hash__(self) -> int:
+        return hash((StageMesh, super().__hash__()))  # type: ignore[no-untyped-call]
+
+
+def mesh_of_some(mesh: DeviceMesh, number: int) -> StageMesh:
+    """The mesh of a stage, with the other axes; where there are none, with the first, of one rank. It has the groups of
+    the whole, and none for ranks outside of it."""
     names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
     coordinate = mesh.get_coordinate()
     if mesh.ndim > 1 and coordinate is not None and coordinate[0] == number:
         some = mesh[names[1:]]
     else:
         ranks = mesh.mesh[number] if mesh.ndim > 1 else mesh.mesh[number : number + 1]
-        some = Mesh(mesh.device_type, ranks, mesh_dim_names=names[1:] or names, _init_backend=False)
-    vars(some)[_WHOLE] = mesh, number
+        some = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=names[1:] or names, _init_backend=False)
+    some = copy.copy(some)
+    some.__class__ = StageMesh
+    assert isinstance(some, StageMesh)
+    some.whole, some.number = mesh, number
     return some
-
-
-_WHOLE = "_autopar_whole"
-
-
-def whole_mesh(mesh: DeviceMesh) -> tuple[DeviceMesh, int] | None:
-    """The mesh of a pipeline that a mesh of one of its stages is of, and which."""
-    found: tuple[DeviceMesh, int] | None = vars(mesh).get(_WHOLE)
-    return found
 
 
 def make_dtensor(
@@ -141,10 +147,8 @@ def make_dtensor(
 ) -> DTensor:
     """The DTensor of global `shape` and `stride` of which this rank holds `local`. Nothing is
     communicated and nothing is checked. It requires gradients if `local` does."""
-    from torch.distributed.tensor import DTensor
-
     spec = _spec(mesh, tuple(placements), torch.Size(shape), tuple(stride), local.dtype)
-    return DTensor(local.detach(), spec, requires_grad=local.requires_grad)  # type: ignore[no-untyped-call]
+    return _kind(mesh)(local.detach(), spec, requires_grad=local.requires_grad)
 
 
 def dtensors_of(
@@ -155,10 +159,18 @@ def dtensors_of(
     dtype: torch.dtype,
 ) -> Callable[[torch.Tensor], DTensor]:
     """`make_dtensor` for local tensors of one form that are nobody else's and require no gradients."""
+    kind, spec = _kind(mesh), _spec(mesh, tuple(placements), torch.Size(shape), tuple(stride), dtype)
+    return lambda local: kind(local, spec, requires_grad=False)
+
+
+def _kind(mesh: DeviceMesh) -> type[DTensor]:
+    if isinstance(mesh, StageMesh):
+        from .stages import StageTensor
+
+        return StageTensor
     from torch.distributed.tensor import DTensor
 
-    spec = _spec(mesh, tuple(placements), torch.Size(shape), tuple(stride), dtype)
-    return lambda local: DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return DTensor
 
 
 @cache

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from .collectives import from_host_alone
-from .distributed import whole_mesh
+from .distributed import StageMesh, local_tensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -22,7 +22,7 @@ def full_tensor(dtensor: DTensor) -> torch.Tensor:
     """`dtensor.full_tensor()`, on the host where gloo would end the process; differentiable, as that is. Over one mesh
     axis after the other: PyTorch warns where it is asked for several at once. What a stage of a pipeline holds goes to
     all other stages, too."""
-    if whole_mesh(dtensor.device_mesh) is not None:
+    if isinstance(dtensor.device_mesh, StageMesh):
         whole: torch.Tensor = _OfStage.apply(dtensor)  # type: ignore[no-untyped-call]
         return whole
     return _gathered(dtensor)
@@ -48,14 +48,19 @@ class _OfStage(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, dtensor: DTensor) -> torch.Tensor:
-        found = whole_mesh(dtensor.device_mesh)
-        assert found is not None
-        mesh, number = found
-        ctx.spec, coordinate = dtensor._spec, mesh.get_coordinate()
-        ctx.is_here = coordinate is not None and coordinate[0] == number
-        value = _gathered(dtensor) if ctx.is_here else dtensor.to_local().new_empty(dtensor.shape)
-        value = value.clone(memory_format=torch.contiguous_format)
-        dist.broadcast(value, group=mesh.get_group(0), group_src=number)
+        from torch.distributed.tensor import DTensor
+
+        stage, local = dtensor.device_mesh, local_tensor(dtensor)
+        assert isinstance(stage, StageMesh)
+        ctx.spec, coordinate = dtensor._spec, stage.whole.get_coordinate()
+        ctx.is_here = coordinate is not None and coordinate[0] == stage.number
+        if ctx.is_here:
+            value = _gathered(DTensor(local, dtensor._spec, requires_grad=False))  # type: ignore[no-untyped-call]
+            value = value.clone(memory_format=torch.contiguous_format)
+        else:
+            value = local.new_empty(dtensor.shape)
+        value = value.to(stage.device_type)  # an operator's result is on the host where a rank has no part of it
+        dist.broadcast(value, group=stage.whole.get_group(0), group_src=stage.number)
         return value
 
     @staticmethod
@@ -71,10 +76,13 @@ class _OfStage(torch.autograd.Function):
 
 def redistributed(dtensor: DTensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     """`dtensor.redistribute(mesh, placements)`, on the host where gloo would end the process; differentiable, as that
-    is."""
+    is. What lies on the mesh of a stage stays there."""
+    from torch.distributed.tensor import DTensor
+
+    move = (DTensor if isinstance(mesh, StageMesh) else type(dtensor)).redistribute
     if not _on_gloo(dtensor):
-        return dtensor.redistribute(mesh, placements)
-    return _moved(_moved(dtensor, "cpu").redistribute(mesh, placements), dtensor.device)
+        return move(dtensor, mesh, placements)
+    return _moved(move(_moved(dtensor, "cpu"), mesh, placements), dtensor.device)
 
 
 def _moved(dtensor: DTensor, device: torch.device | str) -> DTensor:

@@ -180,7 +180,10 @@ def _asks(what: str) -> str:
 
 @pytest.mark.parametrize(
     ("what", "words"),
-    [("logits", "output.logits is not kept in a training step of a pipeline"), ("norm", "must have the same mesh")],
+    [
+        ("logits", "output.logits is not kept in a training step of a pipeline"),
+        ("norm", "call autopar.clip_grad_norm_"),
+    ],
 )
 def test_what_a_rank_has_not_is_no_number(what: str, words: str) -> None:
     """Outputs that nobody keeps, and torch's own norm, which would be that of one stage."""
