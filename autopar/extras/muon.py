@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar.compat.distributed import local_tensor
+from autopar.compat.distributed import StageMesh, local_tensor
 from autopar.compat.optimizing import muon_rate, orthogonalized
 from autopar.extensions import Plug
 from autopar.ir.layout import Layout, Shape, Split, valid_shape
@@ -79,14 +79,20 @@ class Job:
     shape: Shape
     layout: Layout
     owner: int
+    stage: int | None = None
+    """That of a pipeline whose ranks hold the matrix, as a coordinate on the first axis; None: all ranks hold it."""
 
     def held(self, ranks: MeshRanks, rank: int) -> Shape:
+        if self.stage not in (None, ranks.coordinates[rank][0]):
+            return (0,)
         return valid_shape(self.shape, self.layout, tuple(ranks.mesh.shape), ranks.coordinates[rank])
 
     def gives(self, ranks: MeshRanks, rank: int) -> bool:
         """Whether the owner gets its part from this rank: those that hold what it holds along axes that do not split
         the matrix."""
         own, other = ranks.coordinates[self.owner], ranks.coordinates[rank]
+        if self.stage is not None:
+            own = (self.stage, *own[1:])
         pairs = zip(self.layout, own, other, strict=True)
         return all(isinstance(placement, Split) or a == b for placement, a, b in pairs)
 
@@ -104,6 +110,8 @@ class Job:
     def part(self, whole: torch.Tensor, ranks: MeshRanks, rank: int) -> torch.Tensor:
         """What a rank holds of the matrix."""
         local = torch.empty(self.held(ranks, rank), dtype=whole.dtype, device=whole.device)
+        if self.stage not in (None, ranks.coordinates[rank][0]):
+            return local
         for box in boxes(self.shape, self.layout, tuple(ranks.mesh.shape), ranks.coordinates[rank]):
             box.of(local).copy_(box_of(whole, box.offsets, box.sizes))
         return local
@@ -113,7 +121,9 @@ def box_of(whole: torch.Tensor, offsets: Shape, sizes: Shape) -> torch.Tensor:
     return whole[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))]
 
 
-def jobs_of(shapes: Sequence[Shape], layouts: Sequence[Layout], ranks: int) -> tuple[Job, ...]:
+def jobs_of(
+    shapes: Sequence[Shape], layouts: Sequence[Layout], ranks: int, stages: Sequence[int | None] | None = None
+) -> tuple[Job, ...]:
     """Owners of matrices: the heaviest first, each to the rank with the least work, which is that of a product of the
     matrix with itself, and with that."""
     work = [2 * min(s) ** 2 * max(s) + min(s) ** 3 for s in shapes]
@@ -121,7 +131,8 @@ def jobs_of(shapes: Sequence[Shape], layouts: Sequence[Layout], ranks: int) -> t
     for number in sorted(range(len(shapes)), key=lambda n: -work[n]):
         owners[number] = loads.index(min(loads))
         loads[owners[number]] += work[number]
-    return tuple(Job(shape=s, layout=at, owner=o) for s, at, o in zip(shapes, layouts, owners, strict=True))
+    each = zip(shapes, layouts, owners, stages or [None] * len(shapes), strict=True)
+    return tuple(Job(shape=s, layout=at, owner=o, stage=stage) for s, at, o, stage in each)
 
 
 class Muon(torch.optim.Muon):
@@ -139,7 +150,10 @@ class Muon(torch.optim.Muon):
         key = tuple(id(p) for p, _ in asked)
         if key not in self._jobs:
             layouts = [self._layouts[p] for p, _ in asked]
-            self._jobs[key] = jobs_of([tuple(p.shape) for p, _ in asked], layouts, len(self._ranks.coordinates))
+            meshes = [p.device_mesh for p, _ in asked]
+            stages = [mesh.number if isinstance(mesh, StageMesh) else None for mesh in meshes]
+            shapes, ranks = [tuple(p.shape) for p, _ in asked], len(self._ranks.coordinates)
+            self._jobs[key] = jobs_of(shapes, layouts, ranks, stages)
         updates = [self._update(p, group) for p, group in asked]
         groups = [group for _, group in asked]
         for (p, group), update in zip(asked, self._orthogonal(self._jobs[key], updates, groups), strict=True):
