@@ -73,6 +73,10 @@ class Trainer(transformers.Trainer):
         self.state.total_flos += self.current_flos
         self.current_flos = 0
 
+    def _has_mixed_mesh_grads(self, model: Any) -> bool:
+        """autopar's norm is that of all meshes. transformers would put one together of those of the meshes."""
+        return False
+
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, dict[str, Any]]:
         """One of torch's own steps on what each rank holds."""
