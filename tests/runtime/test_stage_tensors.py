@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import autopar
+from autopar.compat.redistributing import full_tensor
 
 CLOSE = 1e-12
 
@@ -59,7 +60,7 @@ def pair() -> tuple[Any, Net]:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    return full_tensor(tensor.detach()) if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def difference(some: Iterable[Any], others: Iterable[Any]) -> float:
