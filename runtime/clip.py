@@ -96,7 +96,7 @@ def _over_mesh(
     wide = torch.float64 if any(_wide(g) == torch.float64 for g in gradients) else torch.float32
     of_axes = [_copies(gradient, mesh) for gradient in gradients]
     whole = torch.stack([norm.to(device_of(mesh), wide) for norm in norms])
-    for axis, group in enumerate(process_groups(mesh)):
+    for axis, group in reversed(list(enumerate(process_groups(mesh)))):
         if group is not None:
             parts = whole.new_empty(group.size() * len(norms))
             with watched("the exchange of the gradients' norms,", axis_name(mesh, axis), group):

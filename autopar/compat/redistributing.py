@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from .collectives import from_host_alone
-from .distributed import StageMesh, local_tensor
+from .distributed import StageMesh, local_tensor, make_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -67,11 +67,12 @@ class _OfStage(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> DTensor:
         from torch.distributed.tensor import DTensor, Replicate
 
-        spec = ctx.spec
+        mesh, meta = ctx.spec.mesh, ctx.spec.tensor_meta
+        placements = [Replicate() if p.is_partial() else p for p in ctx.spec.placements]  # each part gets the gradient
         if not ctx.is_here:
-            return DTensor(gradient.new_empty(0), spec, requires_grad=False)  # type: ignore[no-untyped-call]
-        whole = DTensor.from_local(gradient, spec.mesh, [Replicate()] * spec.mesh.ndim, run_check=False)
-        return redistributed(whole, spec.mesh, spec.placements)
+            return make_dtensor(gradient.new_empty(0), mesh, placements, meta.shape, meta.stride)
+        whole = DTensor.from_local(gradient, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        return redistributed(whole, mesh, placements)
 
 
 def redistributed(dtensor: DTensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:

@@ -59,6 +59,12 @@ def _difference(parallel: torch.nn.Module, plain: torch.nn.Module) -> float:
     return max(float((p - q).abs().max()) for p, q in whole)
 
 
+def _squares(model: torch.nn.Module) -> torch.Tensor:
+    """A penalty outside of the model."""
+    numbers = [parameter.square().sum() for parameter in model.parameters()]
+    return torch.stack([n.full_tensor() if isinstance(n, DTensor) else n for n in numbers]).sum()
+
+
 def _trains(
     name: str, sizes: dict[str, int], micro_batches: int, schedule: str, seed: int, folder: str
 ) -> dict[str, float]:
@@ -77,8 +83,8 @@ def _trains(
     for step in range(STEPS):
         rows = 5 if step == 1 else 8  # a smaller batch, which the micro-batches do not divide
         losses = [loss_of(model, rows, step) * 2 for model in (parallel, plain)]
-        for loss in losses:
-            loss.backward()
+        for loss, model in zip(losses, (parallel, plain), strict=True):
+            (loss + 1e-3 * _squares(model)).backward()
         norms = [
             autopar.clip_grad_norm_(parallel.parameters(), 1.0),
             torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0),
@@ -122,8 +128,8 @@ def _trains(
 def test_a_module_in_stages_trains_as_the_model(
     name: str, sizes: dict[str, int], micro_batches: int, schedule: str, tmp_path: Path
 ) -> None:
-    """Three steps with a stock optimizer and clipping, a smaller batch among them; then evaluation, a distributed
-    checkpoint and files of weights."""
+    """Three steps with a stock optimizer, a penalty and clipping, a smaller batch among them; then evaluation, a
+    distributed checkpoint and files of weights."""
     for found in ranks.run(4, _trains, name, sizes, micro_batches, schedule, 5, str(tmp_path)):
         part = found.pop("part")
         assert all(value < 1e-9 for value in found.values()), found
