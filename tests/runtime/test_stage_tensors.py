@@ -51,11 +51,14 @@ def batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(4, 4, generator=made, dtype=torch.float64), torch.randint(0, 3, (4,), generator=made)
 
 
-def pair() -> tuple[Any, Net]:
-    """A module in two stages, and the model."""
+def pair(split: int = 1) -> tuple[Any, Net]:
+    """A module in two stages, and the model. Each stage may split its matrices over ranks."""
     plain = Net().double()
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
-    constraints = {"second": {"pp": 0}, "head": {"pp": 1}}
+    sizes = {"pp": 2, "tp": split} if split > 1 else {"pp": 2}
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    constraints: dict[str, dict[str, Any]] = {"second": {"pp": 0}, "head": {"pp": 1}}
+    if split > 1:
+        constraints |= {"first.weight": {"tp": "S(0)"}, "head.weight": {"tp": "S(1)"}}
     return autopar.parallelize(copy.deepcopy(plain), mesh, batch(), micro_batches=2, constraints=constraints), plain
 
 
@@ -163,6 +166,31 @@ def _reads() -> dict[str, float]:
 
 def test_what_python_reads_is_the_same_on_all_ranks() -> None:
     for found in ranks.run(2, _reads, timeout_seconds=120):
+        assert all(value < CLOSE for value in found.values()), found
+
+
+def _split() -> dict[str, float]:
+    parallel, plain = pair(2)
+    assert not any(getattr(parallel, name).weight.placements[0].is_replicate() for name in ("first", "head"))
+    for model in (parallel, plain):
+        numbers = [p.square().sum() for p in model.parameters()]
+        (model(*batch()) + sum(n.full_tensor() if isinstance(n, DTensor) else n for n in numbers)).backward()
+    found = {"gradients": difference(gradients(parallel), gradients(plain))}
+    norms = autopar.clip_grad_norm_(parallel.parameters(), 1.0), torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+    found["norm"] = abs(float(norms[0] - norms[1]))
+    for model in (parallel, plain):
+        matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+        (torch.optim.Muon(matrices) if model is plain else parallel.optimizer(torch.optim.Muon, matrices)).step()
+        torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True).step()
+    found["steps"] = difference(parallel.parameters(), plain.parameters())
+    set_model_state_dict(parallel, dict(plain.state_dict()), options=StateDictOptions(full_state_dict=True))
+    found["state_dict"] = difference(parallel.parameters(), plain.parameters())
+    return found
+
+
+def test_stages_that_split_their_parameters() -> None:
+    """A penalty outside of the model, the norm of its gradient, steps, and a state_dict."""
+    for found in ranks.run(4, _split, timeout_seconds=120):
         assert all(value < CLOSE for value in found.values()), found
 
 
