@@ -328,12 +328,17 @@ class Pipelines:
         """What is found near the quickest assignments, each within less and less of the memory."""
         free = [look for look in looks if not any(map(any, look.solved.assignment.recompute))]
         smaller: list[Look] = []
-        for look in sorted(free, key=lambda look: look.seconds)[:NEAR]:
-            for aim in AIMS:
+        near = 0
+        for look in sorted(free, key=lambda look: look.seconds)[: 2 * NEAR]:
+            had = len(smaller)
+            for aim in AIMS if near < NEAR else ():
                 if look.bytes > aim * limit:
                     found = [*self._within(look, request, aim * limit)]
+                    if not found:
+                        break  # and what needs still less is not there either
                     smaller += found
-                    look = found[0] if found else look
+                    look = found[0]
+            near += len(smaller) > had
         return smaller
 
     def _counts(self) -> list[int]:

@@ -353,7 +353,8 @@ class _Cutter(Kinds):
 
     def __init__(self, program: Program, cuts: tuple[str, ...], held: Collection[str] = ()) -> None:
         super().__init__(program)
-        self.early |= {n.name for n in program.forward if n.name in gathered(program, held) - self.varying}
+        known = gathered(program, held) - self.varying
+        self.early |= {node.name for node in program.forward if node.name in known}
         self.cuts, self.numbers = cuts, range(len(cuts) + 1)
         self.given = {i.name: i for i in program.inputs}
         self.tangents = {i.name for i in program.inputs if i.role == "tangent"}
@@ -694,7 +695,8 @@ def adding(
     """A unit that adds what it makes of what is summed to sums that it is given, as soon as it is made; and of each
     what the sum is called as an input, and as an output. What it made itself is returned to `others` alone."""
     emitter = Emitter(metas=dict(program.metas), mesh=program.mesh)
-    parts = [o.name for o in program.outputs if o.name is not None and o.name in summed]
+    wanted = set(summed)
+    parts = {o.name for o in program.outputs if o.name is not None and o.name in wanted}
     totals: dict[str, tuple[str, str]] = {}
 
     def add(made: Iterable[str]) -> None:

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -256,6 +257,38 @@ def test_batch_norm_is_refused_by_name() -> None:
         autopar.plan(Normed(), {"pp": 2}, (torch.zeros(8, 8),), micro_batches=2, cluster=CLUSTER)
 
 
+class Outputs(nn.Module):
+    def __init__(self, given: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.first, self.last, self.given = nn.Linear(8, 8), nn.Linear(8, 8), given
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.given(self.last(self.first(x).tanh()))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [lambda y: (y, y.square().mean()), lambda y: {"a": y.mean(), "b": y.square().mean()}, lambda y: y.mean(0)],
+)
+def test_a_model_whose_loss_nobody_named_is_refused(given: Callable[[torch.Tensor], Any]) -> None:
+    with pytest.raises(ValueError, match="begins backward from one number, the loss"):
+        autopar.plan(Outputs(given), {"pp": 2}, (torch.zeros(8, 8),), micro_batches=2, cluster=CLUSTER)
+
+
+def test_a_stage_may_have_nothing_and_a_warning_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    model, pins = Outputs(lambda y: y.square().mean()), {"first": {"pp": 1}}
+    plan = autopar.plan(model, {"pp": 2}, (torch.zeros(8, 8),), micro_batches=2, cluster=CLUSTER, constraints=pins)
+    assert plan.pipeline.stages[0].forward_seconds == 0 and "begins with" in str(plan)
+    assert "1 of the 2 stages on pp have nothing to do" in caplog.text
+
+
+def test_options_that_a_given_plan_contradicts_are_an_error() -> None:
+    _, plan = planned()
+    plan.training.check_asked(Request(micro_batches=plan.training.micro_batches))
+    with pytest.raises(ValueError, match="micro_batches is 3, and the plan that was given is for 4"):
+        plan.training.check_asked(Request(micro_batches=3))
+
+
 @pytest.mark.parametrize(
     ("mesh", "options", "said"),
     [
@@ -268,6 +301,8 @@ def test_batch_norm_is_refused_by_name() -> None:
         ({"pp": 2}, {"pipeline": "stages"}, "and the mesh has pp"),
         ({"dp": 2, "pp": 2}, {}, "make it the outermost"),
         ({"pp": 2}, {"cost": "volume"}, "whose prices are 'analytical'"),
+        ({"pp": 2}, {"cost": "profiled"}, "whose prices are 'analytical'"),
+        ({"pp": 2}, {"schedule": "zb-v", "constraints": {"transformer.h.2": {"pp": 1}}}, "puts several stages on a"),
         ({"pp": 2}, {"micro_batches": 2, "constraints": {"transformer.h.2": {"pp": 2}}}, "is no stage: give 0 to 1"),
         ({"pp": 2}, {"micro_batches": 2, "constraints": {"transformer.hh": {"pp": 1}}}, "names no module of forward"),
         (

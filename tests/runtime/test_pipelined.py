@@ -196,6 +196,54 @@ def test_what_a_rank_has_not_is_no_number(what: str, words: str) -> None:
     assert all(words in found for found in ranks.run(2, _asks, what))
 
 
+class Small(torch.nn.Module):
+    """A model with a loss of so small a size."""
+
+    def __init__(self, scale: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(*(torch.nn.Linear(8, 8, dtype=dtype) for _ in range(3)))
+        self.scale = scale
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        scores = self.layers(x).float() if x.dtype == torch.float16 else self.layers(x)
+        return torch.nn.functional.cross_entropy(scores, y, reduction="sum") * self.scale
+
+
+def _backwards() -> list[tuple[float, float]]:
+    """Of backwards that scale their loss by so much, one after the other: errors of gradients, and their size; where
+    gradients would be lost in float16, and where one call has two backwards."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    found = []
+    for dtype, scale, losses in ((torch.float16, 1e-7, (65536.0, 65536.0, 1024.0)), (torch.float64, 1.0, (1.0, 3.0))):
+        torch.manual_seed(0)
+        plain = Small(scale, dtype)
+        x, y = torch.randn(8, 8).to(dtype), torch.arange(8)
+        y[5] = -100
+        pins = {"layers.2": {"pp": 1}}
+        parallel = autopar.parallelize(copy.deepcopy(plain), mesh, (x, y), micro_batches=4, constraints=pins)
+        for model in (parallel, plain):
+            if dtype == torch.float64:
+                loss = model(x, y)
+                for factor in losses:
+                    (factor * loss).backward(retain_graph=True)
+            else:
+                for factor in losses:
+                    model.zero_grad()
+                    (factor * model(x, y)).backward()
+        gradients = [[full_tensor(p.grad) if isinstance(p.grad, DTensor) else p.grad for p in m.parameters()]
+                     for m in (parallel, plain)]  # fmt: skip
+        error = max(float((a - b).abs().max()) for a, b in zip(*gradients, strict=True))
+        found.append((error, max(float(g.abs().max()) for g in gradients[1])))
+    return found
+
+
+def test_backward_keeps_small_gradients_of_float16_and_may_come_twice() -> None:
+    """Losses that are sums, of which a label is ignored; the scale of a loss is that of the step before, or another."""
+    for narrow, wide in ranks.run(2, _backwards):
+        assert narrow[1] > 1e-6 and narrow[0] < 2e-3 * narrow[1], narrow
+        assert wide[0] < 1e-12 * wide[1], wide
+
+
 def _ends(when: int) -> str:
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("pp",))
     case, parallel = module("GPT-2", mesh, 4, "1f1b", 3)
