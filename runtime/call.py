@@ -372,7 +372,16 @@ def _refuse_second(ctx: Any) -> None:
             f"backward() or a function's backward leaves there: call the module again"
         )
     for (i, _), (node, _) in zip(ctx.sources, ctx.next_functions, strict=True):
-        if i.target in (*state.captured.early, *state.captured.late) and receiver(node)[1] is None:
+        if i.target not in (*state.captured.early, *state.captured.late):
+            continue
+        parameter = receiver(node)[1]
+        if parameter is not None and hooks_gradient(parameter) and i.target not in state.captured.hooked:
+            raise ValueError(
+                f"parameter {i.target} was given a hook, which eager calls for what forward, or a function's backward, "
+                f"computes by a backward() of its own, and again for the rest: a program has their sum alone. Register "
+                f"it before the model is parallelized, or take it away"
+            )
+        if parameter is None:
             raise ValueError(
                 f"something else than .grad takes the gradient of {i.target}, to which a program adds what forward, or "
                 f"a function's backward, computes by a backward() of its own: call backward() on what the module "

@@ -162,10 +162,11 @@ def copied(model: nn.Module, memo: Mapping[int, Any]) -> tuple[nn.Module, Reboun
     `torch.library.custom_op`, process groups, locks) are shared with it. The copy of a mirror is also that of the model
     that it stands for.
     """
-    made, whole = _deep_copy(model, memo)
-    for module in model.modules():
-        if (stands_for := vars(module).get(STANDS_FOR, _nothing)()) is not None:
-            whole[id(stands_for)] = whole[id(module)]
+    mirrored = [(m, of) for m in model.modules() if (of := vars(m).get(STANDS_FOR, _nothing)()) is not None]
+    # a method that is bound to what a mirror stands for is bound to the mirror, and then to its copy
+    made, whole = _deep_copy(model, {**memo, **{id(stands_for): module for module, stands_for in mirrored}})
+    for module, stands_for in mirrored:
+        whole[id(stands_for)] = whole[id(module)]
     rebound = Rebound(whole)
     for module in made.modules():
         vars(module).pop(STANDS_FOR, None)

@@ -1410,6 +1410,32 @@ def test_what_a_python_module_answers_is_compared(mesh: DeviceMesh, what: str) -
     vars(answering).pop("tau", None)
 
 
+def test_a_method_that_is_bound_to_a_layer_is_its_copys_when_it_is_captured_again(mesh: DeviceMesh) -> None:
+    class Patched(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tau = 1.0
+            self.layer.forward = types.MethodType(lambda layer, x: x @ layer.weight.t() + layer.bias, self.layer)
+
+        def beside(self, h: torch.Tensor) -> torch.Tensor:
+            return torch.utils.checkpoint.checkpoint(lambda h: self.layer(h * self.tau), h, use_reentrant=True)
+
+    assert_equal(Patched(), mesh, change=_put("tau", 1.0, 0.5, 2.0))
+
+
+def test_a_late_hook_on_a_gradient_that_forward_computes_too_is_refused(mesh: DeviceMesh) -> None:
+    class Inner(Base):
+        def beside(self, h: torch.Tensor) -> torch.Tensor:
+            h.square().mean().backward(retain_graph=True)
+            return h
+
+    parallel = autopar.parallelize(Inner(), mesh, (batch(),))
+    parallel(batch()).backward()
+    parallel.get_parameter("layer.weight").register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    with pytest.raises(ValueError, match="layer[.]weight was given a hook, which eager calls for what forward"):
+        parallel(batch()).backward()
+
+
 def noted() -> None:
     """A function on which people note things."""
 
