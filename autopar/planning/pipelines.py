@@ -20,7 +20,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import Protocol
 
 from autopar.cluster.collectives import NEVER_SECONDS, collective_seconds
@@ -342,13 +342,17 @@ class Pipelines:
         return smaller
 
     def _counts(self) -> list[int]:
-        """Numbers of micro-batches: a batch's divisors near the stages, twice as many, and so on."""
+        """Numbers of micro-batches: a batch's divisors near the stages, twice as many, and so on; first those whose
+        samples more of the other axes can share evenly."""
         batch, counts = self.planner.batch, list[int]()
-        divisors = [n for n in range(1, batch + 1) if batch % n == 0]
+        sizes = [size for axis, size in self.planner.mesh.items() if axis != self.axis]
+        shares = {math.prod(some) for count in range(len(sizes) + 1) for some in combinations(sizes, count)}
+        shared = {n: max(d for d in shares if batch % (n * d) == 0) for n in range(1, batch + 1) if batch % n == 0}
         wanted = self.devices
         while wanted <= batch:
-            near = min(divisors, key=lambda n: (abs(math.log(n / wanted)), n))
-            counts.append(near if abs(math.log(near / wanted)) < 0.5 else wanted)
+            away = {n: abs(math.log2(n / wanted)) for n in shared}
+            near = [n for n in shared if away[n] <= 0.5]
+            counts.append(min(near, key=lambda n: (-shared[n], away[n]), default=wanted))
             wanted *= 2
         return sorted({*counts, batch} - {1})[-MANY:]
 
