@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from autopar.compat.distributed import make_dtensor, mesh_of_some
+from autopar.compat.stages import StageTensor
 from autopar.ir.layout import Layout, Replicate, Shape, valid_shape
 
 from .placements import contiguous_stride, local_slice, placements_of, unpadded
@@ -58,7 +59,7 @@ class ValuePlace:
 def device_meshes(mesh: DeviceMesh) -> tuple[DeviceMesh, ...]:
     """The meshes of the ranks of each stage of a pipeline: those with the same coordinate on the first axis. On a mesh
     of stages alone, each is one rank."""
-    return tuple(mesh_of_some(mesh, number) for number in range(mesh.shape[0]))
+    return tuple(mesh_of_some(mesh, number, StageTensor) for number in range(mesh.shape[0]))
 
 
 def within_stage(layout: Layout) -> Layout:

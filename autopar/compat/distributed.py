@@ -113,10 +113,12 @@ def local_tensor(dtensor: DTensor) -> torch.Tensor:
 
 class StageMesh(DeviceMesh):
     """The mesh of the ranks of one stage of a pipeline: those with coordinate `number` on the first axis of the `whole`
-    mesh. It differs from a mesh of the same ranks that is no stage's: PyTorch caches what it derives of equal ones."""
+    mesh, whose DTensors are of this `kind`. It differs from a mesh of the same ranks that is no stage's: PyTorch caches
+    what it derives of equal ones."""
 
     whole: DeviceMesh
     number: int
+    kind: type[DTensor]
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, StageMesh) and super().__eq__(other))
@@ -125,7 +127,7 @@ class StageMesh(DeviceMesh):
         return hash((StageMesh, super().__hash__()))  # type: ignore[no-untyped-call]
 
 
-def mesh_of_some(mesh: DeviceMesh, number: int) -> StageMesh:
+def mesh_of_some(mesh: DeviceMesh, number: int, kind: type[DTensor]) -> StageMesh:
     """The mesh of a stage, with the other axes; where there are none, with the first, of one rank. It has the groups of
     the whole, and none for ranks outside of it."""
     names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
@@ -138,7 +140,7 @@ def mesh_of_some(mesh: DeviceMesh, number: int) -> StageMesh:
     some = copy.copy(some)
     some.__class__ = StageMesh
     assert isinstance(some, StageMesh)
-    some.whole, some.number = mesh, number
+    some.whole, some.number, some.kind = mesh, number, kind
     return some
 
 
@@ -165,9 +167,7 @@ def dtensors_of(
 
 def _kind(mesh: DeviceMesh) -> type[DTensor]:
     if isinstance(mesh, StageMesh):
-        from .stages import StageTensor
-
-        return StageTensor
+        return mesh.kind
     from torch.distributed.tensor import DTensor
 
     return DTensor
