@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.compat.collectives import all_gather_single
-from autopar.compat.distributed import StageMesh, local_tensor
+from autopar.compat.distributed import local_tensor, whole_mesh
 from autopar.compat.redistributing import redistributed
 
 from .agree import axis_name, device_of, watched
@@ -51,21 +51,16 @@ def clip_grad_norm_(
 def whole_norms(gradients: Sequence[torch.Tensor], order: float, foreach: bool | None = None) -> list[torch.Tensor]:
     """The norm of each gradient as one process computes it, in the dtype of the gradient. Plain ones go with the first
     mesh: they count as they are on its first rank."""
-    meshes = list(dict.fromkeys(_mesh(g) for g in gradients if isinstance(g, DTensor)))
+    meshes = list(dict.fromkeys(whole_mesh(g.device_mesh) for g in gradients if isinstance(g, DTensor)))
     norms = _local_norms(gradients, order, foreach)
+    on = [whole_mesh(g.device_mesh) if isinstance(g, DTensor) else meshes[0] for g in gradients]
     for mesh in meshes:
-        there = [k for k, g in enumerate(gradients) if (_mesh(g) if isinstance(g, DTensor) else meshes[0]) == mesh]
+        there = [k for k, other in enumerate(on) if other == mesh]
         whole = _over_mesh([gradients[k] for k in there], [norms[k] for k in there], mesh, order)
         for k, norm in zip(there, whole, strict=True):
             norms[k] = norm
     # torch has all on the device of the first
     return [n.to(gradients[0].device, g.dtype.to_real()) for n, g in zip(norms, gradients, strict=True)]
-
-
-def _mesh(gradient: DTensor) -> DeviceMesh:
-    """The mesh of all ranks, where only those of a stage hold something."""
-    mesh = gradient.device_mesh
-    return mesh.whole if isinstance(mesh, StageMesh) else mesh
 
 
 def _copies(gradient: torch.Tensor, mesh: DeviceMesh) -> tuple[bool, ...]:

@@ -25,7 +25,7 @@ from autopar.passes.capture.errors import NothingTrainedError
 from autopar.passes.capture.fakes import gradient_hooks, skeleton
 from autopar.passes.lower.stages import TIME, cuts_by, staged
 from autopar.passes.space.problem import Assignment
-from autopar.planning.account import held
+from autopar.planning.account import gathered_once
 from autopar.planning.at_rest import Decided, best_at_rest
 from autopar.planning.capturing import captured_for_planning
 from autopar.planning.meshes import mesh_of
@@ -219,7 +219,7 @@ class Modes:
         if (count := program.mesh[TIME]) != units.micro_batches:
             units = in_turn(units.devices, count)
         cuts = cuts_by(program, homes, len(units.devices))
-        return Pipelined.of(staged(program, cuts, held(planner.space, assignment)), units)
+        return Pipelined.of(staged(program, cuts, gathered_once(planner.space, assignment)), units)
 
     def _captured(self, args: Any, kwargs: Any, loss_fn: Callable[[Any], torch.Tensor] | None) -> Captured:
         def again() -> Captured:

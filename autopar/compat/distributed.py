@@ -127,6 +127,11 @@ class StageMesh(DeviceMesh):
         return hash((StageMesh, super().__hash__()))  # type: ignore[no-untyped-call]
 
 
+def whole_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh of all stages, of that of one; another is itself."""
+    return mesh.whole if isinstance(mesh, StageMesh) else mesh
+
+
 def mesh_of_some(mesh: DeviceMesh, number: int, kind: type[DTensor]) -> StageMesh:
     """The mesh of a stage, with the other axes; where there are none, with the first, of one rank. It has the groups of
     the whole, and none for ranks outside of it."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch.distributed.tensor import DTensor, Replicate
 
-from .distributed import StageMesh, local_tensor, make_dtensor
+from .distributed import StageMesh, local_tensor, make_dtensor, whole_mesh
 from .redistributing import full_tensor
 
 if TYPE_CHECKING:
@@ -142,8 +142,7 @@ def _by_mesh(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _unscaled(func: Any, gradients: Sequence[torch.Tensor], found: torch.Tensor, scale: torch.Tensor) -> None:
     """The step of a `GradScaler` on what this rank holds, and whether any rank found an infinity."""
     func([local_tensor(g) if isinstance(g, DTensor) else g for g in gradients], found, scale)
-    mesh = next(g.device_mesh for g in gradients if isinstance(g, DTensor))
-    whole = mesh.whole if isinstance(mesh, StageMesh) else mesh
+    whole = whole_mesh(next(g.device_mesh for g in gradients if isinstance(g, DTensor)))
     for axis in range(whole.ndim):
         dist.all_reduce(found, dist.ReduceOp.MAX, group=whole.get_group(axis))
 

@@ -241,8 +241,8 @@ def parameter_layouts(space: Space, assignment: Assignment) -> Iterator[tuple[st
             yield (i.target, *layouts[i.name])
 
 
-def held(space: Space, assignment: Assignment) -> set[str]:
-    """The parameters that are gathered once, and kept."""
+def gathered_once(space: Space, assignment: Assignment) -> set[str]:
+    """The parameters that are gathered once a step, and kept."""
     return {name for name, _, _, policy in parameter_layouts(space, assignment) if policy == KEEP}
 
 

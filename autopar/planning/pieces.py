@@ -125,8 +125,8 @@ class _Pieces:
         for place, node in enumerate(self.program.forward):
             at = place if kinds.is_of_stage(node) else self.first.get(node.name, place)
             (once if node.name in self.gathered else forward)[at] += self.seconds.get(node.name, 0.0)
-            if node.name in self.gathered and node.op not in LAYOUT:
-                rest[at] += self.metas[node.name].bytes * (node.op != WAIT)
+            if node.name in self.gathered and node.op not in LAYOUT | {WAIT}:
+                rest[at] += self.metas[node.name].bytes
             for name in filter(None, node.outputs) if kinds.is_of_stage(node) else ():
                 change[place + 1] += self.metas[name].bytes
                 change[self.last.get(name, place) + 1] -= self.metas[name].bytes

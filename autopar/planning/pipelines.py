@@ -20,7 +20,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import combinations, pairwise
+from itertools import combinations, islice, pairwise
 from typing import Protocol
 
 from autopar.cluster.collectives import NEVER_SECONDS, collective_seconds
@@ -46,7 +46,7 @@ from autopar.solve.effort import Effort
 from autopar.solve.problem import Infeasible, Score
 from autopar.solve.schedules import SCHEDULES, PipelineCosts, Scheduler, scheduled
 
-from .account import Account, account, held
+from .account import Account, account, gathered_once
 from .bound import least_step_seconds
 from .constraints import Pins, matches, pins
 from .description import Subject
@@ -328,18 +328,24 @@ class Pipelines:
         """What is found near the quickest assignments, each within less and less of the memory."""
         free = [look for look in looks if not any(map(any, look.solved.assignment.recompute))]
         smaller: list[Look] = []
-        near = 0
-        for look in sorted(free, key=lambda look: look.seconds)[: 2 * NEAR]:
-            had = len(smaller)
-            for aim in AIMS if near < NEAR else ():
-                if look.bytes > aim * limit:
-                    found = [*self._within(look, request, aim * limit)]
-                    if not found:
-                        break  # and what needs still less is not there either
-                    smaller += found
-                    look = found[0]
-            near += len(smaller) > had
+        found = (
+            each
+            for look in sorted(free, key=lambda look: look.seconds)[: 2 * NEAR]
+            if (each := [*self._ever_smaller(look, request, limit)])
+        )
+        for each in islice(found, NEAR):
+            smaller += each
         return smaller
+
+    def _ever_smaller(self, look: Look, request: Request, limit: float) -> Iterator[Look]:
+        """What is found near an assignment, and near that, until nothing needs less."""
+        for aim in AIMS:
+            if look.bytes > aim * limit:
+                found = [*self._within(look, request, aim * limit)]
+                if not found:
+                    return
+                yield from found
+                look = found[0]
 
     def _counts(self) -> list[int]:
         """Numbers of micro-batches: a batch's divisors near the stages, twice as many, and so on; first those whose
@@ -549,7 +555,7 @@ class Pipelines:
 
     def figures(self, look: Look, program: Program, names: Sequence[str]) -> Figures:
         on = look.on
-        cut_up = on.seconds.timed("stages", staged, program, names, held(on.space, look.solved.assignment))
+        cut_up = on.seconds.timed("stages", staged, program, names, gathered_once(on.space, look.solved.assignment))
         return on.seconds.timed("units", figures, cut_up, on.space, on.operators, on.kind_of_device)
 
     def _schedules(self, request: Request, is_pinned: bool, most: int) -> Iterator[tuple[Scheduler, int]]:
@@ -588,7 +594,7 @@ class Pipelines:
 
     def _pieces(self, look: Look, program: Program, request: Request) -> tuple[ForwardPieces, list[Span] | None]:
         """The pieces of a program, and where cuts may be so that modules are on the stages that they are pinned to."""
-        on, kept = look.on, held(look.on.space, look.solved.assignment)
+        on, kept = look.on, gathered_once(look.on.space, look.solved.assignment)
         seconds = on.seconds.timed("prices", alone_seconds, program, on.cluster, on.operators)
         pinned = self._pinned(program, request)
         wanted = {at for first, last, _, _ in pinned for at in (first, last + 1)}

@@ -270,10 +270,9 @@ class _Stage:
         """The most bytes that a unit has beside what it is given."""
         if not unit.forward:
             return 0
-        summed = [self.metas[o.name].bytes for o in unit.outputs if o.name in self.stage.summed]
-        others = tuple(
-            o for o in unit.outputs if o.name not in self.stage.summed
-        )  # which are added up as they are made
+        own = set(self.stage.summed)  # which is added up as it is made
+        summed = [self.metas[str(o.name)].bytes for o in unit.outputs if o.name in own]
+        others = tuple(o for o in unit.outputs if o.name not in own)
         found = moments(replace(unit, outputs=others), NOTHING, self.device_type, self.operators.placements)
         given = min(moment.parts[0] + moment.parts[3] for moment in found)
         return max(sum(moment.parts) for moment in found) - given + max(summed, default=0)

@@ -357,14 +357,20 @@ class _Walk:
             if isinstance(held, types.ModuleType):
                 if not library and held.__name__.startswith(inside):
                     self.namespace(f"{prefix}{name}.", vars(held), names, f"{held.__name__}.")
-                    self.class_of(type(held))  # a module may be of a class of a person's
-                    for of, value in vars(held).items() if type(held) is not types.ModuleType else ():
-                        if type(value) in _ATOMS and isinstance(of, str) and not of.startswith("__"):
-                            self.when_named(of, functools.partial(self.item, f"{prefix}{name}.{of}", vars(held), of))
+                    if type(held) is not types.ModuleType:
+                        self.module_of_class(f"{prefix}{name}", held)
             elif key not in self.compared and (type(held) in _ATOMS or not library):
                 self.compared.add(key)
                 if not (isinstance(held, type) and is_library_module(held.__module__)):
                     self.item(f"{prefix}{name}", namespace, name)
+
+    def module_of_class(self, path: str, module: types.ModuleType) -> None:
+        """A Python module of a person's class, whose methods may answer for it: constants in it, as far as reached code
+        names them."""
+        self.class_of(type(module))
+        for name, value in vars(module).items():
+            if type(value) in _ATOMS and not name.startswith("__"):
+                self.when_named(name, functools.partial(self.item, f"{path}.{name}", vars(module), name))
 
     def settings(self) -> None:
         """What the process is set to, as far as operators or reached code ask for it."""

@@ -10,7 +10,7 @@ three:
 - *rest*: the tail alone, of what is pending.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.ir.emitter import Emitter
@@ -45,8 +45,8 @@ def accumulation(program: Program) -> Accumulation:
     produced = {name for instruction in last for name in instruction.outputs if name}
     names = needed(last, [o.name for o in reduced])
     metas = dict(program.metas)
-    pending = {name: _add_meta(metas, f"{name}_pending", metas[name]) for name in names}
-    sums = {name: _add_meta(metas, f"{name}_sum", metas[name]) for name in names}
+    pending = {name: add_meta(metas, f"{name}_pending", metas[name]) for name in names}
+    sums = {name: add_meta(metas, f"{name}_sum", metas[name]) for name in names}
 
     tangents = tuple(_input(pending[name], metas[name], program) for name in names)
     micro = tuple(i for i in program.backward if i.name not in produced)
@@ -63,7 +63,9 @@ def accumulation(program: Program) -> Accumulation:
         last=replace(
             program,
             inputs=(*program.inputs, *tangents),
-            backward=_with_sums(program, produced, pending, sums),
+            backward=with_sums(
+                program.backward, {name: (pending[name], sums[name]) for name in names}, metas, produced
+            ),
             outputs=renamed,
             metas=metas,
         ),
@@ -128,28 +130,33 @@ def is_linear(instruction: Node, metas: Mapping[str, TensorMeta]) -> bool:
     return instruction.op in SUMMABLE
 
 
-def _with_sums(
-    program: Program, tail: set[str], pending: Mapping[str, str], sums: Mapping[str, str]
+def with_sums(
+    nodes: Sequence[Node],
+    totals: Mapping[str, tuple[str, str]],
+    metas: Mapping[str, TensorMeta],
+    tail: Collection[str] = (),
 ) -> tuple[Node, ...]:
-    """Backward whose tail reads sums, each added up as soon as its own part is there."""
-    emitter = Emitter(metas={**program.metas, **{total: program.metas[name] for name, total in sums.items()}})
+    """Nodes that add what they make, or are given, of some values to sums, as soon as it is there: value -> the sum
+    before, and after. What is made in the `tail` is made of the sums."""
+    emitter = Emitter(metas=dict(metas))
+    sums = {name: after for name, (_, after) in totals.items()}
 
-    def add(name: str) -> None:
-        emitter.emit(ADD, (Ref(name), Ref(pending[name])), sums[name], serves=name)
+    def add(names: Iterable[str]) -> None:
+        for name in names:
+            if name in totals:
+                before, after = totals[name]
+                emitter.emit(ADD, (Ref(name), Ref(before)), after, serves=name)
 
-    computed = {name for instruction in program.backward for name in instruction.outputs}
-    for name in sums:
-        if name not in computed:
-            add(name)
-    for instruction in program.backward:
-        emitter.written.append(reading(instruction, sums) if instruction.name in tail else instruction)
-        for name in instruction.outputs:
-            if name in sums:
-                add(name)
+    computed = {name for node in nodes for name in node.outputs}
+    add(name for name in totals if name not in computed)
+    for node in nodes:
+        emitter.written.append(reading(node, sums) if node.name in tail else node)
+        add(node.outputs)
     return tuple(emitter.written)
 
 
-def _add_meta(metas: dict[str, TensorMeta], hint: str, meta: TensorMeta) -> str:
+def add_meta(metas: dict[str, TensorMeta], hint: str, meta: TensorMeta) -> str:
+    """A new name for a value of this meta."""
     name = distinct(hint, metas)
     metas[name] = meta
     return name

@@ -44,10 +44,10 @@ from autopar.ir.program import LAYOUT, Program, ProgramInput, ProgramOutput, Ran
 from autopar.ir.rewrite import living, needed, reading
 from autopar.ir.schedule import Edge
 from autopar.ops.apart import APART
-from autopar.ops.kinds import ADD, SELECT, STACK
+from autopar.ops.kinds import SELECT, STACK
 from autopar.ops.traced import Traced
 
-from .accumulate import is_linear, tail
+from .accumulate import add_meta, is_linear, tail, with_sums
 from .hold import gathered
 
 TIME = 0
@@ -694,35 +694,23 @@ def adding(
 ) -> tuple[Program, dict[str, tuple[str, str]]]:
     """A unit that adds what it makes of what is summed to sums that it is given, as soon as it is made; and of each
     what the sum is called as an input, and as an output. What it made itself is returned to `others` alone."""
-    emitter = Emitter(metas=dict(program.metas), mesh=program.mesh)
-    wanted = set(summed)
-    parts = {o.name for o in program.outputs if o.name is not None and o.name in wanted}
-    totals: dict[str, tuple[str, str]] = {}
-
-    def add(made: Iterable[str]) -> None:
-        for name in made:
-            if name in parts:
-                before = emitter.fresh(name)
-                emitter.metas[before] = emitter.metas[name]
-                totals[name] = before, emitter.emit(ADD, (Ref(name), Ref(before)), emitter.fresh(name), serves=name)
-
-    add(i.name for i in program.inputs)
-    for node in program.forward:
-        emitter.written.append(node)
-        add(node.outputs)
-    return replace(
+    metas, mesh, own = dict(program.metas), program.mesh, set(summed)
+    totals = {
+        name: (add_meta(metas, f"{name}_pending", metas[name]), add_meta(metas, f"{name}_sum", metas[name]))
+        for name in (o.name for o in program.outputs)
+        if name is not None and name in own
+    }
+    unit = replace(
         program,
-        inputs=(
-            *program.inputs,
-            *(_within(before, "input", emitter.metas, program.mesh) for before, _ in totals.values()),
-        ),
-        forward=tuple(emitter.written),
+        inputs=(*program.inputs, *(_within(before, "input", metas, mesh) for before, _ in totals.values())),
+        forward=with_sums(program.forward, totals, metas),
         outputs=(
             *(o for o in program.outputs if o.name not in totals or o.name in others),
-            *(_result(after, program.mesh) for _, after in totals.values()),
+            *(_result(after, mesh) for _, after in totals.values()),
         ),
-        metas=emitter.metas,
-    ), totals
+        metas=metas,
+    )
+    return unit, totals
 
 
 def _within(name: str, role: InputRole, metas: Mapping[str, TensorMeta], mesh: Shape) -> ProgramInput:

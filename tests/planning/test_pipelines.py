@@ -19,7 +19,7 @@ from torch import nn
 
 import autopar
 from autopar.cost.streams import alone_seconds
-from autopar.planning.account import held
+from autopar.planning.account import gathered_once
 from autopar.planning.pieces import ForwardPieces, pieces
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
@@ -85,7 +85,7 @@ def parts_of_gpt2() -> tuple[Planner, ForwardPieces]:
     made = made.in_time(plan.training.micro_batches)
     program = made.program(plan)
     seconds = alone_seconds(program, made.cluster, made.operators)
-    return made, pieces(program, seconds, made.space, held(made.space, made.assignment(plan)))
+    return made, pieces(program, seconds, made.space, gathered_once(made.space, made.assignment(plan)))
 
 
 def test_stages_take_what_their_pieces_were_estimated_to_take() -> None:
