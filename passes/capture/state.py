@@ -310,7 +310,7 @@ class _Walk:
                 then = functools.partial(self._class_attribute, base, name, isinstance(held, _CODE))
                 if not name.startswith("__"):
                     self.when_named(name, then)
-                    if type(held) in _ATOMS:  # a name that is put together is in no code
+                    if type(held) in _ATOMS and not library:  # a name that is put together is in no code
                         self.when_named("getattr", then)
                 elif name in self.called:
                     then()
