@@ -167,7 +167,7 @@ def assemble(
                 torch.where((one == other) | (one.isnan() & other.isnan()), 0.0, one - other).abs().max().item()
             )
             largest = max(other.nan_to_num().abs().max().item(), least)
-            assert difference <= tolerance * largest, (
+            assert not difference or difference <= tolerance * largest, (
                 f"{what}: replicas at {coordinate} and {source} differ by {difference:.3g} (largest {largest:.3g})"
             )
     return unshard(dict(shards), shape, layout, mesh)

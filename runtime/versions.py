@@ -150,11 +150,11 @@ class Versions:
         """What a call with these inputs wants of a program, in the mode that the module is in now."""
         gradients, cast = torch.is_grad_enabled(), autocast_dtype(self.device_type)
         training = tuple(m.training for m in self.modules)
-        trains = tuple(registry[key].requires_grad for _, registry, key in self.parameters) if gradients else ()
+        trains = tuple(registry[key].requires_grad for _, registry, key in self.parameters)
         key = (cast, gradients, training, trains, inputs.form)
         wanted = self.wanted.get(key)
         if wanted is None:
-            trainable = {name for (name, *_), trains in zip(self.parameters, trains, strict=False) if trains}
+            trainable = {name for (name, *_), trains in zip(self.parameters, trains, strict=True) if trains}
             mode = Mode(training=training, trainable=frozenset(trainable), gradients=gradients, autocast=cast)
             if len(self.wanted) == WANTED_MOST:
                 self.wanted, self.chosen = {}, {}  # programs stay
@@ -269,7 +269,7 @@ class Versions:
             raise
         if isinstance(program, int):
             served = [state for state in alike if state.program is alike[program].program]
-            frozen = {name for name, *_ in self.parameters} - mode.trainable
+            frozen = {name for name, *_ in self.parameters} - (mode.trainable if mode.gradients else set())
             same = [
                 state
                 for state in served

@@ -71,7 +71,6 @@ class Fakes:
 
     mode: Any
     here: TraceDevice
-    grad: bool
     precision: Precision
 
     def tensor(self, name: str, source: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -84,11 +83,11 @@ class Fakes:
                 f"of its own: register it on those, after parallelize"
             )
         with self.mode:
-            return like(source, source.requires_grad and self.grad, dtype=dtype, device=HERE)
+            return like(source, source.requires_grad, dtype=dtype, device=HERE)
 
     def alias(self, source: torch.Tensor) -> torch.Tensor:
         """The same real tensor, a leaf of autograd."""
-        return self.here.tensor(source).detach().requires_grad_(source.requires_grad and self.grad)
+        return self.here.tensor(source).detach().requires_grad_(source.requires_grad)
 
     def module(self, model: nn.Module) -> tuple[nn.Module, Rebound]:
         """`copied`, and shares no tensor with the model, and copies no data."""

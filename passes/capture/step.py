@@ -15,7 +15,7 @@ from autopar.ir.graph import GraphInput, GraphOutput, JointGraph, meta_of
 from autopar.ir.tree import flatten, joined
 
 from .conversion import identifier, joint_graph
-from .errors import CaptureError
+from .errors import CaptureError, listed
 from .functional import Functional
 from .leaves import Leaf, is_constant, repeated, same_value
 from .recorder import Recorder
@@ -133,14 +133,19 @@ class ModelStep:
     ) -> Recording:
         """Runs and records one step. `python` is around all Python of the model, and says whether that may see which
         inputs are one object; `operators` is around forward, and around backward, and has them recorded."""
-        held = self.held()
+        held, wanted = self.held(), torch.is_grad_enabled()
         trained = {name: tensor for name, tensor in {**held, **self.fakes}.items() if tensor.requires_grad}
         inputs = self._enter(recorder, held)
         recorder.given = frozenset(recorder.values)
-        with python as identities, self.mode:
+        with python as identities, self.mode, torch.set_grad_enabled(wanted):
             self.same = repeated(self.pairs) if identities else {}
             with operators():
                 outcome, tensors = self._forward()
+                if wanted and not torch.is_grad_enabled():
+                    raise CaptureError(
+                        "forward leaves gradients disabled for what runs after it: disable them with torch.no_grad() "
+                        "as a context, which ends"
+                    )
                 results = [
                     GraphOutput(name=recorder.known(tensor), role="output", target=path)
                     for path, tensor in tensors.items()
@@ -148,10 +153,15 @@ class ModelStep:
                 results += self._written(recorder, held)
             forward, late = len(recorder.nodes), list[GraphOutput]()
             early = [name for name, tensor in trained.items() if tensor.grad is not None]
+            if early and not wanted:
+                raise CaptureError(
+                    f"forward computes gradients of {listed(early)} by a backward() of its own, though gradients are "
+                    f"disabled where it is called: call the module without torch.no_grad()"
+                )
             roots = {
                 path: tensor
                 for path, tensor in tensors.items()
-                if outcome.loss in (None, path) and tensor.requires_grad
+                if wanted and outcome.loss in (None, path) and tensor.requires_grad
             }
             tangents = {path: torch.empty(tensor.shape, dtype=tensor.dtype) for path, tensor in roots.items()}
             for path, tangent in tangents.items():
@@ -165,6 +175,7 @@ class ModelStep:
         gradients = [
             GraphOutput(name=None if x.grad is None else recorder.known(x.grad), role="gradient", target=name)
             for name, x in trained.items()
+            if wanted
         ]
         for tensor in (*trained.values(), *self.fakes.values()):
             tensor.grad = None

@@ -102,7 +102,7 @@ def _capture(
     grad = torch.is_grad_enabled()
     canonical = canonical_names(model)
     here = TraceDevice(device_type)
-    fakes = Fakes(mode, here, grad, precision)
+    fakes = Fakes(mode, here, precision)
     pairs, input_spec = flatten("", (tuple(args), kwargs))
     input_leaves = tuple(leaf_of(path, value) for path, value in pairs)
     inputs = {path: fakes.tensor(path, value) for path, value in pairs if isinstance(value, torch.Tensor)}

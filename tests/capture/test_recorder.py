@@ -762,3 +762,19 @@ class Sloped(nn.Linear):
 def test_attention_that_a_transform_differentiates() -> None:
     model, x = Sloped(8, 8).double(), torch.randn(4, 6, 8, dtype=torch.float64)
     assert check(model, {"a": 2}, (x,), plans=2, steps=2).equal
+
+
+def test_gradients_that_forward_leaves_disabled() -> None:
+    class Leaving(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.layer(x).sum()
+            torch.set_grad_enabled(False)
+            return y
+
+    with pytest.raises(CaptureError, match="leaves gradients disabled"):
+        capture(Leaving(), (torch.zeros(2, 4),))
+    assert torch.is_grad_enabled()

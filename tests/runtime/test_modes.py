@@ -421,3 +421,47 @@ def test_decisions_begin_from_those_of_other_sizes(solver: str) -> None:
     loss.backward()
     for name, parameter in eager.named_parameters():
         assert_close(found.gradients[name], parameter.grad, name)
+
+
+class Adapting(nn.Module):
+    """Takes a step of its own on a weight before it predicts, in evaluation too."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.layer = way, nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.layer.weight
+        if self.way == "requires_grad":
+            return F.linear(x, weight * 2 if weight.requires_grad else weight).square().mean()
+        if self.way == "function":
+            torch.set_grad_enabled(True)
+        with torch.enable_grad():
+            loss = F.linear(x, weight).square().mean()
+            if self.way == "backward":
+                loss.backward()
+                return loss.detach()
+            (step,) = torch.autograd.grad(loss, weight, create_graph=True)
+        return F.linear(x, weight - 0.1 * step).square().mean()
+
+
+def adapted() -> None:
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("a",))
+    for way in ("context", "function", "requires_grad"):
+        made, beside = Adapting(way), Adapting(way)
+        beside.load_state_dict(made.state_dict())
+        parallel = autopar.parallelize(made, mesh, (batch(0),))
+        for training in (True, False, True, False):
+            for module in (parallel, beside):
+                module.train(training)
+            with torch.set_grad_enabled(training):
+                torch.testing.assert_close(parallel(batch(0)), beside(batch(0)))
+    parallel = autopar.parallelize(Adapting("context"), mesh, (batch(0),)).eval()
+    parallel.way = "backward"
+    with pytest.raises(ValueError, match="though gradients are disabled where it is called"), torch.no_grad():
+        parallel(batch(0))
+
+
+def test_gradients_that_forward_takes_while_they_are_disabled() -> None:
+    (outcome,) = outcomes(1, adapted)
+    assert outcome.error is None, outcome.traceback

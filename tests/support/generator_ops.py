@@ -171,7 +171,7 @@ expressions(
     "more pointwise", 4,
     "torch.where({x} > 0.1, {x}, 0.3 * {x} - 0.01)",
     "{x}.abs().add(1).log() * {x}.sign()",
-    "torch.maximum({x}, {x}.roll(1, 0))",
+    "torch.maximum({x}, {x}.roll(1, 0) + 0.1)",
     "torch.addcmul({x}, {x}, {x}.roll(1, -1), value=0.5)",
     "torch.lerp({x}, {x}.flip(-1), 0.3)",
     "{x}.clamp(-0.7, 0.9) + F.leaky_relu({x})",
