@@ -1,12 +1,13 @@
 """Plans measured on links slowed down as configured: `python benchmarks/lab.py [CELL ...] [--json lab.json]`.
 
 A cell is a model, a batch and a lab (`autopar lab`: real gloo ranks in network namespaces; needs root). In each, DDP,
-FSDP2 and `parallelize_module` as their documentation writes them, alone and combined on two axes, autopar's presets on
-several meshes, and the plan that autopar finds from the lab's calibrated cluster file. All live in the same
-ranks and take turns (`in_turns`); a step is forward, backward and SGD, and takes as long as its slowest rank.
-Printed are medians, what the cost model predicted, the free plan over the best hand-written one, the
-rank correlation (Spearman) of predicted and measured seconds over autopar's plans, and each collective of the free
-plan, measured alone before each round, beside its prediction.
+FSDP2 and `parallelize_module` as their documentation writes them, alone and combined on two axes, the 1F1B and
+interleaved schedules of `torch.distributed.pipelining`, autopar's presets on several meshes, its plans with stages, and
+the plan that autopar finds from the lab's calibrated cluster file: of those with stages and without, the shortest as
+predicted. All live in the same ranks and take turns (`in_turns`); a step is forward, backward and SGD, and takes as
+long as its slowest rank. Printed are medians, what the cost model predicted, the plan that is found over the best
+hand-written one, the rank correlation (Spearman) of predicted and measured seconds over autopar's plans, and each
+collective of the free plan without stages, measured alone before each round, beside its prediction.
 
 Cluster files lie in `benchmarks/lab/`; a shape without one, or any with `--calibrate`, is calibrated first.
 """
@@ -25,6 +26,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import nn
 
 from autopar.cluster.library import named_cluster
 from autopar.extras import lab
@@ -72,15 +76,16 @@ CELLS: Mapping[str, Cell] = {
     "pairs": replace(SLOW, shape="pairs", inter="1gbit", hidden=512, layers=4, batch=8, sequence=64),
     "wide batch": replace(SLOW, hidden=256, layers=2, batch=64, sequence=64),
     "experts": replace(SLOW, hidden=256, layers=2, batch=8, sequence=64, experts=8),
+    "deep": replace(SLOW, hidden=512, layers=8, batch=16, sequence=32),
+    "deep, slower": replace(SLOW, shape="2x2-slow", inter="200mbit", hidden=512, layers=8, batch=16, sequence=64),
 }
-"""The first four are the cells that the project began with."""
+"""The first four are the cells that the project began with. In the last two stages should win."""
 
 VOCABULARY, HEADS, KEY_VALUE_HEADS = 512, 8, 4
 
 
 def model_of(cell: Cell) -> Any:
     """The same weights on every rank."""
-    import torch
     from transformers import (
         BertConfig,
         BertForMaskedLM,
@@ -188,6 +193,12 @@ def by_hand(cell: Cell, batch: Mapping[str, Any]) -> dict[str, tuple[Any, Mappin
     if cell.experts or cell.family not in STYLES:
         return variants
     outer_part, inner_part = part(world // inner, rank // inner), part(inner, rank % inner)
+    if cell.family == "Llama":
+        ranks, across, within = flat.get_group(), grid.get_group(OUTER), grid.get_group(INNER)
+        variants["1F1B"] = _Pipeline(cell, ranks, None, 1, batch), {}
+        variants["1F1B x DDP"] = _Pipeline(cell, across, within, 1, inner_part), {}
+        if cell.layers >= 2 * world:
+            variants["interleaved"] = _Pipeline(cell, ranks, None, 2, batch), {}
     if KEY_VALUE_HEADS % world == 0 or cell.family == "BERT":
         variants["TP"] = (tensor_parallel(flat), batch)
     # replicated parameters of data parallel ranks, as `replicate` of a two-dimensional mesh: FSDP2 without sharding
@@ -212,7 +223,6 @@ class _Averaged:
         return self.model(**inputs)
 
     def reduce(self) -> None:
-        import torch
         import torch.distributed as dist
 
         gradients = [getattr(p.grad, "_local_tensor", p.grad) for p in self.model.parameters()]
@@ -221,6 +231,67 @@ class _Averaged:
         bucket /= dist.get_world_size(self.group)
         for gradient, piece in zip(gradients, bucket.split([g.numel() for g in gradients]), strict=True):
             gradient.copy_(piece.view_as(gradient))
+
+
+class _Piece(nn.Module):
+    """Some layers of a Llama, the first with the embedding, the last with the head."""
+
+    def __init__(self, model: Any, number: int, count: int) -> None:
+        super().__init__()
+        layers = model.model.layers
+        begin, end = (len(layers) * i // count for i in (number, number + 1))
+        self.layers, self.rotary = layers[begin:end], model.model.rotary_emb
+        self.embedding = model.model.embed_tokens if number == 0 else None
+        self.norm, self.head = (model.model.norm, model.lm_head) if number == count - 1 else (None, None)
+
+    def forward(self, x: Any) -> Any:
+        if self.embedding is not None:
+            x = self.embedding(x)
+        positions = torch.arange(x.shape[1])[None]
+        rotary = self.rotary(x, positions)
+        for layer in self.layers:
+            x = layer(x, position_embeddings=rotary, position_ids=positions)
+        return x if self.head is None else self.head(self.norm(x))
+
+
+class _Pipeline:
+    """A schedule of `torch.distributed.pipelining` on the ranks of a group, with so many stages on each; replicas of a
+    stage are in DDP."""
+
+    def __init__(self, cell: Cell, group: Any, data: Any, stages: int, batch: Mapping[str, Any]) -> None:
+        import torch.distributed as dist
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+        from torch.nn.parallel import DistributedDataParallel
+
+        self.ids, self.labels = batch["input_ids"], batch["labels"]
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        count, micro_batches = size * stages, min(2 * size, len(self.ids))
+        self.first, self.last = rank == 0, rank == size - 1
+        pieces: list[Any] = [_Piece(model_of(cell), rank + size * i, count) for i in range(stages)]
+        if data is not None:
+            pieces = [DistributedDataParallel(piece, process_group=data) for piece in pieces]
+        parts = [
+            PipelineStage(piece, rank + size * i, count, torch.device("cpu"), group=group)
+            for i, piece in enumerate(pieces)
+        ]
+        self.modules = pieces
+        self.schedule: Any = (
+            Schedule1F1B(parts[0], micro_batches, loss_fn=_next_tokens)
+            if stages == 1
+            else ScheduleInterleaved1F1B(parts, micro_batches, loss_fn=_next_tokens)
+        )
+
+    def parameters(self) -> Any:
+        return [parameter for module in self.modules for parameter in module.parameters()]
+
+    def step(self) -> None:
+        """Forward and backward of all micro-batches."""
+        inputs, target = (self.ids,) if self.first else (), {"target": self.labels} if self.last else {}
+        self.schedule.step(*inputs, **target)
+
+
+def _next_tokens(logits: Any, labels: Any) -> Any:
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
 def ours(
@@ -236,9 +307,10 @@ def ours(
     world = dist.get_world_size()
     inner = cell.ranks if cell.nodes > 1 else 2
     grid, swapped = {"dp": world // inner, "tp": inner}, {"tp": world // inner, "dp": inner}
+    staged = [{"pp": world}, {"pp": world // inner, "dp": inner}, {"pp": world // inner, "tp": inner}]
     meshes = {
         str(mesh): init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
-        for mesh in (grid, swapped, {"tp": world})
+        for mesh in (grid, swapped, {"tp": world}, *staged)
     }
     modules, same = {}, {}
     programs: dict[tuple[str, str], str] = {}
@@ -251,7 +323,10 @@ def ours(
         ("atp", grid, "atp"),
         ("megatron, swapped", swapped, "megatron"),
         ("megatron, one axis", {"tp": world}, "megatron"),
+        *(("stages " + " x ".join(f"{axis} {size}" for axis, size in mesh.items()), mesh, "dp") for mesh in staged),
     ):
+        if "pp" in mesh and cell.experts:
+            continue  # balancing needs the whole batch
         module = autopar.parallelize(
             model_of(cell), meshes[str(mesh)], kwargs=batch, solver=solver, cluster=file, optimizer="sgd"
         )
@@ -286,12 +361,13 @@ def in_turns(
 
 def training_step(module: Any, batch: Mapping[str, Any]) -> Callable[[], None]:
     """Forward, backward and SGD."""
-    import torch
-
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
 
     def step() -> None:
-        module(**batch).loss.backward()
+        if isinstance(module, _Pipeline):
+            module.step()
+        else:
+            module(**batch).loss.backward()
         if isinstance(module, _Averaged):
             module.reduce()
         optimizer.step()
@@ -302,8 +378,6 @@ def training_step(module: Any, batch: Mapping[str, Any]) -> Callable[[], None]:
 
 def measure(cell_fields: dict[str, Any], file: str, rounds: int) -> dict[str, Any]:
     """On one rank: seconds of every step of every plan, and what was predicted."""
-    import torch
-
     from autopar.runtime.measure.collectives import collectives_seconds
 
     cell = Cell(**cell_fields)
@@ -390,7 +464,9 @@ def report(name: str, cell: Cell, ranks: list[dict[str, Any]]) -> dict[str, Any]
     steps = steps_of(ranks)
     medians = {plan: statistics.median(times) for plan, times in steps.items()}
     best = min(hand, key=lambda plan: medians[plan])
-    ratio = statistics.median(a / b for a, b in zip(steps["free"], steps[best], strict=True))
+    searched = (plan for plan in predicted if plan == "free" or plan.startswith("stages"))
+    found = min(searched, key=lambda plan: predicted[plan]["overlapped"])
+    ratio = statistics.median(a / b for a, b in zip(steps[found], steps[best], strict=True))
     order = spearman([p["overlapped"] for p in predicted.values()], [medians[plan] for plan in predicted])
     print(f"\n{name}: hidden {cell.hidden}, {cell.layers} layers, {cell.batch} x {cell.sequence}, {cell.links()}")
     print(f"{'plan':<20} {'measured ms':>12} {'predicted ms':>13} {'without overlap':>16}")
@@ -399,7 +475,7 @@ def report(name: str, cell: Cell, ranks: list[dict[str, Any]]) -> dict[str, Any]
         figures = figures.format(**{name: seconds * 1e3 for name, seconds in predicted.get(plan, {}).items()})
         alike = " = ".join([plan, *(name for name, other in same.items() if other == plan)])
         print(f"{alike:<20} {medians[plan] * 1e3:12.0f} {figures}")
-    print(f"free / best by hand ({best}): {ratio:.2f}; order of predictions (Spearman): {order:.2f}")
+    print(f"found ({found}) / best by hand ({best}): {ratio:.2f}; order of predictions (Spearman): {order:.2f}")
     rows = ranks[0]["collectives"]
     print(f"{'collective of the free plan':<40} {'count':>5} {'predicted ms':>13} {'measured ms':>12} {'off':>5}")
     for row in rows:
@@ -418,6 +494,7 @@ def report(name: str, cell: Cell, ranks: list[dict[str, Any]]) -> dict[str, Any]
         "steps": steps,
         "predicted": predicted,
         "same": same,
+        "found": found,
         "ratio": ratio,
         "spearman": order,
         "collectives": rows,

@@ -154,6 +154,13 @@ def axis_of_stages(request: Request, mesh: Mapping[str, int]) -> str:
         )
     if axis and axis != next(iter(mesh)):
         raise ValueError(f"axis {axis!r} of stages is not the first of {', '.join(mesh)}: make it the outermost")
+    for name in mesh if not axis and not request.pipeline else ():
+        if name.lower() in (STAGES, "pipe", "pipeline", "stage", "stages") and mesh[name] > 1:
+            logger.warning(
+                "axis %r has no stages: tensors are split over it as over any other. For a pipeline call it %r, or "
+                "pass pipeline=%r",
+                *(name, STAGES, name),
+            )
     if not axis and (request.micro_batches == AUTO or request.schedule != AUTO):
         said = "micro_batches is 'auto'" if request.micro_batches == AUTO else f"schedule is {request.schedule!r}"
         raise ValueError(f"{said}, and the mesh has no axis of stages: name one {STAGES!r}, or give pipeline its name")

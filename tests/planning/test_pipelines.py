@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import logging
 import math
 import random
 from collections.abc import Callable
@@ -320,6 +321,15 @@ def test_what_is_refused(mesh: dict[str, int], options: dict[str, Any], said: st
 def test_an_axis_of_stages_has_any_name() -> None:
     plan = planner({"st": 2, "dp": 2}, micro_batches=2, pipeline="st").plan()
     assert plan.pipeline.axis == "st"
+
+
+def test_an_axis_that_only_looks_like_one_of_stages(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "autopar"):
+        assert planner({"PP": 2}).axis == ""
+    assert "axis 'PP' has no stages" in caplog.text
+    caplog.clear()
+    assert planner({"PP": 2}, pipeline="PP").axis == "PP"
+    assert "has no stages" not in caplog.text
 
 
 def test_an_axis_of_one_rank_is_none() -> None:
