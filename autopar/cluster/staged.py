@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 from .links import Link
 from .machine import Cluster
@@ -18,8 +19,7 @@ class StagedCluster(Cluster):
 
     @staticmethod
     def of(cluster: Cluster, stages: int) -> StagedCluster:
-        given = {f.name: getattr(cluster, f.name) for f in fields(Cluster)}
-        return StagedCluster(**given, stages=stages)
+        return StagedCluster(**_fields(cluster), stages=stages)
 
     def links(self, mesh: tuple[int, ...], order: Sequence[int] | None = None) -> tuple[Link, ...]:
         """As of any cluster; micro-batches have none, and add up."""
@@ -29,3 +29,12 @@ class StagedCluster(Cluster):
     def between_stages(self, mesh: tuple[int, ...]) -> Link:
         """What goes from a stage to another sees, with micro-batches and the other axes of a mesh given."""
         return Cluster.links(self, (self.stages, *mesh[1:]))[0]
+
+
+def unstaged(cluster: Cluster) -> Cluster:
+    """The cluster of the devices themselves."""
+    return Cluster(**_fields(cluster)) if isinstance(cluster, StagedCluster) else cluster
+
+
+def _fields(cluster: Cluster) -> dict[str, Any]:
+    return {f.name: getattr(cluster, f.name) for f in fields(Cluster)}

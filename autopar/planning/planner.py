@@ -16,7 +16,7 @@ from torch import nn
 from autopar.cluster.library import named_cluster
 from autopar.cluster.links import are_of_gloo
 from autopar.cluster.machine import Cluster
-from autopar.cluster.staged import StagedCluster
+from autopar.cluster.staged import StagedCluster, unstaged
 from autopar.compat.wrapping import unwrapped
 from autopar.cost import liveness
 from autopar.cost.fusion import saved_part
@@ -101,10 +101,7 @@ class Planner:
         self.facts = ModelFacts.of(model, self.captured)
         report_captured(self.captured)
         self.segments: Segments = self.seconds.run(SEGMENTS, graph)
-        self.axis = axis_of_stages(asked, self.mesh)
-        """The axis of stages; "" without one."""
-        if self.axis:
-            self.training = replace(self.training, micro_batches=first_count(asked, self.batch, self.mesh[self.axis]))
+        self._cut()
         self._place()
         report_without_rule(self.space)
 
@@ -114,10 +111,17 @@ class Planner:
         shapes = (self.captured.graph.metas[i.name].shape for i in self.captured.graph.inputs if i.role == "input")
         return next((shape[0] for shape in shapes if shape), 1)
 
+    def _cut(self) -> None:
+        """Sets the axis of stages ("" without one), and into how many micro-batches these cut the batch."""
+        self.axis = axis_of_stages(self.asked, self.mesh)
+        asked = self.asked
+        count = first_count(asked, self.batch, self.mesh[self.axis]) if self.axis else int(asked.micro_batches)
+        self.training = replace(self.training, micro_batches=count)
+
     def _place(self) -> None:
         """Sets the space of the mesh on the cluster, and the writer of its programs."""
         graph, kind = self.captured.graph, self.kind_of_device
-        self.cluster, mesh = self.cluster.among(math.prod(self.mesh.values())), self.mesh
+        self.cluster, mesh = unstaged(self.cluster).among(math.prod(self.mesh.values())), self.mesh
         if self.axis:
             self.cluster = StagedCluster.of(self.cluster, mesh[self.axis])
             mesh = {**mesh, self.axis: self.training.micro_batches}
@@ -143,11 +147,13 @@ class Planner:
         self.check, self.assignment = self.subject.check, self.subject.assignment
 
     def on(self, mesh_shape: Mapping[str, int], cluster: str | Cluster | None, effort: Effort | None = None) -> Planner:
-        """A planner for the same captured model on another mesh or cluster, or with another effort."""
+        """A planner for the same captured model on another mesh or cluster, or with another effort. Raises ValueError
+        for a mesh on which what was asked cannot be."""
         check_mesh(mesh_shape)
         other = copy(self)
         other.mesh, other.cluster, other.seconds = dict(mesh_shape), named_cluster(cluster), Flow()
         other.effort = effort or self.effort
+        other._cut()
         other._place()
         return other
 

@@ -9,6 +9,7 @@ import logging
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -321,6 +322,16 @@ def test_what_is_refused(mesh: dict[str, int], options: dict[str, Any], said: st
 def test_an_axis_of_stages_has_any_name() -> None:
     plan = planner({"st": 2, "dp": 2}, micro_batches=2, pipeline="st").plan()
     assert plan.pipeline.axis == "st"
+
+
+def test_a_planner_on_another_mesh_knows_its_stages() -> None:
+    """As `compare` and `fit` ask, mesh after mesh."""
+    flat, mesh = planner({"dp": 4}, micro_batches=2), {"pp": 2, "dp": 2}
+    staged = flat.on(mesh, flat.cluster)
+    plans = [replace(each.plan(), solve_seconds=0.0) for each in (staged, planner(mesh, micro_batches=2))]
+    assert plans[0].pipeline is not None and plans[0] == plans[1]
+    back = staged.on({"dp": 4}, staged.cluster)
+    assert back.axis == "" and back.cluster == flat.cluster and back.training == flat.training
 
 
 def test_an_axis_that_only_looks_like_one_of_stages(caplog: pytest.LogCaptureFixture) -> None:
