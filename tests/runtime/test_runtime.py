@@ -599,6 +599,7 @@ def hang_on_rank_one() -> None:
 
 
 def fail_on_rank_one() -> None:
+    dist.barrier()  # a rank that ends before all are connected is an error of its own
     if dist.get_rank() == 1:
         raise ValueError("one")
 
