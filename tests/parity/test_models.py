@@ -67,10 +67,18 @@ def test_every_plan(name: str, presets: Sequence[str], gpu: DeviceFakes) -> None
             raise AssertionError(f"{name} under plan {plan}: {error}") from error
 
 
+def of_one_layer(name: str) -> models.Case:
+    made: models.Case = zoo.case(name, layers=1)
+    return made
+
+
 def step_on_ranks(name: str, mesh: dict[str, int], solver: str) -> models.Step:
-    made = zoo.case(name, layers=1)
+    made = of_one_layer(name)
     device_mesh = init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
-    module = autopar.parallelize(made.model, device_mesh, made.args, made.kwargs, loss_fn=made.loss_fn, solver=solver)
+    with models.as_captured(models.captured(of_one_layer, name).captured):
+        module = autopar.parallelize(
+            made.model, device_mesh, made.args, made.kwargs, loss_fn=made.loss_fn, solver=solver
+        )
     return on_ranks(module, made)
 
 
@@ -80,6 +88,7 @@ def step_on_ranks(name: str, mesh: dict[str, int], solver: str) -> models.Step:
     ids=["T5", "ViT", "Mamba"],
 )
 def test_a_step_on_real_ranks(name: str, mesh: dict[str, int], solver: str) -> None:
-    expected = eager(zoo.case(name, layers=1))
+    expected = eager(of_one_layer(name))
+    models.captured(of_one_layer, name)  # once, for all ranks
     for found in ranks.run(math.prod(mesh.values()), step_on_ranks, name, mesh, solver):
         assert_same(found, expected)

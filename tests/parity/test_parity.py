@@ -172,12 +172,8 @@ def parallel(made: models.Case, mesh: dict[str, int], solver: str = "ddp") -> Pa
 
 
 def parallel_as_captured(name: str, made: models.Case, mesh: dict[str, int], solver: str) -> ParallelModule:
-    """Ranks of transformers have the capture of the process that they are forked from, see `on_ranks_of`."""
-    if name.startswith("mlp"):
-        return parallel(made, mesh, solver)
-    given = functools.partial(Planner, captured=models.captured(case, name).captured)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("autopar.api.Planner", given)
+    """Ranks have the capture of the process that they are forked from, see `on_ranks_of`."""
+    with models.as_captured(models.captured(case, name).captured):
         return parallel(made, mesh, solver)
 
 

@@ -394,9 +394,11 @@ STEPS = 2
 def parallel(precision: Precision, **options: Any) -> Any:
     case = models.case("llama of 4 layers")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("a",))
-    return autopar.parallelize(
-        copy.deepcopy(case.model), mesh, case.args, case.kwargs, precision=precision, **options
-    ), case
+    with models.as_captured(planner("llama of 4 layers", precision).captured):
+        module = autopar.parallelize(
+            copy.deepcopy(case.model), mesh, case.args, case.kwargs, precision=precision, **options
+        )
+    return module, case
 
 
 def trained(module: nn.Module, optimizer: torch.optim.Optimizer, case: models.Case, clip: Callable[..., Any]) -> Any:
@@ -462,12 +464,16 @@ def on_ranks() -> None:
 
 
 def test_ranks_train_masters_and_use_what_is_cast() -> None:
+    planner("llama of 4 layers", MIXED)  # captured once, for both ranks
     run(2, on_ranks)
+
+
+HALF = Precision(param_dtype=torch.float16, reduce_dtype=torch.float32)
 
 
 def scaled() -> None:
     """`GradScaler` with float16: a step with an infinite gradient is skipped on all ranks, and the scale halves."""
-    module, case = parallel(Precision(param_dtype=torch.float16, reduce_dtype=torch.float32), solver="fsdp")
+    module, case = parallel(HALF, solver="fsdp")
     optimizer = module.optimizer(torch.optim.AdamW, lr=1e-2)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**26)
     scales, moved = [], []
@@ -485,4 +491,5 @@ def scaled() -> None:
 
 
 def test_grad_scaler_skips_steps_that_overflow() -> None:
+    planner("llama of 4 layers", HALF)
     run(2, scaled)

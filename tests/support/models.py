@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -151,6 +153,15 @@ def captured(make: Callable[[str], Case], name: str) -> Planner:
     """A planner of the case on one device, which others share their capture with."""
     made = make(name)
     return Planner(made.model, {"a": 1}, made.args, made.kwargs, loss_fn=made.loss_fn)
+
+
+@contextmanager
+def as_captured(step: Captured) -> Iterator[None]:
+    """Inside, `autopar.parallelize` captures no model, and takes this step as that of the model that it is given. So a
+    model is captured once, by the process that ranks are forked from."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("autopar.api.Planner", partial(Planner, captured=step))
+        yield
 
 
 def perturbed(made: Case) -> Case:
