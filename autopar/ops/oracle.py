@@ -226,7 +226,10 @@ def check_cuts(
         {c: laid_out(part, rubbish + i) for c, part in _shards(tensors[name], lay, mesh, rubbish).items()}
         for i, (name, lay) in enumerate(zip(call.node.inputs, operands, strict=True))
     ]
-    values: dict[Coordinate, Values] = {c: {OPERAND.format(i): s[c] for i, s in enumerate(shards)} for c in coordinates}
+    held = list(zip(shards, operands, strict=True))
+    values: dict[Coordinate, Values] = {
+        c: {OPERAND.format(i): of[_first(lay, c)] for i, (of, lay) in enumerate(held)} for c in coordinates
+    }
     splits = tuple(_splits(rule, cuts).items())
     try:
         program = local_program(call, rule, splits, operands, results, mesh)
@@ -262,16 +265,21 @@ def _splits(rule: OpRule, cuts: tuple[Cut, ...]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(axis for _, axis in sorted(axes)) for name, axes in by_name.items()}
 
 
+def _first(layout: Layout, coordinate: Coordinate) -> Coordinate:
+    """The first rank that holds the same as the one at `coordinate`."""
+    return tuple([0 if p == REPLICATE else i for p, i in zip(layout, coordinate, strict=True)])
+
+
 def _shards(tensor: torch.Tensor, layout: Layout, mesh: Shape, rubbish: int) -> dict[Coordinate, torch.Tensor]:
-    """What every rank holds. The parts of a Partial are random numbers that add up to the tensor."""
+    """What ranks hold, the first of each replica. The parts of a Partial are random numbers that add up to the
+    tensor."""
     terms: dict[Coordinate, torch.Tensor] = {(): tensor}
     for axis, (placement, ranks) in enumerate(zip(layout, mesh, strict=True)):
         grown: dict[Coordinate, torch.Tensor] = {}
         for prefix, value in terms.items():
-            generator = torch.Generator().manual_seed(axis)  # replicas are equal
-            parts = [value] * ranks
+            parts = [value] * (1 if placement == REPLICATE else ranks)
             if isinstance(placement, Partial):
-                parts = _summands(value, ranks, generator)
+                parts = _summands(value, ranks, torch.Generator().manual_seed(axis))
             grown |= {(*prefix, i): part for i, part in enumerate(parts)}
         terms = grown
     splits = tuple(REPLICATE if isinstance(p, Partial) else p for p in layout)
@@ -325,15 +333,16 @@ def _error(expected: torch.Tensor | None, parts: dict[Coordinate, torch.Tensor],
     assert expected is not None
     if any(isinstance(p, Partial) for p in layout):
         for c, part in parts.items():
-            first = tuple(0 if p == REPLICATE else i for p, i in zip(layout, c, strict=True))
+            first = _first(layout, c)
             valid = tuple(map(slice, valid_shape(tuple(expected.shape), layout, mesh, c)))
-            if worst := _difference(parts[first][valid], part[valid]):
+            if first != c and (worst := _difference(parts[first][valid], part[valid])):
                 return f"replicas {first} and {c} differ by {worst}"
         worst = _difference(expected, unshard(parts, tuple(expected.shape), layout, mesh))
         return f"the largest error is {worst}" if worst else ""
+    shards = {first: shard(expected, layout, mesh, first) for first in {_first(layout, c) for c in parts}}
     for c, part in parts.items():
         valid = tuple(map(slice, valid_shape(tuple(expected.shape), layout, mesh, c)))
-        if worst := _difference(shard(expected, layout, mesh, c)[valid], part[valid]):
+        if worst := _difference(shards[_first(layout, c)][valid], part[valid]):
             return f"the largest error is {worst} on rank {c}"
     return ""
 
@@ -347,9 +356,11 @@ def _difference(expected: torch.Tensor, given: torch.Tensor) -> float:
     tolerance = {torch.float64: 1e-9, torch.float32: 2e-5}.get(expected.dtype, 4e-2)
     if torch.equal(expected, given) or not expected.numel():
         return 0.0
+    worst = float((expected - given).abs().max())
+    if worst <= tolerance:
+        return 0.0
     finite = expected[torch.isfinite(expected)]
     scale = max(1.0, float(finite.abs().max())) if finite.numel() else 1.0
     if torch.allclose(expected, given, rtol=0.0, atol=tolerance * scale, equal_nan=True):
         return 0.0
-    worst = float((expected - given).abs().max())
     return worst if worst else float("nan")
