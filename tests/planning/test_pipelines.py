@@ -21,6 +21,7 @@ from torch import nn
 
 import autopar
 from autopar.cost.streams import alone_seconds
+from autopar.passes.capture.captured import Captured
 from autopar.planning.account import gathered_once
 from autopar.planning.pieces import ForwardPieces, pieces
 from autopar.planning.plan import Plan
@@ -34,22 +35,35 @@ CLUSTER = "dgx-h100"
 
 
 @functools.cache
-def case(name: str = "GPT-2") -> zoo.Case:
-    return zoo.case(name, 3)
-
-
-def planner(mesh: dict[str, int], name: str = "GPT-2", **options: Any) -> Planner:
-    made = case(name)
-    args, kwargs = made.batch(0)
-    return Planner(
-        made.model, mesh, args, kwargs, loss_fn=made.loss_fn, request=Request(**{"cluster": CLUSTER, **options})
-    )
+def case() -> zoo.Case:
+    return zoo.case("GPT-2", 3)
 
 
 @functools.cache
-def planned(count: int | str = 4, schedule: str = "auto", stages: int = 2) -> tuple[Planner, Plan]:
-    made = planner({"pp": stages, "dp": 2}, micro_batches=count, schedule=schedule)
-    return made, made.plan()
+def captured() -> Captured:
+    """Of `case`, once for all planners."""
+    made = case()
+    args, kwargs = made.batch(0)
+    return Planner(made.model, {"dp": 1}, args, kwargs, loss_fn=made.loss_fn, cluster=CLUSTER).captured
+
+
+def planner(mesh: dict[str, int], **options: Any) -> Planner:
+    made = case()
+    args, kwargs = made.batch(0)
+    request = Request(**{"cluster": CLUSTER, **options})
+    return Planner(made.model, mesh, args, kwargs, loss_fn=made.loss_fn, captured=captured(), request=request)
+
+
+@functools.cache
+def on_stages(count: int | str) -> Planner:
+    return planner({"pp": 2, "dp": 2}, micro_batches=count)
+
+
+@functools.cache
+def planned(count: int | str = 4, schedule: str = "auto") -> tuple[Planner, Plan]:
+    """A planner of two stages, which plans with any schedule share, and the plan."""
+    made = on_stages(count)
+    return made, made.plan(schedule=schedule)
 
 
 # ---- cuts
@@ -320,7 +334,7 @@ def test_what_is_refused(mesh: dict[str, int], options: dict[str, Any], said: st
 
 
 def test_an_axis_of_stages_has_any_name() -> None:
-    plan = planner({"st": 2, "dp": 2}, micro_batches=2, pipeline="st").plan()
+    plan = planner({"st": 2, "dp": 2}, micro_batches=2, pipeline="st", schedule="1f1b").plan()
     assert plan.pipeline.axis == "st"
 
 
