@@ -232,7 +232,7 @@ def test_cuts_that_are_none(tmp_path: Path, cuts: list[str], said: str) -> None:
 
 
 def test_a_plan_without_stages_says_nothing_of_them() -> None:
-    plan = planner({"dp": 2}).plan()
+    plan = planner({"dp": 2}, solver="ddp").plan()
     assert plan.pipeline is None
     assert "pipeline" not in plan.to_json()
 
@@ -358,4 +358,4 @@ def test_an_axis_that_only_looks_like_one_of_stages(caplog: pytest.LogCaptureFix
 
 
 def test_an_axis_of_one_rank_is_none() -> None:
-    assert planner({"pp": 1, "dp": 2}).plan().pipeline is None
+    assert planner({"pp": 1, "dp": 2}, solver="ddp").plan().pipeline is None
