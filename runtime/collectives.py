@@ -26,30 +26,17 @@ not established; these calls do not take that path.)"""
 
 
 @dataclass(frozen=True, slots=True)
-class Extremes:
-    """A reduction of `ordered` numbers under way, whose result goes to `target`."""
+class Followed:
+    """Something under way, the tensor that it reads or writes, held until then, and what is done with that once it is
+    there."""
 
     work: Waitable
-    reduced: torch.Tensor
-    target: torch.Tensor
+    held: torch.Tensor
+    then: Callable[[torch.Tensor], object]
 
     def wait(self) -> None:
         self.work.wait()
-        self.target.copy_(_swapped(self.reduced).view(_NUMBERS[self.reduced.dtype]))
-
-
-@dataclass(frozen=True, slots=True)
-class Summed:
-    """Parts on their way here, whose sum over dim 0 goes to `target`: gloo's own reduce-scatter is an all-reduce, of
-    which each rank keeps its part, and sends twice as much. The sum is the same whatever the order of arrival."""
-
-    work: Waitable
-    parts: torch.Tensor
-    target: torch.Tensor
-
-    def wait(self) -> None:
-        self.work.wait()
-        torch.sum(self.parts, 0, dtype=self.target.dtype, out=self.target)
+        self.then(self.held)
 
 
 _NUMBERS = {torch.int32: torch.float32, torch.int64: torch.float64}
@@ -70,6 +57,12 @@ def ordered(x: torch.Tensor, reduction: str) -> torch.Tensor:
     return bits.masked_fill(x.isnan(), info.max if reduction == "max" else info.min)
 
 
+def _unordered(target: torch.Tensor, reduced: Pending) -> Pending:
+    """A reduction of `ordered` numbers, whose result goes to `target`."""
+    bits, work = reduced
+    return target, Followed(work, bits, lambda bits: target.copy_(_swapped(bits).view(_NUMBERS[bits.dtype])))
+
+
 def started(result: torch.Tensor, work: dist.Work | None) -> Pending:
     assert work is not None  # this rank is in the group
     return result, work
@@ -77,8 +70,7 @@ def started(result: torch.Tensor, work: dist.Work | None) -> Pending:
 
 def all_reduce_in_place(x: torch.Tensor, reduction: str, group: dist.ProcessGroup) -> Pending:
     if reduction != "sum" and x.is_floating_point():
-        bits, pending = all_reduce_in_place(ordered(x, reduction), reduction, group)
-        return x, Extremes(pending, bits, x)
+        return _unordered(x, all_reduce_in_place(ordered(x, reduction), reduction, group))
     return started(x, dist.all_reduce(x, REDUCTIONS[reduction], group, async_op=True))
 
 
@@ -94,11 +86,13 @@ def all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> Pending:
 def reduce_scatter(x: torch.Tensor, reduction: str, group: dist.ProcessGroup) -> Pending:
     part = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
     if reduction != "sum" and x.is_floating_point():
-        bits, pending = reduce_scatter(ordered(x, reduction), reduction, group)
-        return part, Extremes(pending, bits, part)
+        return _unordered(part, reduce_scatter(ordered(x, reduction), reduction, group))
     if reduction == "sum" and x.is_cpu:
+        # gloo's own is an all-reduce, of which each rank keeps its part, and sends twice as much; the sum is the same
+        # whatever the order of arrival
         exchanged, work = all_to_all(x, group)
-        return part, Summed(work, exchanged.view(group.size(), *part.shape), part)
+        parts = exchanged.view(group.size(), *part.shape)
+        return part, Followed(work, parts, lambda parts: torch.sum(parts, 0, dtype=part.dtype, out=part))
     return started(part, reduce_scatter_single(part, x, REDUCTIONS[reduction], group))
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from autopar.compat.collectives import from_host_alone
 
-from .collectives import COLLECTIVES, REDUCTIONS, Pending, Waitable, started
+from .collectives import COLLECTIVES, REDUCTIONS, Followed, Pending, started
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,31 +26,6 @@ class Messages:
             work.wait()
 
 
-@dataclass(frozen=True, slots=True)
-class Landing:
-    """A transfer under way to the host's memory, from where it goes to `target`."""
-
-    work: Waitable
-    received: torch.Tensor
-    target: torch.Tensor
-
-    def wait(self) -> None:
-        self.work.wait()
-        self.target.copy_(self.received)
-
-
-@dataclass(frozen=True, slots=True)
-class Elsewhere:
-    """A reduction under way of which this rank gets nothing: its buffer holds what happened to pass."""
-
-    work: Waitable
-    target: torch.Tensor
-
-    def wait(self) -> None:
-        self.work.wait()
-        self.target.zero_()
-
-
 Transfer = Callable[[torch.Tensor, int, dist.ProcessGroup], Pending]
 
 
@@ -63,22 +38,24 @@ def _over_host(transfer: Transfer) -> Transfer:
             return transfer(x, offset, group)
         received, work = transfer(x.cpu(), offset, group)
         target = torch.empty_like(received, device=x.device)
-        return target, Landing(work, received, target)
+        return target, Followed(work, received, target.copy_)
 
     return started
 
 
+def _passed(x: torch.Tensor, received: torch.Tensor, to: int, source: int, group: dist.ProcessGroup) -> Pending:
+    """A message to one rank of the group, and one from another, as far as there are such ranks."""
+    ranks = range(group.size())
+    sends = [dist.P2POp(dist.isend, x, group=group, group_peer=to)] if to in ranks else []
+    receives = [dist.P2POp(dist.irecv, received, group=group, group_peer=source)] if source in ranks else []
+    messages = [*sends, *receives]
+    return received, Messages(dist.batch_isend_irecv(messages) if messages else [], x)
+
+
 @_over_host
 def shift(x: torch.Tensor, offset: int, group: dist.ProcessGroup) -> Pending:
-    rank, ranks = dist.get_rank(group), group.size()
-    received = torch.zeros_like(x, memory_format=torch.contiguous_format)
-    messages = []
-    if 0 <= rank + offset < ranks:
-        messages.append(dist.P2POp(dist.isend, x, group=group, group_peer=rank + offset))
-    if 0 <= rank - offset < ranks:
-        messages.append(dist.P2POp(dist.irecv, received, group=group, group_peer=rank - offset))
-    works = dist.batch_isend_irecv(messages) if messages else []
-    return received, Messages(works, x)
+    rank, received = dist.get_rank(group), torch.zeros_like(x, memory_format=torch.contiguous_format)
+    return _passed(x, received, rank + offset, rank - offset, group)
 
 
 @_over_host
@@ -87,11 +64,7 @@ def rotate(x: torch.Tensor, offset: int, group: dist.ProcessGroup) -> Pending:
     if offset % ranks == 0:
         return x.clone(memory_format=torch.contiguous_format), Messages((), x)
     received = torch.empty_like(x, memory_format=torch.contiguous_format)
-    messages = [
-        dist.P2POp(dist.isend, x, group=group, group_peer=(rank + offset) % ranks),
-        dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - offset) % ranks),
-    ]
-    return received, Messages(dist.batch_isend_irecv(messages), x)
+    return _passed(x, received, (rank + offset) % ranks, (rank - offset) % ranks, group)
 
 
 def broadcast(x: torch.Tensor, root: int, group: dist.ProcessGroup) -> Pending:
@@ -102,8 +75,10 @@ def broadcast(x: torch.Tensor, root: int, group: dist.ProcessGroup) -> Pending:
 def reduce(x: torch.Tensor, reduction: str, root: int, group: dist.ProcessGroup) -> Pending:
     reduced = x.clone(memory_format=torch.contiguous_format)
     work = dist.reduce(reduced, op=REDUCTIONS[reduction], group=group, group_dst=root, async_op=True)
-    assert work is not None
-    return reduced, work if dist.get_rank(group) == root else Elsewhere(work, reduced)
+    reduced, pending = started(reduced, work)
+    if dist.get_rank(group) == root:
+        return reduced, pending
+    return reduced, Followed(pending, reduced, torch.Tensor.zero_)  # it holds what happened to pass
 
 
 def exchange(x: torch.Tensor, sizes: torch.Tensor, _: int, group: dist.ProcessGroup) -> Pending:
