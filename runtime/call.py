@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 
 from autopar.compat import calls
 from autopar.compat.calls import is_observed, receiver
-from autopar.compat.distributed import local_tensor
 from autopar.compat.tensors import is_real, storage_span
 from autopar.compat.watching import hooks_gradient
 from autopar.extensions import Plug, Table
@@ -23,12 +22,11 @@ from autopar.passes.capture.source import presented
 
 from .agree import all_alike, digest, together
 from .gathers import Gathers
-from .held import State
 from .hooked import storage_of, whole_gradient
 from .inputs import Inputs
 from .pending import Receivers, can_wait, quietly
-from .placements import local_slice
 from .shared import SharedMemory, overlapping
+from .state import State
 from .verify import StepCheck
 
 Watch = Callable[[State, str, Sequence[torch.Tensor]], AbstractContextManager[list[Any]]]
@@ -87,16 +85,12 @@ def _prepared(state: State, inputs: Inputs) -> _Call:
             source = local = state.nothing  # it may be the user's own, of another shape by now
         elif i.role == "input":
             source = bound[i.target]
-            local = _local_input(state, i, source)
-            _refuse_buffer(state, i, source)
-        elif i.target in state.constants and i.role == "buffer":
-            source = local = state.constants[i.target]
-            local = local_slice(local, i.layout, state.program.mesh, state.coordinate)
+            _refuse_input(state, i, source)
+            local = state.given(i, source)
         else:
-            source = state.value(i.target)
-            local = state.padded(local_tensor(source), i) if isinstance(source, DTensor) else source.detach()
-            if i.role == "buffer":
-                local = local_slice(local, i.layout, state.program.mesh, state.coordinate)
+            constant = state.constants.get(i.target) if i.role == "buffer" else None
+            source = state.values[i.target] if constant is None else constant
+            local = state.given(i, source)
         if local.device != state.device:
             raise ValueError(_misplaced(state, i, local))
         values.append(local)
@@ -114,22 +108,16 @@ def _prepared(state: State, inputs: Inputs) -> _Call:
     return _Call(state=state, values=values, given=given, differentiable=tuple(differentiable), sources=tuple(sources))
 
 
-def _local_input(state: State, i: ProgramInput, source: torch.Tensor) -> torch.Tensor:
-    if not isinstance(source, DTensor):
-        return local_slice(source.detach(), i.layout, state.program.mesh, state.coordinate)
-    if source.device_mesh != state.mesh:
+def _refuse_input(state: State, i: ProgramInput, source: torch.Tensor) -> None:
+    """One on another mesh; and a buffer that forward writes and is given as an input too, where eager sees the new
+    values in both."""
+    if isinstance(source, DTensor) and source.device_mesh != state.mesh:
         raise ValueError(f"input {i.target} is a DTensor on {source.device_mesh}; the module is on {state.mesh}")
-    with torch.no_grad():
-        return state.padded(state.placed(source, state.whole_place(i.layout)), i)
-
-
-def _refuse_buffer(state: State, i: ProgramInput, source: torch.Tensor) -> None:
-    """Where forward writes a buffer that it is given as an input too, eager sees the new values in both."""
     if not state.mutations or not is_real(source):
         return
     place = storage_of(source)
     for _, o in state.mutations:
-        if storage_of(state.value(o.target)) == place:
+        if storage_of(state.values[o.target]) == place:
             raise ValueError(
                 f"input {i.target} lies in the memory of buffer {o.target}, which forward writes: give a clone() of it"
             )
@@ -175,8 +163,8 @@ class _Call:
         return results, saved
 
     def _run(self) -> tuple[tuple[torch.Tensor | None, ...], tuple[torch.Tensor, ...]]:
-        state, pending = self.state, self.state.pending
-        if not state.holds or self.watch is not unwatched or self.check is not None:
+        state, pending = self.state, self.state.module.pending
+        if not state.module.holds or self.watch is not unwatched or self.check is not None:
             return state.executable.forward(self.values)
         gathers: Gathers = pending.gathers.get(state) or pending.gathers.setdefault(state, Gathers(state))
         return gathers.forward(state.executable, self.given, self.values, waits=not pending.reduces)
@@ -202,15 +190,15 @@ class ProgramStep(torch.autograd.Function):
         ctx.read = [k for k in state.shared.kept if k < len(call.given) and isinstance(call.given[k], DTensor)]
         ctx.given = [call.given[k] for k in ctx.read]
         ctx.versions = calls.versions(ctx.given)
-        ctx.updated = calls.versions(state.value(output.target) for _, output in state.updates)
+        ctx.updated = calls.versions(state.values[output.target] for _, output in state.updates)
         return outputs
 
     @staticmethod
     @presented()
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        handshake = ctx.state.handshake
+        handshake = ctx.state.module.handshake
         handshake.backwards += 1
-        handshake.reductions += ctx.state.pending.reduces
+        handshake.reductions += ctx.state.module.pending.reduces
         creates_graph = torch.is_grad_enabled()
         given = [path for path, g in zip(ctx.state.output_paths, gradients, strict=True) if g is not None]
         ctx.unasked = ctx.state.unasked(given)
@@ -240,7 +228,7 @@ class ProgramStep(torch.autograd.Function):
         _refuse_lost(state, by_path, dict(zip(state.output_paths, ctx.returned, strict=True)))
         if calls.versions(ctx.given) != ctx.versions:
             _refuse_written([state.inputs[k] for k in ctx.read], ctx.given, ctx.versions)
-        if calls.versions(state.value(output.target) for _, output in state.updates) != ctx.updated:
+        if calls.versions(state.values[output.target] for _, output in state.updates) != ctx.updated:
             raise ValueError(
                 f"{listed([output.target for _, output in state.updates])}, which backward() writes, changed since the "
                 f"call: a program reads it as it was then. Run backward() on each call before the next one"
@@ -249,7 +237,7 @@ class ProgramStep(torch.autograd.Function):
         ctx.maybe_clear_saved_tensors()
         arguments += [state.tangent(i, by_path.get(i.target)) for i in state.tangents]
         given = len(arguments) - len(state.tangents)
-        pending = state.pending
+        pending = state.module.pending
         form = pending.form(state, receivers)
         executable = state.executable
         if form != "step":
@@ -262,7 +250,7 @@ class ProgramStep(torch.autograd.Function):
         unreduced = pending.left(state, receivers) if form == "last" and receivers is not None else None
         if unreduced is not None:
             arguments += unreduced.sums
-        state.observed.passed(state)
+        state.module.observed.passed(state)
         with ctx.watch(state, "backward", arguments) as made, quietly(state):
             computed = list(executable.backward(arguments))
             made += computed
@@ -284,7 +272,7 @@ class ProgramStep(torch.autograd.Function):
         else:
             if unreduced is not None:
                 unreduced.take({name: computed[state.gradients[name]] for name in waiting})
-            pending.settle(state.registered.tensors())
+            pending.settle(state.values.tensors())
         results: list[torch.Tensor | None] = [None]
         for (i, placements), needed in zip(ctx.sources, ctx.needs_input_grad[1:], strict=True):
             is_given = needed and i.target not in waiting and i.target not in ctx.unasked
@@ -301,7 +289,7 @@ def _receivers(ctx: Any) -> Receivers | None:
     those that earlier ones left; None where it may do neither: nobody asks for it, something else than `.grad` takes a
     gradient, or a hook wants to see it now. All ranks come to the same."""
     state: State = ctx.state
-    pending, handshake = state.pending, state.handshake
+    pending, handshake = state.module.pending, state.module.handshake
     if (pending.reduces and not pending.waits) or ctx.check is not None or state.pipelined is not None:
         return None
     handshake.settle()

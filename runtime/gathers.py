@@ -10,7 +10,7 @@ from autopar.compat import calls
 from autopar.passes.lower.hold import held
 
 from .execute import Executable
-from .held import State
+from .state import State
 
 
 class Gathers:

@@ -11,22 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
 
 from autopar.compat.checkpoints import SafetensorsReader, Stored
 from autopar.compat.converting import Conversion, stored_names
-from autopar.compat.distributed import local_tensor
 from autopar.compat.wrapping import plain_name
 from autopar.files import cut, json_of, reading, text_of
-from autopar.ir.layout import Replicate, Shape
+from autopar.ir.layout import Shape
 
 from .agree import agreed, all_equal, digest, exchange, together
-from .anew import anew_of, unsaved_buffers
-from .boxes import Box, boxes
-from .held import State, adopt
-from .places import ValuePlace
-from .state_dicts import names_in_state_dict, registered
+from .state_dicts import names_in_state_dict
+from .unsaved_buffers import computed_anew, unsaved_buffers
+from .values import Values, all_slots
 
 logger = logging.getLogger("autopar")
 
@@ -48,83 +43,83 @@ class Found:
     missing: list[str]
 
 
-def read_weights(state: State, root: nn.Module, directory: str | Path, *, may_miss: bool) -> list[str]:
+def read_weights(values: Values, directory: str | Path, *, may_miss: bool) -> list[str]:
     """Give values to parameters and buffers, from files or computed anew, on all ranks at once. Returns the names of
     what has none and is on meta; that is an error unless `may_miss`."""
-    with together(state.mesh):
+    with together(values.mesh):
         reader = opened(directory)
-        found = found_in(state, root, reader.stored, directory)
-        on_meta = [name for name in found.missing if _is_meta(state, name)]
+        found = found_in(values, reader.stored, directory)
+        on_meta = values.on_meta(found.missing)
         if on_meta and not may_miss:
             raise ValueError(
                 f"{directory} has no values for {_listed(on_meta)}: give files of this model, or give the function "
                 f"load_pretrained(..., init=) for what they lack"
             )
-        parts = {n: empty_part(state, n) if _is_meta(state, n) else state.value(n) for n in found.direct}
+        made = {name: values.empty(name, values.device) for name in values.on_meta(found.direct)}
+        parts = {name: made[name] if name in made else values[name] for name in found.direct}
     all_equal(
         (len(reader.stored), _digest(reader.stored)),
-        state.mesh,
+        values.mesh,
         f"the ranks read different files from {directory}, by number of tensors and digest of names and shapes: give "
         f"all ranks the same directory",
     )
-    state.distribute(iter(found.anew.items()))
-    with together(state.mesh), torch.no_grad():
-        for canonical, stored in found.direct.items():
-            read_part(state, canonical, parts[canonical], reader, stored)
-    torch.autograd.graph.increment_version([part for n, part in parts.items() if not _is_meta(state, n)])
-    _check_replicas(state, parts)
-    state.distribute(_converted(state, root, reader, found.conversions))
-    for name, part in parts.items():
-        if _is_meta(state, name):
-            adopt(state, name, part)
-    _warn(state, root, reader.stored, found, directory)
+    values.distribute(found.anew.items())
+    with together(values.mesh), torch.no_grad():
+        for name, stored in found.direct.items():
+            local, owned = values.held(name, parts[name])
+            _read(reader, stored, [(box.offsets, box.sizes, box.of(local)) for box in owned])
+    torch.autograd.graph.increment_version([part for name, part in parts.items() if name not in made])
+    _check_replicas(values, parts)
+    values.distribute(_converted(values, reader, found.conversions))
+    for name, part in made.items():
+        values.adopt(name, part)
+    _warn(values, reader.stored, found, directory)
     return on_meta
 
 
-def found_in(state: State, root: nn.Module, stored: Mapping[str, Stored], directory: str | Path) -> Found:
+def found_in(values: Values, stored: Mapping[str, Stored], directory: str | Path) -> Found:
     """What files have for each value, by their tables of contents. Raises ValueError for what does not fit."""
-    values = {alias: value for value, aliases in state.aliases.items() for alias in aliases}
-    called = names_in_state_dict(root)
-    for _, registry, key in registered(root):
-        if value := state.slots.get((id(registry), key)):
-            values |= dict.fromkeys(called.get(id(registry[key]), ()), value)
-    names, conversions = stored_names(root, stored, values)
+    known = {alias: value for value, aliases in values.aliases.items() for alias in aliases}
+    called = names_in_state_dict(values.root)
+    for slot in all_slots(values.root):
+        if value := values.name(slot):
+            known |= dict.fromkeys(called.get(id(slot.tensor), ()), value)
+    names, conversions = stored_names(values.root, stored, known)
     direct: dict[str, str] = {}
     for alias, name in names.items():
-        direct.setdefault(values[alias], name)
+        direct.setdefault(known[alias], name)
     made = set()
     for conversion in conversions:
-        like = conversion.made(root, lambda name: torch.empty(stored[name].shape, device="meta"))
+        like = conversion.made(values.root, lambda name: torch.empty(stored[name].shape, device="meta"))
         for alias, tensor in like.items():
-            if alias in values:
-                _check_shape(state, values[alias], alias, tuple(tensor.shape), directory)
-                made.add(values[alias])
+            if alias in known:
+                _check_shape(values, known[alias], alias, tuple(tensor.shape), directory)
+                made.add(known[alias])
     if not direct and not made:
         what = _listed(list(stored)) or "nothing"
         raise ValueError(f"{directory} holds {what}, of which the model has none: give files of this model")
     for value, name in direct.items():
-        _check_shape(state, value, name, stored[name].shape, directory)
-        if state.value(value).is_floating_point() and not stored[name].dtype.is_floating_point:
+        _check_shape(values, value, name, stored[name].shape, directory)
+        if values[value].is_floating_point() and not stored[name].dtype.is_floating_point:
             raise ValueError(
-                f"{name} is {stored[name].dtype} in {directory} and {state.value(value).dtype} in the model: quantized "
+                f"{name} is {stored[name].dtype} in {directory} and {values[value].dtype} in the model: quantized "
                 f"files cannot be trained from; give those of the full precision"
             )
-    anew = {name: value for name, value in anew_of(state, root).items() if name not in direct}
-    missing = [name for name in state.aliases if name not in direct and name not in made and name not in anew]
+    anew = {name: value for name, value in computed_anew(values).items() if name not in direct}
+    missing = [name for name in values.aliases if name not in direct and name not in made and name not in anew]
     return Found(direct=direct, conversions=conversions, made=made, anew=anew, missing=missing)
 
 
-def _check_shape(state: State, value: str, name: str, shape: Shape, directory: str | Path) -> None:
-    present = tuple(state.value(value).shape)
+def _check_shape(values: Values, value: str, name: str, shape: Shape, directory: str | Path) -> None:
+    present = tuple(values[value].shape)
     if present != shape:
         raise ValueError(f"{name} is {list(shape)} in {directory} and {list(present)} in the model")
 
 
 def _converted(
-    state: State, root: nn.Module, reader: SafetensorsReader, conversions: list[Conversion]
+    values: Values, reader: SafetensorsReader, conversions: list[Conversion]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Whole values, of whole tensors of files, one conversion at a time."""
-    values = {alias: value for value, aliases in state.aliases.items() for alias in aliases}
 
     def read(name: str) -> torch.Tensor:
         held = torch.empty(reader.stored[name].shape, dtype=reader.stored[name].dtype)
@@ -132,9 +127,9 @@ def _converted(
         return held
 
     for conversion in conversions:
-        for alias, tensor in conversion.made(root, read).items():
-            if alias in values:
-                yield values[alias], tensor.to(state.value(values[alias]).dtype)
+        for alias, tensor in conversion.made(values.root, read).items():
+            if (name := values.canonical(alias)) is not None:
+                yield name, tensor.to(values[name].dtype)
 
 
 def opened(directory: str | Path) -> SafetensorsReader:
@@ -177,37 +172,6 @@ def weight_files(folder: Path) -> list[Path]:
     raise ValueError(f"{folder} has no file {SINGLE}, {INDEX} or *.safetensors{hint}: give a directory of weights")
 
 
-def empty_part(state: State, name: str) -> torch.Tensor:
-    """Memory for this rank's part of a value."""
-    present = state.value(name)
-    if not isinstance(present, nn.Parameter):
-        return torch.empty(present.shape, dtype=present.dtype, device=state.device)
-    place = state.place(name)
-    local = torch.empty(place.held(tuple(present.shape)), dtype=present.dtype, device=state.device)
-    return place.dtensor(local, present.shape).requires_grad_(present.requires_grad)
-
-
-def place_of(state: State, name: str) -> ValuePlace:
-    """At rest; buffers are whole on every rank."""
-    if isinstance(state.value(name), DTensor):
-        return state.place(name)
-    return state.whole_place((Replicate(),) * len(state.program.mesh))
-
-
-def held_of(state: State, name: str, value: torch.Tensor) -> tuple[torch.Tensor, tuple[Box, ...]]:
-    """What this rank holds of a value, and where that belongs in the global tensor."""
-    local, place = local_tensor(value) if isinstance(value, DTensor) else value, place_of(state, name)
-    if place.coordinate is None:
-        return local.detach(), ()
-    return local.detach(), boxes(tuple(value.shape), place.layout, place.sizes, place.coordinate)
-
-
-def read_part(state: State, name: str, part: torch.Tensor, reader: SafetensorsReader, stored: str) -> None:
-    """Read this rank's part of a value."""
-    local, owned = held_of(state, name, part)
-    _read(reader, stored, [(box.offsets, box.sizes, box.of(local)) for box in owned])
-
-
 def _read(reader: SafetensorsReader, name: str, parts: Sequence[tuple[Shape, Shape, torch.Tensor]]) -> None:
     try:
         reader.read(name, parts)
@@ -216,35 +180,32 @@ def _read(reader: SafetensorsReader, name: str, parts: Sequence[tuple[Shape, Sha
         raise ValueError(f"{cut(name)} cannot be read from {reader.folder} ({why}); {AGAIN}") from error
 
 
-def _is_meta(state: State, name: str) -> bool:
-    return state.value(name).device.type == "meta"
-
-
-def _check_replicas(state: State, parts: Mapping[str, torch.Tensor]) -> None:
+def _check_replicas(values: Values, parts: Mapping[str, torch.Tensor]) -> None:
     """Ranks that hold the same part of a value have read the same."""
     own = {}
     for name, part in parts.items():
-        local, owned = held_of(state, name, part)
+        local, owned = values.held(name, part)
         own.update({(name, box.offsets, box.sizes): digest(box.of(local)) for box in owned})
     seen: dict[Any, int] = {}
-    for digests in exchange(own, state.mesh):
+    for digests in exchange(own, values.mesh):
         for key, value in digests.items():
             if seen.setdefault(key, value) != value:
                 text = f"the ranks read different values for {key[0]!r}: give all of them the same files"
-                raise agreed(ValueError(text), state.mesh)
+                raise agreed(ValueError(text), values.mesh)
 
 
-def _warn(state: State, root: nn.Module, stored: Iterable[str], found: Found, directory: str | Path) -> None:
+def _warn(values: Values, stored: Iterable[str], found: Found, directory: str | Path) -> None:
     """Of what files hold beside the model, other names of tied weights apart, and of what keeps its values."""
-    expected = [re.compile(p) for p in getattr(root, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    expected = [re.compile(p) for p in getattr(values.root, "_keys_to_ignore_on_load_unexpected", None) or ()]
     used = {*found.direct.values(), *(name for each in found.conversions for _, name in each.sources)}
-    used.update(alias for aliases in state.aliases.values() for alias in aliases)
+    used.update(alias for aliases in values.aliases.values() for alias in aliases)
     unused = [name for name in stored if name not in used and not any(p.search(name) for p in expected)]
     if unused:
         logger.warning("%s: the model has no place for %s", directory, _listed(unused))
-    unsaved = {plain_name(name) for name, _, _ in unsaved_buffers(root)}
-    never_saved = {n for n, aliases in state.aliases.items() if unsaved.issuperset(map(plain_name, aliases))}
-    kept = [n for n in found.missing if not _is_meta(state, n) and n not in never_saved]
+    unsaved = {plain_name(slot.name) for slot in unsaved_buffers(values.root)}
+    never_saved = {n for n, aliases in values.aliases.items() if unsaved.issuperset(map(plain_name, aliases))}
+    without = {*values.on_meta(found.missing), *never_saved}
+    kept = [name for name in found.missing if name not in without]
     if kept:
         logger.warning("%s has no values for %s, which stay as they are", directory, _listed(kept))
 

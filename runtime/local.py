@@ -15,10 +15,10 @@ from autopar.compat.distributed import make_dtensor
 from autopar.ir.graph import meta_of
 from autopar.ir.layout import Placement, Split
 
-from .held import State
 from .inputs import Inputs, Names, each
 from .padding import Padder
 from .placements import contiguous_stride
+from .state import State
 
 
 class LocalBatches:

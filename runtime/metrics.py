@@ -19,8 +19,8 @@ from autopar.planning.provenance import flops_of, work_of
 from autopar.planning.reading import cluster_of
 from autopar.planning.texts import short_bytes, short_seconds
 
-from .held import State
 from .module import ParallelModule
+from .state import State
 from .waits import Waits
 
 logger = logging.getLogger("autopar")
@@ -143,7 +143,7 @@ class Metrics:
         if not (to is None or callable(to) or hasattr(to, "add_scalar")):
             raise ValueError(f"to is {to!r}: give a function, a writer with add_scalar, or None for the log")
         self.state: State = vars(module)["_state"]
-        if self.state.observed.clock is not None:
+        if self.state.module.observed.clock is not None:
             raise ValueError("the module has Metrics: close() them first")
         self.plan: Plan = module.plan
         self.every, self.to, self.synchronize = every, to, synchronize
@@ -151,7 +151,7 @@ class Metrics:
         self.peak_of = cluster_of(self.plan).device.peak_flops
         self.work: WeakKeyDictionary[State, _Work] = WeakKeyDictionary()
         self.waits = Waits(self.state.device)
-        self.state.observed.clock = self.waits
+        self.state.module.observed.clock = self.waits
         self.steps = self.counted = 0
         self.began = self.left_out = 0.0
 
@@ -179,18 +179,18 @@ class Metrics:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """What happens within it does not count: an evaluation, a checkpoint."""
-        began, captured = time.perf_counter(), self.state.observed.capture_seconds
-        self.state.observed.clock = None
+        began, captured = time.perf_counter(), self.state.module.observed.capture_seconds
+        self.state.module.observed.clock = None
         try:
             yield
         finally:
-            self.state.observed.clock = self.waits
-            self.state.observed.capture_seconds = captured  # within what is left out
+            self.state.module.observed.clock = self.waits
+            self.state.module.observed.capture_seconds = captured  # within what is left out
             self.left_out += time.perf_counter() - began
 
     def close(self) -> None:
-        self.state.observed.clock = None
-        self.state.observed.backwards.clear()
+        self.state.module.observed.clock = None
+        self.state.module.observed.backwards.clear()
 
     def _now(self) -> float:
         if self.synchronize and self.state.device.type != "cpu":
@@ -198,14 +198,14 @@ class Metrics:
         return time.perf_counter()
 
     def _begin(self) -> None:
-        observed = self.state.observed
+        observed = self.state.module.observed
         observed.backwards.clear()
         observed.capture_seconds = 0.0
         self.waits.taken()
         self.counted, self.left_out, self.began = 0, 0.0, self._now()
 
     def _measured(self) -> Measured:
-        observed, plan = self.state.observed, self.plan
+        observed, plan = self.state.module.observed, self.plan
         elapsed = self._now() - self.began - self.left_out - observed.capture_seconds
         items = ideal = 0.0
         for state, count in observed.backwards.items():

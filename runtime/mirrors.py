@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from autopar.compat.redistributing import full_tensor
 from autopar.passes.capture.fakes import STANDS_FOR
 
-from .agree import raise_together
+from .agree import together
 from .state_dicts import rename_versions, taking_parts, to_load
 
 
@@ -131,13 +131,9 @@ class Standing(nn.Module):
         tensors, of which this rank takes its part, or DTensors; names those of the model within `torch.compile` and
         `checkpoint_wrapper`, or without. With `assign`, values are cast to the dtypes of the model, and parameters are
         new objects. All ranks call it at once; what any of them raises, all raise."""
-        state, root = vars(self)["_state"], vars(self)["_root"]
-        error, result = None, None
-        try:
-            result = root.load_state_dict(to_load(state_dict, root), *args, **kwargs)
-        except Exception as raised:
-            error = raised
-        raise_together(error, state.mesh)
+        values, result = vars(self)["_state"].values, None
+        with together(values.mesh):
+            result = values.root.load_state_dict(to_load(state_dict, values.root), *args, **kwargs)
         return result
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:

@@ -38,9 +38,9 @@ from autopar.planning.training import Training
 from autopar.solve.schedules import in_turn
 
 from .agree import all_equal, on_first_rank, together
-from .held import trained_by
 from .inputs import Inputs, each
 from .pipelined import Pipelined
+from .state import trained_by
 from .verify import gathered
 
 logger = logging.getLogger("autopar")

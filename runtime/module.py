@@ -16,8 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
 from autopar.compat.calls import uncompiled
+from autopar.compat.optimizing import fused_steps_on_shards
 from autopar.compat.outputs import Absent
 from autopar.compat.rebinding import HOOKS_OF_STATES, rebind_state_hooks
+from autopar.compat.redistributing import anomalies_of_shards
+from autopar.compat.stages import whole_states_in_stages
 from autopar.compat.tensors import is_real
 from autopar.compat.waiting import name_waits
 from autopar.compat.wrapping import unwrapped
@@ -30,7 +33,7 @@ from .call import WATCHES, ProgramStep, prepared_call, unwatched
 from .compiling import Inductor
 from .execute import Executable
 from .guard import OWNERS, Original
-from .held import State
+from .handshake import Handshake
 from .local import LocalBatches
 from .mirrors import Standing, mirrored
 from .modes import Again
@@ -40,7 +43,9 @@ from .pipelined import Pipelined
 from .placements import mismatch
 from .pretrained import Filled
 from .sharded import OPTIMIZERS, on_shards
+from .state import ModuleState, State
 from .state_dicts import belong
+from .values import Values
 from .verify import Verifier
 from .versions import Versions
 
@@ -98,6 +103,9 @@ class ParallelModule(Filled, Standing):
     ) -> None:
         super().__init__()
         checkpoints_of(ParallelModule)
+        fused_steps_on_shards()
+        anomalies_of_shards()
+        whole_states_in_stages()
         name_waits(alone)
         follow_world_timeout(mesh)
         raise_together(mismatch(program, mesh), mesh)
@@ -112,23 +120,38 @@ class ParallelModule(Filled, Standing):
             "the ranks closed over different tensors (plain attributes of modules, tensors that forward or loss_fn "
             "makes of Python numbers): give every rank the same, or make them buffers",
         )
-        compiler = Inductor(options.compiled, mesh) if options.compiled else None
-        state = State(captured, program, plan, mesh, compiler=compiler, pipelined=options.pipelined)
-        state.whole_outputs, state.holds = options.whole_outputs, options.holds
-        vars(self)["_state"] = state
         plain = unwrapped(model)
-        root = mirrored(state.mirrors, plain)
-        rebind_state_hooks(state.mirrors)
+        mirrors: dict[int, nn.Module] = {}
+        root = mirrored(mirrors, plain)
+        rebind_state_hooks(mirrors)
         # the same dictionaries: the root's parameters and submodules are this module's own
         shared = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *HOOKS_OF_STATES)
         vars(self).update((name, vars(root)[name]) for name in shared)
         self.training = captured.training
         vars(self)["_root"] = root
-        belong(root, state)
+        values = Values(
+            root=root,
+            mesh=mesh,
+            at_rest={i.target: i.layout for i in program.inputs if i.role == "parameter"},
+            tied=captured.tied,
+            hooked=captured.hooked,
+            homes=None if options.pipelined is None else options.pipelined.homes,
+        )
+        belong(values)
+        state_of_all = ModuleState(
+            values=values,
+            plan=plan,
+            handshake=Handshake(mesh, program.digest),
+            compiler=Inductor(options.compiled, mesh) if options.compiled else None,
+            whole_outputs=options.whole_outputs,
+            holds=options.holds,
+        )
+        state = State(captured, program, state_of_all, options.pipelined)
+        vars(self)["_state"] = state
         vars(self)["_versions"] = Versions(self, plain, state, options.again, options.padder)
         vars(self)["_local"] = LocalBatches(state, plain)
         vars(self)["_verifier"], vars(self)["_watch"] = options.verifier, unwatched
-        state.distribute(chain(plain.named_parameters(), plain.named_buffers()))
+        values.distribute(chain(plain.named_parameters(), plain.named_buffers()))
         OWNERS.claim(model, self)
         vars(self)["_original"] = Original(plain, root, captured.reads)
 
@@ -149,7 +172,7 @@ class ParallelModule(Filled, Standing):
     @property
     def plan(self) -> Any:
         """The plan that the program was written from."""
-        return _state(self).plan
+        return _state(self).module.plan
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -200,12 +223,12 @@ class ParallelModule(Filled, Standing):
         step at once. Raises ValueError for a kind that is not known to treat each element alone (`ELEMENTWISE`), and
         for parameters of another module.
         """
-        state = _state(self)
+        values = _state(self).values
         given = list(self.parameters() if params is None else params)
         for plug in OPTIMIZERS.values():
             if kind is plug.value.__base__:
-                layouts: dict[Any, Any] = {state.value(name): state.layout(name) for name in state.aliases}
-                made = plug.value(given, layouts=layouts, mesh=state.mesh, **options)
+                layouts: dict[Any, Any] = {values[name]: values.layout(name) for name in values.aliases}
+                made = plug.value(given, layouts=layouts, mesh=values.mesh, **options)
                 break
         else:
             made = on_shards(kind)(given, **options)  # type: ignore[arg-type]
@@ -235,7 +258,7 @@ class ParallelModule(Filled, Standing):
         What is added up has the size of the gradients before their reduction: under fully sharded plans, that of all
         parameters that a rank computes with. All ranks must come to it alike.
         """
-        pending = _state(self).pending
+        pending = _state(self).module.pending
         pending.asks = True
         before, pending.reduces = pending.reduces, False
         try:
@@ -254,7 +277,7 @@ class ParallelModule(Filled, Standing):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         vars(self)["_original"].warn()
         versions: Versions = vars(self)["_versions"]
-        handshake = _state(self).handshake
+        handshake = _state(self).module.handshake
         request = versions.request(args, kwargs)
         handshake.begin(request.intent)
         with handshake.running("forward pass"):
@@ -290,13 +313,19 @@ class ParallelModule(Filled, Standing):
         memo.update((id(p.grad), None) for p in self.parameters() if p.grad is not None)  # as of any copied parameter
         memo.update((id(version.guard), version.guard) for version in versions.versions)
         memo.update((id(version.pinned), version.pinned) for version in versions.versions)
+        module = _state(self).module
+        values = module.values
         for state in (_state(self), *(version.state for version in versions.versions)):
-            one_for_all = (state.mesh, state.groups, state.executable, state.program, state.plan, state.captured)
-            memo.update((id(part), part) for part in (*one_for_all, vars(state).get("parts")))
+            one_for_all = (state.groups, state.executable, state.program, state.captured, vars(state).get("parts"))
+            memo.update((id(part), part) for part in one_for_all)
+        memo.update(
+            (id(part), part) for part in (module.plan, module.values.mesh, *vars(module.values).get("meshes", ()))
+        )
         memo[id(versions.again)], memo[id(versions.lent)] = versions.again, []
         vars(copied).update(copy.deepcopy(vars(self), memo))
-        belong(vars(copied)["_root"], _state(copied))
-        _state(copied).registered.again()
+        values = _state(copied).values
+        values.again()
+        belong(values)
         vars(copied)["_versions"].guard_again()
         return copied
 

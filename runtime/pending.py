@@ -25,14 +25,12 @@ from .compiled import clocked_by
 
 
 class PendingState(Protocol):
-    """What a program's state has for gradients that wait (`held.State`)."""
+    """What a program's state has for gradients that wait (`state.State`)."""
 
     @property
     def device(self) -> torch.device: ...
     @property
-    def observed(self) -> Any: ...
-    @property
-    def pending(self) -> Any: ...
+    def module(self) -> Any: ...
     @property
     def parts(self) -> Any: ...
     def split_gradient(self, name: str, value: torch.Tensor) -> Any: ...
@@ -45,7 +43,7 @@ Form = Literal["step", "micro", "last"]
 @contextmanager
 def quietly(state: PendingState) -> Iterator[None]:
     """How a half of a program runs: it casts by itself, and its waits are timed if somebody asks."""
-    with without_autocast(state.device.type), clocked_by(state.observed.clock):
+    with without_autocast(state.device.type), clocked_by(state.module.observed.clock):
         yield
 
 
@@ -71,7 +69,7 @@ class Unreduced:
         """What this rank holds of each gradient. All ranks at once, the first time."""
         if self.reduced is None:
             state = self.state
-            state.pending.drop_gathers()
+            state.module.pending.drop_gathers()
             sums, self.sums = self.sums, []
             with torch.no_grad(), quietly(state):
                 computed = state.parts.rest.backward(sums)

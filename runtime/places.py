@@ -10,11 +10,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from autopar.compat.distributed import make_dtensor, mesh_of_some
+from autopar.compat.distributed import local_tensor, make_dtensor, mesh_of_some
+from autopar.compat.redistributing import full_tensor, redistributed
 from autopar.compat.stages import StageTensor
-from autopar.ir.layout import Layout, Replicate, Shape, valid_shape
+from autopar.ir.layout import Layout, Replicate, Shape, is_chunked, valid_shape
 
-from .placements import contiguous_stride, local_slice, placements_of, unpadded
+from .placements import contiguous_stride, is_strided, local_slice, placements_of, unpadded
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,19 @@ class ValuePlace:
         if self.coordinate is None:
             return local
         return unpadded(local, shape, self.layout, self.sizes, self.coordinate)
+
+    def placed(self, value: DTensor) -> torch.Tensor:
+        """What this rank holds here of a DTensor, contiguous and without padding; communicates unless it is here
+        already."""
+        shape = tuple(value.shape)
+        wanted = self.placements(shape)
+        as_in_torch = is_chunked(shape, self.layout, self.sizes)
+        if value.device_mesh == self.mesh and value.placements == wanted and as_in_torch:
+            return local_tensor(value).contiguous()
+        if value.device_mesh != self.mesh or is_strided((*value.placements, *wanted)) or not as_in_torch:
+            # torch's redistribution of strided shards is not to be relied on, beside gathering them
+            return self.part(full_tensor(value))
+        return local_tensor(redistributed(value, self.mesh, wanted)).contiguous()
 
     def dtensor(self, local: torch.Tensor, shape: Sequence[int]) -> DTensor:
         """The DTensor of which this rank holds `local`. Nothing is communicated."""

@@ -13,10 +13,10 @@ import torch
 from autopar.compat.wrapping import plain_name
 
 from .agree import together
-from .anew import anew_of, unsaved_buffers
-from .held import State, adopt
-from .load import empty_part, read_weights
+from .load import read_weights
 from .save import FILE_BYTES, write_weights
+from .unsaved_buffers import computed_anew, unsaved_buffers
+from .values import Values
 from .whole import whole_model
 
 logger = logging.getLogger("autopar")
@@ -38,11 +38,11 @@ class Filled:
         ranks: seed equally. Raises ValueError, on every rank, where a value is missing, has another
         shape, or differs between ranks.
         """
-        state, root = _parts_of(self)
+        values = _values(self)
         if isinstance(source, Mapping):
-            state.distribute(values_from(source, state, root))
+            values.distribute(values_from(source, values))
         else:
-            state.distribute(initialized(source, state, state.aliases))
+            values.distribute(initialized(source, values, values.aliases))
 
     def load_pretrained(self, directory: str | Path, init: InitFunction | None = None) -> None:
         """Read the weights of a directory that `save_pretrained` wrote, here or in transformers, or that
@@ -57,10 +57,10 @@ class Filled:
         Raises ValueError, on every rank, for files that cannot be read, that lack values or hold other shapes, or that
         differ between ranks. Needs safetensors, which transformers brings.
         """
-        state, root = _parts_of(self)
-        lacking = read_weights(state, root, directory, may_miss=init is not None)
+        values = _values(self)
+        lacking = read_weights(values, directory, may_miss=init is not None)
         if init is not None:
-            state.distribute(initialized(init, state, lacking))
+            values.distribute(initialized(init, values, lacking))
 
     def save_pretrained(self, directory: str | Path, max_file_bytes: int = FILE_BYTES) -> None:
         """Write a directory that `from_pretrained` of transformers reads, and `load_pretrained`: safetensors files of
@@ -70,8 +70,7 @@ class Filled:
 
         Tied weights are written once. Raises on every rank what any rank raises.
         """
-        state, root = _parts_of(self)
-        write_weights(state, root, directory, max_file_bytes)
+        write_weights(_values(self), vars(self)["_state"].module.plan, directory, max_file_bytes)
 
     def gathered(self) -> torch.nn.Module:
         """The model on one device: a copy with whole values, on each rank, in the mode of this module. It shares
@@ -82,39 +81,37 @@ class Filled:
 
         Each rank needs the memory of the whole model. Raises ValueError, on every rank, where a value is on meta.
         """
-        state, root = _parts_of(self)
-        return whole_model(state, root)
+        return whole_model(_values(self))
 
     def to_empty(self, *, device: Any = None, recurse: bool = True) -> Any:
         """Give memory without values to what is on `meta`, on the mesh's device, for a checkpoint to be loaded into.
         Buffers that a state_dict does not hold are computed anew. Make the optimizer afterwards."""
-        state, root = _parts_of(self)
-        with together(state.mesh):
-            if device is not None and torch.device(device).type != state.device.type:
-                raise ValueError(f"to_empty(device={str(device)!r}): the mesh is on {state.device}; leave device out")
-            anew = anew_of(state, root)
-        unsaved = {name for name, _, _ in unsaved_buffers(root)}
-        for name in list(state.aliases):
-            if state.value(name).device.type == "meta" and name not in anew:
-                adopt(state, name, empty_part(state, name))
+        values = _values(self)
+        with together(values.mesh):
+            if device is not None and torch.device(device).type != values.device.type:
+                raise ValueError(f"to_empty(device={str(device)!r}): the mesh is on {values.device}; leave device out")
+            anew = computed_anew(values)
+        unsaved = {slot.name for slot in unsaved_buffers(values.root)}
+        for name in values.on_meta():
+            if name not in anew:
+                values.adopt(name, values.empty(name, values.device))
                 if name in unsaved:
                     logger.warning("%s has memory without values: the model does not say how to compute it", name)
-        state.distribute(iter(anew.items()))
+        values.distribute(anew.items())
         return self
 
 
-def _parts_of(module: Any) -> tuple[State, torch.nn.Module]:
-    return vars(module)["_state"], vars(module)["_root"]
+def _values(module: Any) -> Values:
+    values: Values = vars(module)["_state"].values
+    return values
 
 
-def values_from(
-    source: Mapping[str, torch.Tensor], state: State, root: torch.nn.Module
-) -> Iterator[tuple[str, torch.Tensor]]:
+def values_from(source: Mapping[str, torch.Tensor], values: Values) -> Iterator[tuple[str, torch.Tensor]]:
     """Each tensor's value in a state_dict, under any of its names."""
     missing = []
     source = {plain_name(name): value for name, value in source.items()} | dict(source)
-    for canonical, aliases in state.aliases.items():
-        present = state.value(canonical)
+    for canonical, aliases in values.aliases.items():
+        present = values[canonical]
         alias = next((name for name in aliases if name in source), None)
         if alias is None:
             if present.device.type == "meta":
@@ -124,7 +121,7 @@ def values_from(
         if value.shape != present.shape:
             raise ValueError(f"{alias} is {list(value.shape)} in the state_dict and {list(present.shape)} in the model")
         yield canonical, value.to(present.dtype)
-    anew = anew_of(state, root) if missing else {}
+    anew = computed_anew(values) if missing else {}
     if lacking := [name for name in missing if name not in anew]:
         raise ValueError(
             f"the state_dict lacks {', '.join(lacking)}, which are on meta (buffers that the model's own state_dict "
@@ -133,12 +130,10 @@ def values_from(
     yield from anew.items()
 
 
-def initialized(function: InitFunction, state: State, names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
+def initialized(function: InitFunction, values: Values, names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
     """Each tensor of these that is on meta, filled by `function`."""
-    for name in names:
-        present = state.value(name)
-        if present.device.type != "meta":
-            continue
+    for name in values.on_meta(names):
+        present = values[name]
         value = torch.empty(present.shape, dtype=present.dtype)
         with torch.no_grad():
             returned = function(name, value)

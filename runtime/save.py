@@ -24,9 +24,9 @@ from autopar.compat.checkpoints import SAFETENSORS_DTYPES
 
 from .agree import all_equal, on_first_rank, together
 from .boxes import Box, is_owner
-from .held import State
-from .load import INDEX, SINGLE, held_of, place_of
+from .load import INDEX, SINGLE
 from .state_dicts import saved_names
+from .values import Values
 
 FILE_BYTES = 5_000_000_000
 """Of a file, at most, unless a tensor has more."""
@@ -76,31 +76,31 @@ class File:
         return sum(place.bytes for place in self.places)
 
 
-def write_weights(state: State, root: nn.Module, directory: str | Path, max_file_bytes: int) -> None:
+def write_weights(values: Values, plan: Any, directory: str | Path, max_file_bytes: int) -> None:
     """All ranks at once. Raises on every rank what any rank raises."""
     folder = Path(directory)
-    with together(state.mesh):
+    with together(values.mesh):
         if isinstance(max_file_bytes, bool) or not isinstance(max_file_bytes, int) or max_file_bytes < 1:
             raise ValueError(f"max_file_bytes is {max_file_bytes!r}: give a number of bytes, at least 1")
         if folder.exists() and not folder.is_dir():
             raise ValueError(f"{folder} is a file: give a directory, which is made if it is not there")
-        files = layout_in_files(state, root, max_file_bytes)
-    all_equal(str(folder.absolute()), state.mesh, "the ranks are to save to different directories: give all the same")
-    on_first_rank(lambda: _begin(folder, files), state.mesh)
-    with together(state.mesh):
+        files = layout_in_files(values, max_file_bytes)
+    all_equal(str(folder.absolute()), values.mesh, "the ranks are to save to different directories: give all the same")
+    on_first_rank(lambda: _begin(folder, files), values.mesh)
+    with together(values.mesh):
         number = 0
         for file in files:
-            _write(state, folder, file, number)
+            _write(values, folder, file, number)
             number += len(file.places)
-    on_first_rank(lambda: _finish(state, root, folder, files), state.mesh)
+    on_first_rank(lambda: _finish(values, plan, folder, files), values.mesh)
 
 
-def layout_in_files(state: State, root: nn.Module, max_file_bytes: int) -> list[File]:
+def layout_in_files(values: Values, max_file_bytes: int) -> list[File]:
     """Which file each value goes to, and where in it, under one name each. Raises ValueError for what has no value."""
     groups: list[list[tuple[str, str, torch.Tensor]]] = [[]]
     held = 0
-    for value, name in saved_names(state, root).items():
-        tensor = state.value(value)
+    for value, name in saved_names(values).items():
+        tensor = values[value]
         if tensor.device.type == "meta":
             raise ValueError(f"{name} is on meta, and has no value to save: call materialize or load_pretrained first")
         if tensor.dtype not in SAFETENSORS_DTYPES:
@@ -135,7 +135,7 @@ def _begin(folder: Path, files: Sequence[File]) -> None:
         raise ValueError(f"{folder} cannot be written ({error.strerror}): give another directory") from error
 
 
-def _write(state: State, folder: Path, file: File, number: int) -> None:
+def _write(values: Values, folder: Path, file: File, number: int) -> None:
     """This rank's part of a file, whose first value is the model's `number`-th."""
     path, start = folder / (file.name + PARTIAL), len(file.header)
     try:
@@ -144,9 +144,9 @@ def _write(state: State, folder: Path, file: File, number: int) -> None:
         raise ValueError(f"{path}, which the first rank made, is not here: all ranks must share the folder") from error
     try:
         for index, place in enumerate(file.places, number):
-            at = place_of(state, place.value)
+            at = values.place_of(place.value)
             if at.coordinate is not None and is_owner(index, at.layout, at.sizes, at.coordinate):
-                local, owned = held_of(state, place.value, state.value(place.value))
+                local, owned = values.held(place.value, values[place.value])
                 for box in owned:
                     _write_box(descriptor, start + place.offset, place.shape, box, local)
         os.fsync(descriptor)
@@ -178,7 +178,7 @@ def _write_all(descriptor: int, data: memoryview, at: int) -> None:
         data, at = data[written:], at + written
 
 
-def _finish(state: State, root: nn.Module, folder: Path, files: Sequence[File]) -> None:
+def _finish(values: Values, plan: Any, folder: Path, files: Sequence[File]) -> None:
     """Put the files in the place of earlier ones, and write what belongs to them."""
     earlier = {path for path in folder.iterdir() if OF_A_MODEL.fullmatch(path.name)}
     for file in files:
@@ -192,9 +192,9 @@ def _finish(state: State, root: nn.Module, folder: Path, files: Sequence[File]) 
         (folder / INDEX).write_text(index + "\n")
     else:
         (folder / INDEX).unlink(missing_ok=True)
-    _write_config(root, folder)
-    if hasattr(state.plan, "save"):
-        state.plan.save(folder / PLAN)
+    _write_config(values.root, folder)
+    if hasattr(plan, "save"):
+        plan.save(folder / PLAN)
 
 
 def _write_config(root: nn.Module, folder: Path) -> None:

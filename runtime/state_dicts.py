@@ -22,38 +22,16 @@ from autopar.compat.redistributing import full_tensor
 from autopar.compat.tensors import memory_of
 from autopar.compat.wrapping import plain_name
 
-from .anew import unsaved_buffers
-from .held import State, adopt
+from .values import Slot, Values, all_slots, slots_of
 
-STATES: weakref.WeakKeyDictionary[nn.Module, weakref.ref[State]] = weakref.WeakKeyDictionary()
-"""What each mirror of a module belongs to."""
-
-
-def belong(root: nn.Module, state: State) -> None:
-    """Find where each name of a parameter or buffer is registered in the mirror of a model, and which names are one
-    tensor; and have its modules load values as `state` places them."""
-    state.own(root)
-    for module in root.modules():
-        STATES[module] = weakref.ref(state)
+MIRRORED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Values]] = weakref.WeakKeyDictionary()
+"""What each mirror of a module has values of."""
 
 
-def registered(root: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Name, registry and key of each parameter and buffer, under each name that it has."""
-    for prefix, module in root.named_modules(remove_duplicate=False):
-        for registry in (module._parameters, module._buffers):
-            for key, tensor in registry.items():
-                if tensor is not None:
-                    yield (f"{prefix}.{key}" if prefix else key), registry, key
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Slot:
-    """Where a mirror has a value, and what it has there before it is loaded."""
-
-    name: str
-    registry: dict[str, Any]
-    key: str
-    present: torch.Tensor
+def belong(values: Values) -> None:
+    """Have the mirrors of a model's modules load values as they are placed."""
+    for module in values.root.modules():
+        MIRRORED[module] = weakref.ref(values)
 
 
 @contextmanager
@@ -61,48 +39,57 @@ def taking_parts(module: nn.Module) -> Iterator[None]:
     """Within it, a mirror loads its own values as the model's module would: by torch's way, before which what this rank
     holds of each takes its place, after all hooks of the model; by writing a global value into a parameter; or by
     putting another parameter in its place."""
-    reference = STATES.get(module)
-    state = None if reference is None else reference()
-    if state is None:  # a copy that somebody made of a part of the module
+    reference = MIRRORED.get(module)
+    values = None if reference is None else reference()
+    if values is None:  # a copy that somebody made of a part of the module
         yield
         return
-    slots = [
-        _Slot(name=state.slots[id(registry), key], registry=registry, key=key, present=present)
-        for registry in (module._parameters, module._buffers)
-        for key, present in registry.items()
-        if present is not None and (id(registry), key) in state.slots
+    there = [
+        _Loaded(name=name, slot=slot, present=slot.tensor)
+        for slot in slots_of(module)
+        if slot.tensor is not None and (name := values.name(slot)) is not None
     ]
-    handle = module.register_load_state_dict_pre_hook(partial(_take_parts, state, slots))  # type: ignore[no-untyped-call]
+    handle = module.register_load_state_dict_pre_hook(partial(_take_parts, values, there))  # type: ignore[no-untyped-call]
     try:
-        with _Writes(state, slots):
+        with _Writes(values, there):
             yield
     finally:
         handle.remove()
-        for slot in slots:
-            _place(state, slot)
+        for loaded in there:
+            _place(values, loaded)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Loaded:
+    """A value that a mirror loads, and what it has there before."""
+
+    name: str
+    slot: Slot
+    present: torch.Tensor
 
 
 def _take_parts(
-    state: State, slots: Sequence[_Slot], module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any
+    values: Values, there: Sequence[_Loaded], module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any
 ) -> None:
     """The last hook: hooks of the model see the values as they were given."""
     assign = rest[0].get("assign_to_params_buffers", False)
-    for slot in slots:
-        value = state_dict.get(prefix + slot.key)
+    for loaded in there:
+        key = prefix + loaded.slot.key
+        value = state_dict.get(key)
         if isinstance(value, torch.Tensor):
-            if value.shape == (1,) and slot.present.shape == ():
+            if value.shape == (1,) and loaded.present.shape == ():
                 value = value.reshape(())  # as torch does, for files of its first versions
-            if value.shape == slot.present.shape:
-                state_dict[prefix + slot.key] = _part(state, slot.name, value, assign=assign)
+            if value.shape == loaded.present.shape:
+                state_dict[key] = _part(values, loaded.name, value, assign=assign)
 
 
 class _Writes(TorchFunctionMode):
     """Global values that are copied into what a rank holds of a parameter."""
 
-    def __init__(self, state: State, slots: Sequence[_Slot]) -> None:
+    def __init__(self, values: Values, there: Sequence[_Loaded]) -> None:
         super().__init__()
-        self.state = state
-        held = ((slot.name, slot.present) for slot in slots if isinstance(slot.present, DTensor))
+        self.values = values
+        held = ((loaded.name, loaded.present) for loaded in there if isinstance(loaded.present, DTensor))
         self.names = {memory_of(local_tensor(present)): name for name, present in held}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -110,27 +97,27 @@ class _Writes(TorchFunctionMode):
             target, value = args[:2]
             name = self.names.get(memory_of(local_tensor(target)))
             if name is not None and not isinstance(value, DTensor) and value.shape == target.shape:
-                args = (target, _part(self.state, name, value, assign=False), *args[2:])
+                args = (target, _part(self.values, name, value, assign=False), *args[2:])
         return func(*args, **(kwargs or {}))
 
 
-def _place(state: State, slot: _Slot) -> None:
+def _place(values: Values, loaded: _Loaded) -> None:
     """Take this rank's part of a global value that was put in the place of a parameter."""
-    value = slot.registry.get(slot.key)
-    if not isinstance(slot.present, DTensor) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+    value, present = loaded.slot.tensor, loaded.present
+    if not isinstance(present, DTensor) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
         return
-    slot.registry[slot.key] = slot.present
-    if value.shape != slot.present.shape:
+    loaded.slot.registry[loaded.slot.key] = present
+    if value.shape != present.shape:
         raise ValueError(
-            f"{plain_name(slot.name)} is {list(value.shape)} in the state_dict and {list(slot.present.shape)} in the "
+            f"{plain_name(loaded.name)} is {list(value.shape)} in the state_dict and {list(present.shape)} in the "
             f"model, whose program has that size"
         )
-    _part(state, slot.name, value, assign=True)
+    _part(values, loaded.name, value, assign=True)
 
 
-def _part(state: State, name: str, value: torch.Tensor, *, assign: bool) -> torch.Tensor:
+def _part(values: Values, name: str, value: torch.Tensor, *, assign: bool) -> torch.Tensor:
     """What this rank holds of a value. With `assign`, the module has it already, under all names of that value."""
-    present = state.value(name)
+    present = values[name]
     if not assign and not isinstance(present, DTensor):
         return full_tensor(value) if isinstance(value, DTensor) else value
     if not assign and isinstance(value, DTensor) and _alike(value, present):
@@ -138,10 +125,10 @@ def _part(state: State, name: str, value: torch.Tensor, *, assign: bool) -> torc
     value = value.detach()
     if assign or not (value.is_floating_point() or value.is_complex()):
         value = value.to(present.dtype)
-    part = state.part(name, value)
+    part = values.part(name, value)
     if assign:
-        adopt(state, name, part)
-        return state.value(name)
+        values.adopt(name, part)
+        return values[name]
     return part
 
 
@@ -179,22 +166,22 @@ def names_in_state_dict(root: nn.Module) -> dict[int, list[str]]:
     return called
 
 
-def saved_names(state: State, root: nn.Module) -> dict[str, str]:
+def saved_names(values: Values) -> dict[str, str]:
     """Value -> the name to save it under, for each parameter and persistent buffer: what the model's own state_dict
     calls it, or what its modules do where hooks left it out. Of tied weights that is the one that Hugging Face's model
     ties the others to. Raises ValueError for what the module has not held since it was made."""
+    root = values.root
     called = names_in_state_dict(root)
-    unsaved = {name for name, _, _ in unsaved_buffers(root)}
     patterns = [re.compile(pattern) for pattern in getattr(root, "_tied_weights_keys", None) or ()]
     present: dict[str, list[str]] = {}
-    for name, registry, key in registered(root):
-        value = state.slots.get((id(registry), key))
+    for slot in all_slots(root):
+        value = values.name(slot)
         if value is None:
-            raise ValueError(f"{name} was added after parallelize, and cannot be saved: add it before")
-        found = called.get(id(registry[key]), [] if name in unsaved else [plain_name(name)])
+            raise ValueError(f"{slot.name} was added after parallelize, and cannot be saved: add it before")
+        found = called.get(id(slot.tensor), [] if slot.is_unsaved else [plain_name(slot.name)])
         present.setdefault(value, []).extend(found)
     names: dict[str, str] = {}
-    for value in state.aliases:
+    for value in values.aliases:
         if value not in present:
             raise ValueError(f"{value} was removed after parallelize, and cannot be saved: remove it before")
         if found := present[value]:

@@ -32,7 +32,8 @@ from autopar.passes.capture.fakes import copied, gradient_hooks, skeleton
 from autopar.passes.codegen.precision import at_rest
 
 from .agree import together
-from .held import State as _State
+from .state import State as _State
+from .values import all_slots
 
 TOLERANCES: Mapping[torch.dtype, float] = {
     torch.float64: 1e-9,
@@ -71,12 +72,8 @@ class Eager:
         for name, leaf in self.leaves.items():
             hook_gradient(leaf, hooks.get(name, ()))
         held = {**self.leaves, **given.buffers}
-        for prefix, module in model.named_modules(remove_duplicate=False):
-            for registry in (module._parameters, module._buffers):
-                for key, tensor in registry.items():
-                    name = f"{prefix}.{key}" if prefix else key
-                    if tensor is not None:
-                        registry[key] = held[captured.tied.get(name, name)]
+        for slot in all_slots(model):
+            slot.registry[slot.key] = held[captured.tied.get(slot.name, slot.name)]
         inputs = {path: x.requires_grad_(path in given.trained) for path, x in given.inputs.items()}
         self.leaves |= {path: x for path, x in inputs.items() if x.requires_grad}  # type: ignore[misc]
         given_as = ((leaf, leaf.same or leaf.path) for leaf in captured.input_leaves)
@@ -166,7 +163,7 @@ class Verifier:
         if self.calls > self.steps and self.calls != self.later:
             return None
         self.done += 1
-        held = {name: state.value(name) for name in state.aliases}
+        held = {name: state.values[name] for name in state.values.aliases}
         trained = {
             name
             for name, x in (*held.items(), *inputs.items())
@@ -232,7 +229,7 @@ class StepCheck:
         """What a pass wrote into buffers, and what it should have."""
         expected = {**self.given.buffers, **self.reference.buffers}
         return [
-            (f"buffer {o.target}", o.target, o.role, gathered(self.state.value(o.target)), expected.get(o.target))
+            (f"buffer {o.target}", o.target, o.role, gathered(self.state.values[o.target]), expected.get(o.target))
             for _, o in results
         ]
 

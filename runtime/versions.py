@@ -26,11 +26,11 @@ from autopar.passes.capture.leaves import same_value
 from .agree import all_equal, telling, together
 from .guard import Guard, report_changed
 from .handshake import Intent
-from .held import State, trained_by
 from .inputs import Form, Inputs, declared
 from .modes import Again, Mode
 from .padding import Padder
 from .pipelined import Pipelined
+from .state import State, trained_by
 from .verify import gathered
 
 logger = logging.getLogger("autopar")
@@ -103,9 +103,9 @@ class Versions:
         self.base, self.again, self.padder = state, again, padder
         # the parallel module stands for the model; submodules are its mirrors, in the same order
         self.modules = tuple(parallel.modules())
-        owners = state.registered.owners
+        values = state.values
         self.parameters = tuple(
-            (name, *owners[name]) for name in state.aliases if isinstance(state.value(name), nn.Parameter)
+            (name, *values.owners[name]) for name in values.aliases if isinstance(values[name], nn.Parameter)
         )
         captured = state.captured
         trained = {o.target for o in state.gradient_outputs if o.name is not None}
@@ -116,7 +116,7 @@ class Versions:
             or (torch.is_grad_enabled() and not any(p.requires_grad for p in model.parameters())),
             autocast=captured.autocast,
         )
-        self.root, self.loss_fn = vars(parallel)["_root"], getattr(again, "loss_fn", None)
+        self.root, self.loss_fn = state.values.root, getattr(again, "loss_fn", None)
         self.named, self.identities = declared(self.root), captured.reads.identities
         form = Inputs.captured(captured, self.root).form
         self.versions: list[_Version] = [self._version(mode, form, captured, state)]
@@ -165,7 +165,7 @@ class Versions:
         """A call, with what is ready for it: the program that served the last such call, if it still does, whatever the
         inputs' values."""
         try:
-            self.base.registered.check()
+            self.base.values.check()
             self._check_lent()
             inputs = Inputs.of(args, kwargs, self.named, identities=self.identities)
             if self.padder is not None:
@@ -180,7 +180,7 @@ class Versions:
             number=wanted.number,
             text=wanted.text,
             has_program=ready is not None,
-            defers=self.base.pending.asks and not any(map(hooks_gradient, self.base.registered.tensors())),
+            defers=self.base.module.pending.asks and not any(map(hooks_gradient, self.base.values.tensors())),
             reads=ready is not None and bool(ready.pinned),
             tensors=inputs.tensors,
         )
@@ -282,7 +282,7 @@ class Versions:
             state = self.base.with_program(captured, program)
         version = self._version(mode, form, captured, state)
         seconds = time.monotonic() - began
-        self.base.observed.capture_seconds += seconds
+        self.base.module.observed.capture_seconds += seconds
         self._report_captured(wanted, isinstance(program, int), seconds)
         self.versions.append(version)
         if len(self.versions) > PROGRAMS_MOST:

@@ -1,13 +1,20 @@
-"""A clock of what a rank waits for: the seconds that each kind of collective holds it up, by mesh axis."""
+"""What `autopar.Metrics` sees of the programs of a module: how often each goes backward, and the seconds that each kind
+of collective holds a rank up, by mesh axis."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
 import torch
+
+from .compiled import Clock
+
+S = TypeVar("S")
+"""A program's state."""
 
 Key = tuple[str, str]
 """The kind of a collective, and the name of a mesh axis."""
@@ -51,3 +58,21 @@ def _mark() -> Any:
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
+
+
+@dataclass(eq=False)
+class Observed(Generic[S]):
+    """What `autopar.Metrics` sees of all programs of a module, while it is asked to."""
+
+    clock: Clock | None = None
+    backwards: dict[S, int] = field(default_factory=dict)
+    """How often each program has gone backward."""
+    capture_seconds: float = 0.0
+    """What captures and plans after the first have taken."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Observed[S]:
+        return Observed()
+
+    def passed(self, state: S) -> None:
+        if self.clock is not None:
+            self.backwards[state] = self.backwards.get(state, 0) + 1

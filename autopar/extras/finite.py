@@ -20,8 +20,8 @@ from autopar.ir.program import Program, ProgramInput, ProgramOutput
 from autopar.runtime.agree import exchange, place_of
 from autopar.runtime.call import WATCHES
 from autopar.runtime.compiled import watched_by
-from autopar.runtime.held import State
 from autopar.runtime.placements import unpadded
+from autopar.runtime.state import State
 
 
 class Watch:
@@ -85,7 +85,7 @@ def _raise_together(state: State, watch: Watch, what: str, results: Sequence[tor
             told.append(f"the first {kind} came on rank {rank}, {place}")
     more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
     raise FloatingPointError(
-        f"in the {what} pass of call {state.handshake.calls}, {', '.join(bad[:3])}{more} "
+        f"in the {what} pass of call {state.module.handshake.calls}, {', '.join(bad[:3])}{more} "
         f"{'is' if len(bad) == 1 else 'are'} not finite: {'; '.join(told)}"
     )
 

@@ -1,44 +1,37 @@
-"""What a parallel module holds beside its parameters: the program, its compiled form, where values live, and the seed
-of a step."""
+"""What a module keeps for all its programs, and what it knows of each: the compiled form, what goes in and comes out,
+and the seed of a step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from autopar.compat.distributed import dtensors_of, local_tensor
-from autopar.compat.optimizing import fused_steps_on_shards
 from autopar.compat.outputs import Output, absent_output, split_output, unviewed
-from autopar.compat.redistributing import anomalies_of_shards, full_tensor, redistributed
-from autopar.compat.stages import whole_states_in_stages
-from autopar.compat.tensors import is_real, take_notes
-from autopar.ir.layout import Layout, Replicate, is_chunked, is_even, local_shape, pad
+from autopar.compat.redistributing import full_tensor, redistributed
+from autopar.ir.layout import Replicate, is_chunked, is_even, local_shape, pad
 from autopar.ir.program import Program, ProgramInput, ProgramOutput
 from autopar.ir.randomness import keys
 from autopar.passes.capture.captured import Captured
 from autopar.passes.lower.accumulate import Accumulation, accumulation
 
-from .agree import all_alike, all_equal, coordinate_of, device_of, digest, located, raise_together, together, watched
+from .agree import all_equal, located, raise_together, watched
 from .compiled import ObservedSource, compile
 from .execute import Executable, process_groups
 from .handshake import Handshake
-from .hooked import whole_gradient
-from .observed import Observed
 from .pending import Form, Pending
 from .pipelined import Pipelined, pipeline_executable
-from .placements import contiguous_stride, is_replicated, is_strided, local_slice, mismatch, placements_of, unpadded
-from .places import ValuePlace, device_meshes, within_stage
-from .registered import RegisteredNames
+from .placements import contiguous_stride, is_replicated, local_slice, mismatch, placements_of, unpadded
 from .shared import SharedMemory
 from .stretches import CompiledSource, Compiler
+from .values import Values
+from .waits import Observed
 
 
 def step_seed(axes: Sequence[str], groups: Sequence[dist.ProcessGroup | None], device: torch.device) -> torch.Tensor:
@@ -68,33 +61,34 @@ class Parts:
     rest: Executable
 
 
-OF_ALL_PROGRAMS = ("at_rest", "whole_outputs", "holds", "registered", "mirrors", "pending", "observed")
-"""What the programs of a module have in common."""
+@dataclass(eq=False, kw_only=True)
+class ModuleState:
+    """What all programs of a module have in common."""
+
+    values: Values
+    plan: object
+    handshake: Handshake
+    compiler: Compiler | None = None
+    whole_outputs: bool = False
+    """Whether the caller gets split outputs gathered, as plain tensors."""
+    holds: bool = False
+    """Whether what forward gathers is held from one micro-batch to the next."""
+    pending: Pending = field(default_factory=Pending)
+    observed: Observed[State] = field(default_factory=Observed)
 
 
 class State:
-    """What the module knows beside its parameters: the program, its compiled form, and where values live."""
+    """What a module knows of a program: its compiled form, and what goes in and comes out."""
 
     def __init__(
-        self,
-        captured: Captured,
-        program: Program,
-        plan: object,
-        mesh: DeviceMesh,
-        handshake: Handshake | None = None,
-        compiler: Compiler | None = None,
-        pipelined: Pipelined | None = None,
+        self, captured: Captured, program: Program, module: ModuleState, pipelined: Pipelined | None = None
     ) -> None:
         """Of a program; or of one in stages, as which it is `pipelined`."""
-        fused_steps_on_shards()
-        anomalies_of_shards()
-        whole_states_in_stages()
-        self.captured, self.program, self.plan, self.mesh = captured, program, plan, mesh
-        self.coordinate = coordinate_of(mesh)
-        self.device = device_of(mesh)
+        self.captured, self.program, self.module, self.pipelined = captured, program, module, pipelined
+        self.values = module.values
+        self.mesh, self.coordinate, self.device = self.values.mesh, self.values.coordinate, self.values.device
+        self.groups = process_groups(self.mesh)
         self.nothing = torch.empty(0, device=self.device)
-        self.groups = process_groups(mesh)
-        self.compiler, self.pipelined = compiler, pipelined
         self.executable = self.compiled(program, together=True) if pipelined is None else self._in_stages(pipelined)
         self.inputs = tuple(i for i in program.inputs if i.role not in ("tangent", "seed"))
         nodes = program.nodes
@@ -118,56 +112,39 @@ class State:
         self.mutations = tuple((i, o) for i, o in written if o.name is not None)
         self.updates = tuple((i, o) for i, o in enumerate(self.gradient_outputs) if o.role == "update")
         """What backward writes."""
-        self.at_rest = {i.target: i.layout for i in self.inputs if i.role == "parameter"}
         self.constants = {name: t.detach().to(self.device) for name, t in captured.constants.items()}
-        self.registered = RegisteredNames()
-        self.mirrors: dict[int, nn.Module] = {}
         self.called = False
         self.lost = False
         """Whether gradients that forward computes by a `backward()` of its own were never given."""
-        self.whole_outputs = False
-        """Whether the caller gets split outputs gathered, as plain tensors."""
         self.overlapping: dict[tuple[Form, tuple[tuple[int, ...], ...]], tuple[int, ...]] = {}
         """Gradients to be copied, by the form of a backward and the strides of its tangents, once they have been looked
         at (`overlapping`)."""
-        self.pending, self.observed = Pending(), Observed[State]()
-        self.holds = False
-        """Whether what forward gathers is held from one micro-batch to the next."""
-        self.handshake = Handshake(mesh, program.digest) if handshake is None else handshake
         mutated = {o.target for _, o in self.mutations}
         held = ("buffer", "parameter")
         self.mutated = tuple(k for k, i in enumerate(self.inputs) if i.role in held and i.target in mutated)
         """Which inputs the program writes."""
         self.shared: SharedMemory | None = None
+
+        def is_elsewhere(i: ProgramInput) -> bool:
+            return i.role == "parameter" and self.values.place(i.target).coordinate is None
+
         self.local_shapes = {
-            i.name: (0,) if self._is_elsewhere(i) else local_shape(i.meta.shape, i.layout, program.mesh)
+            i.name: (0,) if is_elsewhere(i) else local_shape(i.meta.shape, i.layout, program.mesh)
             for i in program.inputs
         }
         """Of what the program is given, padding included."""
         self.wrapped: dict[str, Callable[[torch.Tensor], DTensor]] = {}
         """Target of a gradient -> what makes a DTensor of a local tensor."""
 
-    # -- modules and values
-
-    def own(self, root: nn.Module) -> None:
-        """Find where each name of a parameter or buffer is registered, and which names are one tensor."""
-        self.registered.own(root, self.captured.tied)
-        self._reads()
-
-    def _reads(self) -> None:
-        self.registered.read.update(i.target for i in self.inputs if i.role != "input" and i.name in self.read)
+        self.values.read.update(i.target for i in self.inputs if i.role != "input" and i.name in self.read)
 
     def with_program(self, captured: Captured, program: Program, pipelined: Pipelined | None = None) -> State:
         """The same values with another program."""
         raise_together(mismatch(program, self.mesh), self.mesh)
         all_equal(program.digest, self.mesh, "the ranks have different programs: give every rank the same versions")
         for i in program.inputs:
-            assert i.role != "parameter" or i.layout == self.layout(i.target), f"{i.target} is to be moved"
-        state = State(captured, program, self.plan, self.mesh, self.handshake, self.compiler, pipelined)
-        for one in OF_ALL_PROGRAMS:
-            setattr(state, one, getattr(self, one))
-        state._reads()
-        return state
+            assert i.role != "parameter" or i.layout == self.values.layout(i.target), f"{i.target} is to be moved"
+        return State(captured, program, self.module, pipelined)
 
     @cached_property
     def parts(self) -> Parts:
@@ -187,29 +164,9 @@ class State:
     def compiled(self, program: Program, *, together: bool = False) -> Executable:
         """A program as this rank runs it; `together`: all ranks ask for it at once."""
         writer: Callable[..., ObservedSource] = ObservedSource
-        if self.compiler is not None:
-            writer = partial(CompiledSource, compiler=self.compiler, together=together)
+        if self.module.compiler is not None:
+            writer = partial(CompiledSource, compiler=self.module.compiler, together=together)
         return compile(program, self.groups, device=self.device, around=located, writer=writer)
-
-    @property
-    def aliases(self) -> dict[str, list[str]]:
-        """Name of a value in the graph -> all names that it has, those without wrappers of modules included."""
-        return self.registered.aliases
-
-    @property
-    def slots(self) -> dict[tuple[int, str], str]:
-        """Where a value is registered, by the registry's identity and the key -> its name in the graph."""
-        return self.registered.slots
-
-    def value(self, name: str) -> torch.Tensor:
-        return self.registered.value(name)
-
-    def layout(self, name: str) -> Layout:
-        """At rest. A parameter that the graph does not read is replicated."""
-        for alias in (name, self.captured.tied.get(name, name)):
-            if alias in self.at_rest:
-                return self.at_rest[alias]
-        return (Replicate(),) * len(self.program.mesh)
 
     def placements(self, value: ProgramInput | ProgramOutput) -> tuple[Placement, ...]:
         assert value.meta is not None
@@ -221,95 +178,14 @@ class State:
             return self.placements(i)
         return placements_of((Replicate(),) * len(self.program.mesh), i.meta.shape, self.program.mesh)
 
-    def place(self, name: str) -> ValuePlace:
-        """Where a parameter lies at rest."""
-        if self.pipelined is None:
-            return self.whole_place(self.layout(name))
-        number = self.pipelined.homes.get(name, self.pipelined.homes.get(self.captured.tied.get(name, name), 0))
-        coordinate = (self.coordinate[1:] or (0,)) if number == self.coordinate[0] else None
-        return ValuePlace(self.meshes[number], within_stage(self.layout(name)), coordinate)
-
-    def _is_elsewhere(self, i: ProgramInput) -> bool:
-        """Whether other ranks hold a parameter."""
-        return i.role == "parameter" and self.place(i.target).coordinate is None
-
-    def whole_place(self, layout: Layout) -> ValuePlace:
-        """Where all ranks hold something."""
-        return ValuePlace(self.mesh, layout, self.coordinate)
-
-    @cached_property
-    def meshes(self) -> tuple[DeviceMesh, ...]:
-        """Those of a pipeline's devices."""
-        return device_meshes(self.mesh)
-
-    def shard(self, name: str, value: torch.Tensor, requires_grad: bool) -> torch.Tensor:
-        """The parameter of this name as a DTensor, from its global value, in memory of its own."""
-        place = self.place(name)
-        if not is_real(value):
-            local = torch.empty(place.held(tuple(value.shape)), dtype=value.dtype, device="meta")
-        else:
-            local = place.part(value.detach()).to(self.device)
-            storage = local.untyped_storage()
-            if storage.data_ptr() == value.untyped_storage().data_ptr() or storage.nbytes() > local.nbytes:
-                local = local.clone(memory_format=torch.contiguous_format)
-        return place.dtensor(local, value.shape).requires_grad_(requires_grad)
-
-    def distribute(self, values: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Take this rank's part of each value, and compare the global values with the other ranks'.
-
-        One global value is in memory at a time. Nothing is changed if any rank raises.
-        """
-        parts: dict[str, torch.Tensor] = {}
-        digests: dict[str, int] = {}
-        with together(self.mesh):
-            for name, value in values:
-                parts[name] = self.part(name, value)
-                if not isinstance(value, DTensor) and is_real(value):
-                    digests[name] = digest(value)
-        all_alike(
-            digests,
-            self.mesh,
-            "the ranks have different values for '{name}': seed every rank equally before building the model, or build "
-            "it on meta and call materialize(state_dict)",
-        )
-        for name, tensor in parts.items():
-            adopt(self, name, tensor)
-
-    def part(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a value, in memory of its own."""
-        present = self.value(name)
-        if isinstance(value, DTensor):
-            return self._redistributed(name, value, present.requires_grad)
-        if isinstance(present, nn.Parameter):
-            return self.shard(name, value, present.requires_grad)
-        if is_real(value):
-            return value.detach().to(self.device, copy=True)
-        return torch.empty_like(value, device="meta")
-
-    def _redistributed(self, name: str, value: DTensor, requires_grad: bool) -> torch.Tensor:
-        if not isinstance(self.value(name), nn.Parameter):
-            return full_tensor(value).to(self.device)
-        place = self.place(name)
+    def given(self, i: ProgramInput, value: torch.Tensor) -> torch.Tensor:
+        """What the program is given of an input, a parameter, a buffer or a gradient, with padding."""
+        if not isinstance(value, DTensor):
+            return local_slice(value.detach(), i.layout, self.program.mesh, self.coordinate)
+        if i.role == "parameter":
+            return pad(local_tensor(value), self.local_shapes[i.name])
         with torch.no_grad():
-            local = self.placed(value, place).clone(memory_format=torch.contiguous_format)
-        return place.dtensor(local, value.shape).requires_grad_(requires_grad)
-
-    def placed(self, value: DTensor, place: ValuePlace) -> torch.Tensor:
-        """This rank's part of a DTensor at a place, contiguous and without padding; communicates unless it is there
-        already."""
-        shape = tuple(value.shape)
-        wanted = place.placements(shape)
-        as_in_torch = is_chunked(shape, place.layout, place.sizes)
-        if value.device_mesh == place.mesh and value.placements == wanted and as_in_torch:
-            return local_tensor(value).contiguous()
-        if value.device_mesh != place.mesh or is_strided((*value.placements, *wanted)) or not as_in_torch:
-            # torch's redistribution of strided shards is not to be relied on, beside gathering them
-            return place.part(full_tensor(value))
-        return local_tensor(redistributed(value, place.mesh, wanted)).contiguous()
-
-    def padded(self, local: torch.Tensor, i: ProgramInput) -> torch.Tensor:
-        """What the program is given, from what a DTensor's rank holds."""
-        return pad(local, self.local_shapes[i.name])
+            return pad(self.values.whole_place(i.layout).placed(value), self.local_shapes[i.name])
 
     def keys(self) -> tuple[torch.Tensor, ...]:
         """The keys of this step's random operators."""
@@ -320,9 +196,9 @@ class State:
         for index, o in written:
             value = results[index]
             assert value is not None
-            held = self.value(o.target)
+            held = self.values[o.target]
             if isinstance(held, DTensor):  # a parameter, of which each rank keeps its part
-                value, held = self.place(o.target).part(value), local_tensor(held)
+                value, held = self.values.place(o.target).part(value), local_tensor(held)
             held.copy_(value)
 
     def outputs(self, values: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor, ...]:
@@ -337,7 +213,7 @@ class State:
                 results.append(unviewed(local))
             else:
                 split = self._output(local, output)
-                results.append(split.full_tensor() if self.whole_outputs else split)
+                results.append(split.full_tensor() if self.module.whole_outputs else split)
         return tuple(results)
 
     def _output(self, local: torch.Tensor, output: ProgramOutput) -> Output:
@@ -373,9 +249,7 @@ class State:
         """What the backward half reads, from what autograd brings."""
         if gradient is None:
             return torch.zeros(self.local_shapes[i.name], dtype=i.meta.dtype, device=self.device)
-        if isinstance(gradient, DTensor):
-            return self.padded(self.placed(gradient, self.whole_place(i.layout)), i)
-        return local_slice(gradient, i.layout, self.program.mesh, self.coordinate)
+        return self.given(i, gradient)
 
     def gradient(self, name: str, form: tuple[Placement, ...] | None, local: torch.Tensor) -> torch.Tensor:
         """The gradient of an input of the call, placed like that input (None: a plain tensor)."""
@@ -397,21 +271,12 @@ def trained_by(captured: Captured) -> frozenset[str]:
     return frozenset(o.target for o in captured.graph.outputs if o.role == "gradient" and o.name is not None)
 
 
-def adopt(state: State, name: str, tensor: torch.Tensor) -> None:
-    """Have this rank's part of a value under all names that it has."""
-    is_parameter = isinstance(state.value(name), nn.Parameter)
-    new = nn.Parameter(tensor, requires_grad=tensor.requires_grad) if is_parameter else tensor
-    take_notes(new, state.value(name))
-    state.registered.put(name, new)
-    if name in state.captured.hooked and new.requires_grad:
-        whole_gradient(name, new)
-
-
 def _wrapping(state: State, output: ProgramOutput) -> Callable[[torch.Tensor], DTensor]:
     """What makes a DTensor of what this rank holds of a gradient: found once."""
     assert output.meta is not None
     shape, target = output.meta.shape, output.target
-    place = state.place(target) if target in state.at_rest else state.whole_place(output.layout)
+    values = state.values
+    place = values.place(target) if target in values.at_rest else values.whole_place(output.layout)
     placements, stride = place.placements(shape), contiguous_stride(shape)
     wrapped = dtensors_of(place.mesh, placements, torch.Size(shape), stride, output.meta.dtype)
 

@@ -8,44 +8,31 @@ from typing import Any
 import torch
 from torch import nn
 
-from .held import State
+from .values import Slot, Values, all_slots
 
 FILLS = (0x55, 0xAA)
 """Bytes that buffers are filled with before they are computed. What comes out the same from both is computed."""
 
 
-def unsaved_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Name, module and key of each buffer that a state_dict does not hold."""
-    for prefix, each in module.named_modules(remove_duplicate=False):
-        for key, buffer in each._buffers.items():
-            if buffer is not None and key in each._non_persistent_buffers_set:
-                yield (f"{prefix}.{key}" if prefix else key), each, key
+def unsaved_buffers(root: nn.Module) -> Iterator[Slot]:
+    """Those that a state_dict does not hold."""
+    return (slot for slot in all_slots(root) if slot.is_unsaved)
 
 
-def computed_anew(root: nn.Module) -> dict[str, torch.Tensor]:
+def computed_anew(values: Values) -> dict[str, torch.Tensor]:
     """The values of those buffers on meta that a state_dict does not hold, as far as the model says how to compute
     them: by `root._init_weights(module)`, which the models of Hugging Face have, or by `module.reset_parameters()`.
     They run on a twin of each module, whose parameters are on meta: nothing of the model is changed."""
-    values: dict[str, torch.Tensor] = {}
-    missing: dict[int, tuple[nn.Module, list[tuple[str, str]]]] = {}
-    for name, module, key in unsaved_buffers(root):
-        if module._buffers[key].device.type == "meta":  # type: ignore[union-attr]
-            missing.setdefault(id(module), (module, []))[1].append((name, key))
-    for module, names in missing.values():
-        for way in (getattr(root, "_init_weights", None), _reset):
-            made = {} if way is None else _computed(module, way)
-            values.update((name, made[key]) for name, key in names if key in made)
-    return values
-
-
-def anew_of(state: State, root: nn.Module) -> dict[str, torch.Tensor]:
-    """`computed_anew`, by the names that the state has for values."""
-    computed = computed_anew(root)
-    return {
-        name: next(computed[alias] for alias in aliases if alias in computed)
-        for name, aliases in state.aliases.items()
-        if any(alias in computed for alias in aliases)
-    }
+    computed: dict[str, torch.Tensor] = {}
+    missing: dict[int, list[Slot]] = {}
+    for slot in unsaved_buffers(values.root):
+        if slot.registry[slot.key].device.type == "meta" and values.name(slot) is not None:
+            missing.setdefault(id(slot.module), []).append(slot)
+    for slots in missing.values():
+        for way in (getattr(values.root, "_init_weights", None), _reset):
+            made = {} if way is None else _computed(slots[0].module, way)
+            computed.update((str(values.name(slot)), made[slot.key]) for slot in slots if slot.key in made)
+    return computed
 
 
 def _reset(module: nn.Module) -> None:
