@@ -8,8 +8,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.compat import distributed
-from autopar.compat.distributed import patient
 from autopar.ir.graph import WAIT, Node
 from autopar.ir.program import Program, source_line
 from autopar.report.telling import Ticker
@@ -30,14 +29,35 @@ T = TypeVar("T")
 
 def follow_world_timeout(mesh: DeviceMesh) -> None:
     """Give the mesh's groups the timeout that `init_process_group` was given, unless they have their own."""
-    for group in process_groups(mesh):
-        if group is not None:
-            distributed.follow_world_timeout(group, torch.device(mesh.device_type))
+    for _, _, group in shared_axes(mesh):
+        distributed.follow_world_timeout(group, torch.device(mesh.device_type))
 
 
-def axis_name(mesh: DeviceMesh, axis: int) -> str:
-    """The name of a mesh axis, or its number."""
-    return mesh.mesh_dim_names[axis] if mesh.mesh_dim_names else str(axis)
+@contextmanager
+def patiently(mesh: DeviceMesh) -> Iterator[None]:
+    """Within it, ranks wait for as long as the backend's default timeout, however short their groups' own is: to plan
+    and to compile takes longer than a step, for which that may be meant."""
+    with ExitStack() as stack:
+        for _, _, group in shared_axes(mesh):
+            stack.enter_context(distributed.patient(group, torch.device(mesh.device_type)))
+        yield
+
+
+def shared_axes(mesh: DeviceMesh) -> list[tuple[int, str, dist.ProcessGroup]]:
+    """The axes of several ranks: the number of each, its name (or number), and the group that this rank belongs to."""
+    names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
+    groups = zip(names, process_groups(mesh), strict=True)
+    return [(axis, name, group) for axis, (name, group) in enumerate(groups) if group is not None]
+
+
+def is_first(mesh: DeviceMesh) -> bool:
+    """Whether this is the mesh's first rank."""
+    return not any(mesh.get_coordinate() or (1,))
+
+
+def named_ranks(ranks: Sequence[int]) -> str:
+    """Ranks in a message."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
@@ -60,27 +80,26 @@ def exchange(value: T, mesh: DeviceMesh) -> list[T]:
     Values travel pickled, one mesh axis after the other, so that no group beyond the axes' is needed.
     """
     values: list[T] = [value]
-    for axis, group in reversed([*enumerate(process_groups(mesh))]):
-        if group is not None:
-            gathered: list[Any] = [None] * group.size()
-            with watched("an exchange of what the ranks must agree on,", axis_name(mesh, axis), group):
-                dist.all_gather_object(gathered, values, group=group)
-            values = list(itertools.chain.from_iterable(gathered))
+    for _, name, group in reversed(shared_axes(mesh)):
+        gathered: list[Any] = [None] * group.size()
+        with watched("an exchange of what the ranks must agree on,", name, group):
+            dist.all_gather_object(gathered, values, group=group)
+        values = list(itertools.chain.from_iterable(gathered))
     return values
 
 
 def telling(doing: str, mesh: DeviceMesh) -> Ticker:
     """Tells on standard error of the mesh's first rank what is done within it, if that takes a while."""
-    return Ticker(f"autopar: {doing}", enabled=not any(mesh.get_coordinate() or (1,)))
+    return Ticker(f"autopar: {doing}", enabled=is_first(mesh))
 
 
 def on_first_rank(function: Callable[[], T], mesh: DeviceMesh) -> T:
     """The result of `function`, which runs on the mesh's first rank only, on every rank.
 
     If it raises, every rank raises the same, with its type and message. The result must be picklable. The others wait
-    for as long as the backend's default timeout, however short the group's own is: a plan takes longer than a step.
+    patiently.
     """
-    groups, coordinate = process_groups(mesh), coordinate_of(mesh)
+    coordinate = coordinate_of(mesh)
     original: Exception | None = None
     message: tuple[T | None, Exception | None] = (None, None)
     if not any(coordinate):
@@ -89,13 +108,13 @@ def on_first_rank(function: Callable[[], T], mesh: DeviceMesh) -> T:
         except Exception as error:
             original = error
             message = (None, _portable(error))
-    for axis, group in enumerate(groups):
-        if group is not None and not any(coordinate[axis + 1 :]):
-            box = [message]
-            what = "a broadcast of the first rank's result,"
-            with watched(what, axis_name(mesh, axis), group), patient(group, torch.device(mesh.device_type)):
-                dist.broadcast_object_list(box, group=group, group_src=0)
-            message = box[0]
+    with patiently(mesh):
+        for axis, name, group in shared_axes(mesh):
+            if not any(coordinate[axis + 1 :]):
+                box = [message]
+                with watched("a broadcast of the first rank's result,", name, group):
+                    dist.broadcast_object_list(box, group=group, group_src=0)
+                message = box[0]
     result, failure = message
     if original is not None:
         raise original
@@ -115,8 +134,7 @@ def raise_together(error: Exception | None, mesh: DeviceMesh) -> None:
     same = [rank for rank, raised in failed if type(raised) is type(first) and str(raised) == str(first)]
     if len(same) == len(errors):
         raise agreed(error or first, mesh)
-    ranks = f"rank {same[0]}" if len(same) == 1 else f"ranks {', '.join(map(str, same))}"
-    text = f"{first} (on {ranks} of {len(errors)})"
+    text = f"{first} (on {named_ranks(same)} of {len(errors)})"
     try:
         located = type(first)(text)
     except TypeError:  # an error with other arguments than a message keeps its own
@@ -132,7 +150,7 @@ def agreed(error: Exception, mesh: DeviceMesh, speaker: int | None = None) -> Ex
     """An error that all ranks of the mesh raise: where nobody catches it, the `speaker` prints it, the mesh's first
     rank if that is None, and the others a line. The first rank's line has the message, since its log is the one that
     people look at."""
-    first = not any(coordinate_of(mesh))
+    first = is_first(mesh)
     if first if speaker is None else dist.get_rank() == speaker:
         return error
     message = f": {error}".splitlines()[0] if first else ""
@@ -264,7 +282,7 @@ def explanation(what: str, axis: str, group: dist.ProcessGroup, error: Exception
     """The error for a collective that failed with a backend's `error`."""
     rank = dist.get_rank()
     others = [other for other in dist.get_process_group_ranks(group) if other != rank]
-    named = f"rank {others[0]}" if len(others) == 1 else f"ranks {', '.join(map(str, others))}"
+    named = named_ranks(others)
     fact = f"rank {rank}: {what} over mesh axis {axis!r}, with {named}, failed"
     guess = (
         f"A peer has probably died, or ended with an error of its own: look at the log of {named} for what came first"

@@ -10,12 +10,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from autopar.compat.collectives import all_gather_single
 from autopar.compat.distributed import local_tensor, whole_mesh
 from autopar.compat.redistributing import redistributed
 
-from .agree import axis_name, device_of, watched
-from .execute import process_groups
+from .agree import device_of, shared_axes, watched
+from .collectives import all_gather, wait
 
 
 @torch.no_grad()
@@ -91,17 +90,12 @@ def _over_mesh(
     wide = torch.float64 if any(_wide(g) == torch.float64 for g in gradients) else torch.float32
     of_axes = [_copies(gradient, mesh) for gradient in gradients]
     whole = torch.stack([norm.to(device_of(mesh), wide) for norm in norms])
-    for axis, group in reversed(list(enumerate(process_groups(mesh)))):
-        if group is not None:
-            parts = whole.new_empty(group.size() * len(norms))
-            with watched("the exchange of the gradients' norms,", axis_name(mesh, axis), group):
-                work = all_gather_single(parts, whole, group)
-                assert work is not None  # this rank is in the group
-                work.wait()
-            parts = parts.view(group.size(), len(norms))
-            together = torch.linalg.vector_norm(parts, order, dim=0) if order else parts.sum(0)
-            copies = _flags(tuple(of[axis] for of in of_axes), whole.device)
-            whole = torch.where(copies, parts[0], together)
+    for axis, name, group in reversed(shared_axes(mesh)):
+        with watched("the exchange of the gradients' norms,", name, group):
+            parts = wait(all_gather(whole, group)).view(group.size(), len(norms))
+        together = torch.linalg.vector_norm(parts, order, dim=0) if order else parts.sum(0)
+        copies = _flags(tuple(of[axis] for of in of_axes), whole.device)
+        whole = torch.where(copies, parts[0], together)
     return list(whole)
 
 

@@ -15,7 +15,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -25,12 +25,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.compat import inductor
-from autopar.compat.distributed import patient
 from autopar.report.telling import Ticker
 
-from .agree import exchange
+from .agree import exchange, is_first, patiently
 from .agree import together as raised_together
-from .execute import process_groups
 from .stretches import Kernels, Unit
 
 FEW = 3
@@ -102,7 +100,7 @@ class Inductor:
                     )
 
     def _is_first(self) -> bool:
-        return self.mesh is None or not any(self.mesh.get_coordinate() or (1,))
+        return self.mesh is None or is_first(self.mesh)
 
     @staticmethod
     def _is_first_here(wanted: dict[str, Unit], mesh: DeviceMesh) -> bool:
@@ -115,16 +113,6 @@ class Inductor:
         for _, units in neighbours:
             wanted.update((unit.key, unit) for unit in units)
         return neighbours[0][0] == os.getpid()
-
-
-@contextmanager
-def patiently(mesh: DeviceMesh) -> Iterator[None]:
-    """Compiling takes longer than a step, for which a group's timeout may be meant."""
-    with ExitStack() as stack:
-        for group in process_groups(mesh):
-            if group is not None:
-                stack.enter_context(patient(group, torch.device(mesh.device_type)))
-        yield
 
 
 def _first_line(error: Exception) -> str:

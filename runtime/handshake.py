@@ -25,8 +25,7 @@ from autopar.compat.collectives import all_gather_single
 from autopar.compat.distributed import control_channel, keep_until_exit, local_tensor
 from autopar.compat.tensors import is_real
 
-from .agree import CollectiveError, agreed, coordinate_of, digest_of, is_timeout, outlasting
-from .execute import process_groups
+from .agree import CollectiveError, agreed, coordinate_of, digest_of, is_timeout, named_ranks, outlasting, shared_axes
 
 INPUTS_MOST = 6
 """Inputs whose values are compared one by one; further ones are added up."""
@@ -82,8 +81,9 @@ class Handshake:
     def __init__(self, mesh: DeviceMesh, program: str) -> None:
         self.mesh, self.program = mesh, int(program[:15], 16)
         self.ranks: list[int] = sorted(mesh.mesh.flatten().tolist())
-        own = [group for group in process_groups(mesh) if group is not None]
-        self.channel = control_channel(self.ranks, own[0], torch.device(mesh.device_type)) if own else None
+        self.groups = [group for _, _, group in shared_axes(mesh)]
+        device = torch.device(mesh.device_type)
+        self.channel = control_channel(self.ranks, self.groups[0], device) if self.groups else None
         self.coordinate = coordinate_of(mesh)
         self.calls = self.failures = self.backwards = self.reductions = 0
         self.defers = False
@@ -214,8 +214,7 @@ class Handshake:
         return "; ".join(f"{self._named(ranks)}: {value}" for value, ranks in groups.items())
 
     def _named(self, rows: Sequence[int]) -> str:
-        ranks = [self.ranks[row] for row in rows]
-        return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+        return named_ranks([self.ranks[row] for row in rows])
 
     # -- after a failure
 
@@ -232,9 +231,8 @@ class Handshake:
     def _note(self, text: str, is_cause: bool = False) -> None:
         assert self.channel is not None
         self.channel.write(str(dist.get_rank()), f"{'!' if is_cause else ' '}{self.calls} {text}")
-        for group in (self.channel.group, *process_groups(self.mesh)):
-            if group is not None:
-                keep_until_exit(group)
+        for group in (self.channel.group, *self.groups):
+            keep_until_exit(group)
 
     def _notes(self) -> tuple[str, bool]:
         """Where the ranks were as they failed, or the one that is the cause; and whether no rank is silent."""

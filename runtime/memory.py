@@ -1,7 +1,10 @@
-"""The memory that a training step takes on this rank: the most bytes of tensors that are alive at once."""
+"""The memory of this rank: what a training step takes, the most bytes of tensors that are alive at once, and what the
+process holds."""
 
+import re
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +14,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.compat.distributed import local_tensor
+
+from .timing import synchronize
 
 
 class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -55,15 +60,26 @@ def peak_bytes(step: Callable[[], object], held: Iterable[torch.Tensor], device:
     """The most bytes alive on this rank's device while `step` runs, `held` (what lives before it) included. On a GPU
     it is what the allocator counts: all tensors, and what kernels take."""
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         step()
-        torch.cuda.synchronize(device)
+        synchronize(device)
         return int(torch.cuda.max_memory_allocated(device))
     alive = Alive(held)
     with alive:
         step()
     return alive.peak_bytes
+
+
+def held_bytes(device: torch.device) -> tuple[int, int]:
+    """Now, and at the most since the process began (or since PyTorch was told to forget): of a GPU's tensors, or of
+    this process."""
+    if device.type == "cuda":
+        return int(torch.cuda.memory_allocated(device)), int(torch.cuda.max_memory_allocated(device))
+    status = Path("/proc/self/status")
+    text = status.read_text() if status.exists() else ""
+    now, most = (re.search(rf"{name}:\s+(\d+) kB", text) for name in ("VmRSS", "VmHWM"))
+    return (1024 * int(now[1]) if now else 0), (1024 * int(most[1]) if most else 0)
 
 
 def step_bytes(

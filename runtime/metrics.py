@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
-
-import torch
 
 from autopar.planning.plan import Plan
 from autopar.planning.provenance import flops_of, work_of
 from autopar.planning.reading import cluster_of
 from autopar.planning.texts import short_bytes, short_seconds
 
+from .agree import is_first
+from .memory import held_bytes
 from .module import ParallelModule
 from .state import State
+from .timing import synchronize
 from .waits import Waits
 
 logger = logging.getLogger("autopar")
@@ -147,7 +146,7 @@ class Metrics:
             raise ValueError("the module has Metrics: close() them first")
         self.plan: Plan = module.plan
         self.every, self.to, self.synchronize = every, to, synchronize
-        self.is_first = not any(self.state.coordinate)
+        self.is_first = is_first(self.state.mesh)
         self.peak_of = cluster_of(self.plan).device.peak_flops
         self.work: WeakKeyDictionary[State, _Work] = WeakKeyDictionary()
         self.waits = Waits(self.state.device)
@@ -193,8 +192,8 @@ class Metrics:
         self.state.module.observed.backwards.clear()
 
     def _now(self) -> float:
-        if self.synchronize and self.state.device.type != "cpu":
-            torch.get_device_module(self.state.device.type).synchronize(self.state.device)
+        if self.synchronize:
+            synchronize(self.state.device)
         return time.perf_counter()
 
     def _begin(self) -> None:
@@ -258,14 +257,3 @@ class _Work:
     unit: str
     items: int
     ideal_seconds: float
-
-
-def held_bytes(device: torch.device) -> tuple[int, int]:
-    """Now, and at the most since the process began (or since PyTorch was told to forget): of a GPU's tensors, or of
-    this process."""
-    if device.type == "cuda":
-        return int(torch.cuda.memory_allocated(device)), int(torch.cuda.max_memory_allocated(device))
-    status = Path("/proc/self/status")
-    text = status.read_text() if status.exists() else ""
-    now, most = (re.search(rf"{name}:\s+(\d+) kB", text) for name in ("VmRSS", "VmHWM"))
-    return (1024 * int(now[1]) if now else 0), (1024 * int(most[1]) if most else 0)

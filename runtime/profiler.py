@@ -5,6 +5,7 @@ instruction. On one device alone there are no peers: local tensors of the right 
 collectives bring, and only the times of the device's own operators count.
 """
 
+import itertools
 import math
 import os
 import platform
@@ -22,18 +23,19 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.cluster.measurements import Case
-from autopar.compat.distributed import make_dtensor
 from autopar.ir import randomness
 from autopar.ir.graph import Node
 from autopar.ir.layout import Shape, local_shape
 from autopar.ir.program import Program, ProgramInput
 from autopar.profile.programs import LEAST_RUNS, Measurement, Order
 
-from .agree import axis_name, coordinate_of, device_of, exchange, located, on_first_rank, watched
+from .agree import coordinate_of, device_of, exchange, located, on_first_rank, shared_axes
 from .execute import Executable, Groups, SourceWriter, process_groups
 from .measure.collectives import collectives_seconds
 from .memory import peak_bytes
-from .placements import contiguous_stride, local_slice, placements_of, unpadded
+from .placements import local_slice, unpadded
+from .places import ValuePlace
+from .timing import Axes, largest, mark, seconds_between, slowest, synchronize
 
 COLLECTIVE_ROUNDS = 5
 OPTIMIZERS: Mapping[str, Callable[[list[torch.Tensor]], torch.optim.Optimizer]] = {
@@ -107,20 +109,14 @@ def _filled(i: ProgramInput, mesh: Shape, generator: torch.Generator) -> torch.T
 
 
 class _Stamps:
-    """Times after instructions: of the host, or of a GPU's stream."""
+    """Times after instructions."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.marks: list[Any] = []
-        self.stamp: Callable[[], None] = self._of_host if device.type == "cpu" else self._of_stream
 
-    def _of_host(self) -> None:
-        self.marks.append(time.perf_counter())
-
-    def _of_stream(self) -> None:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        self.marks.append(event)
+    def stamp(self) -> None:
+        self.marks.append(mark(self.device))
 
     def begin(self) -> None:
         self.marks.clear()
@@ -128,11 +124,8 @@ class _Stamps:
 
     def seconds(self) -> list[float]:
         """Between each mark and the one before it."""
-        pairs = list(zip(self.marks[:-1], self.marks[1:], strict=True))
-        if self.device.type == "cpu":
-            return [after - before for before, after in pairs]
-        torch.cuda.synchronize(self.device)
-        return [before.elapsed_time(after) / 1e3 for before, after in pairs]
+        synchronize(self.device)
+        return [seconds_between(before, after) for before, after in itertools.pairwise(self.marks)]
 
 
 class _Timed(SourceWriter):
@@ -221,28 +214,20 @@ class Bench:
         parts: list[list[float]] = []
         first = order.warm_ups
         for _ in range(order.warm_ups + order.runs):
-            self._largest(0.0)  # all begin together
+            largest(0.0, self.device, self.axes)  # all begin together
             stamps.begin()
             _step(executable, values)
             seconds = stamps.seconds()
-            slowest = self._largest(math.fsum(seconds))
-            steps.append(slowest)
+            steps.append(largest(math.fsum(seconds), self.device, self.axes))
             parts.append(seconds)
             if len(steps) > LEAST_RUNS and min(steps[1:]) > order.limit_seconds:
                 first = 1
                 break
         return steps[first:], parts[first:]
 
-    def _largest(self, value: float) -> float:
-        """Over all ranks."""
-        if self.mesh is None:
-            return value
-        box = torch.tensor(value, dtype=torch.float64, device=self.device)
-        for axis, group in enumerate(process_groups(self.mesh)):
-            if group is not None:
-                with watched("the profiler's count of seconds,", axis_name(self.mesh, axis), group):
-                    dist.all_reduce(box, dist.ReduceOp.MAX, group)
-        return box.item()
+    @property
+    def axes(self) -> Axes:
+        return () if self.mesh is None else shared_axes(self.mesh)
 
     def _collectives(self, cases: Sequence[Case[int]]) -> dict[Case[int], float]:
         assert self.mesh is not None and self.mesh.mesh_dim_names is not None
@@ -261,27 +246,17 @@ class Bench:
             if i.role == "parameter" and i.target in program.trained:
                 local = unpadded(values[i.name], i.meta.shape, i.layout, program.mesh, coordinate).clone()
                 if self.mesh is not None:
-                    shape = torch.Size(i.meta.shape)
-                    placements = placements_of(i.layout, i.meta.shape, program.mesh)
-                    local = make_dtensor(local, self.mesh, placements, shape, contiguous_stride(i.meta.shape))
+                    local = ValuePlace(self.mesh, i.layout, coordinate).dtensor(local, i.meta.shape)
                 parameters.append(local.requires_grad_())
         if make is None or not parameters:
             return 0.0
         optimizer = make(parameters)
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
-        steps = []
-        for _ in range(4):
-            self._largest(0.0)
-            began = time.perf_counter()
-            optimizer.step()
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            steps.append(self._largest(time.perf_counter() - began))
-        return statistics.median(steps[1:])
+        return statistics.median([slowest(optimizer.step, self.device, self.axes) for _ in range(4)][1:])
 
     def _peak(self, executable: Executable, values: Mapping[str, torch.Tensor]) -> int:
-        self._largest(0.0)
+        largest(0.0, self.device, self.axes)
         return peak_bytes(lambda: _step(executable, values), values.values(), self.device)
 
 

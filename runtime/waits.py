@@ -3,7 +3,6 @@ of collective holds a rank up, by mesh axis."""
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from .compiled import Clock
+from .timing import mark, seconds_between
 
 S = TypeVar("S")
 """A program's state."""
@@ -28,36 +28,29 @@ class Waits:
     are read once the stream has passed them: nothing is synchronized."""
 
     def __init__(self, device: torch.device) -> None:
-        self.on_host = device.type == "cpu"
+        self.device = device
         self.seconds: dict[Key, float] = {}
         self.began: Any = 0.0
         self.marks: deque[tuple[Key, Any, Any]] = deque()
 
     def begin(self) -> None:
-        self.began = time.perf_counter() if self.on_host else _mark()
+        self.began = mark(self.device)
 
     def end(self, kind: str, axis: str) -> None:
-        if self.on_host:
-            self._add((kind, axis), time.perf_counter() - self.began)
+        if self.device.type == "cpu":
+            self._add((kind, axis), self.began, mark(self.device))
         elif len(self.marks) < MARKS_MOST:
-            self.marks.append(((kind, axis), self.began, _mark()))
+            self.marks.append(((kind, axis), self.began, mark(self.device)))
 
     def taken(self) -> Mapping[Key, float]:
         """What has been timed since it was last asked."""
         while self.marks and self.marks[0][2].query():
-            key, began, ended = self.marks.popleft()
-            self._add(key, began.elapsed_time(ended) / 1e3)
+            self._add(*self.marks.popleft())
         seconds, self.seconds = self.seconds, {}
         return seconds
 
-    def _add(self, key: Key, seconds: float) -> None:
-        self.seconds[key] = self.seconds.get(key, 0.0) + seconds
-
-
-def _mark() -> Any:
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
+    def _add(self, key: Key, began: Any, ended: Any) -> None:
+        self.seconds[key] = self.seconds.get(key, 0.0) + seconds_between(began, ended)
 
 
 @dataclass(eq=False)

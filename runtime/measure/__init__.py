@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from autopar.cluster.measurements import Measurements, level_axes
+from autopar.runtime.timing import OPERATOR_SECONDS, Report
 
-from .clock import OPERATOR_SECONDS, Report
 from .collectives import ROUNDS, SIZES, collective_samples, groups_of, measured_together
 from .operators import measured_compute
 

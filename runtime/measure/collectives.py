@@ -24,8 +24,7 @@ from autopar.runtime.collectives import (
     wait,
 )
 from autopar.runtime.messages import exchange, shift
-
-from .clock import Report, slowest, synchronize
+from autopar.runtime.timing import Report, all_ranks, largest, seconds_of, slowest
 
 SIZES = (1 << 10, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 ROUNDS = 7
@@ -115,16 +114,15 @@ def _rounds(
     `most_seconds`. `mine` is this rank's group of each axis, `first` are the axes of which it is the one that works
     alone."""
     # a collective is of a number for each pair of ranks at least
-    largest = max(dist.get_world_size() ** 2, *(case.bytes // 4 for case in cases))
-    buffer = torch.zeros(largest, device=device)
+    elements = max(dist.get_world_size() ** 2, *(case.bytes // 4 for case in cases))
+    buffer = torch.zeros(elements, device=device)
     repeats: dict[Case[Axis], int] = {}
     samples: dict[Case[Axis], list[float]] = {case: [] for case in cases}
-    began = time.perf_counter()
+    everyone, began = all_ranks(), time.perf_counter()
     for number in range(rounds + 1):
         if number > 1 and math.isfinite(most_seconds):
-            spent = torch.tensor(time.perf_counter() - began, dtype=torch.float64, device=device)
-            dist.all_reduce(spent, dist.ReduceOp.MAX)  # all end with the same round
-            if spent.item() * (number + 1) / number > most_seconds:
+            spent = largest(time.perf_counter() - began, device, everyone)  # all end with the same round
+            if spent * (number + 1) / number > most_seconds:
                 return samples, number - 1
         order = [case for case in samples for _ in range(1 if repeats.get(case, 1) == 1 else SHORT_VISITS)]
         random.Random(number).shuffle(order)  # alike on all ranks: what runs before a case changes what it takes
@@ -133,12 +131,11 @@ def _rounds(
                 report((number + position / len(order)) / (rounds + 1), f"{case.kind} of {case.bytes} bytes")
             busy = case.axis in first or not case.alone
             seconds = _timed(case.kind, case.bytes, mine[case.axis], buffer, repeats.get(case, 2)) if busy else 0.0
-            slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
-            dist.all_reduce(slowest, dist.ReduceOp.MAX)  # also lets all begin the next case together
+            most = largest(seconds, device, everyone)  # also lets all begin the next case together
             if number:
-                samples[case].append(slowest.item())
+                samples[case].append(most)
             else:
-                repeats[case] = max(1, min(MOST_REPEATS, round(CASE_SECONDS / slowest.item())))
+                repeats[case] = max(1, min(MOST_REPEATS, round(CASE_SECONDS / most)))
     return samples, rounds
 
 
@@ -151,12 +148,12 @@ def _timed(kind: str, size: int, group: dist.ProcessGroup, buffer: torch.Tensor,
     operand = part if kind == "all_gather" else full
     if repeats > 1:
         wait(run(operand, group))
-    synchronize(buffer.device)
-    began = time.perf_counter()
-    for _ in range(repeats):
-        wait(run(operand, group))
-    synchronize(buffer.device)
-    return (time.perf_counter() - began) / repeats
+
+    def repeated() -> None:
+        for _ in range(repeats):
+            wait(run(operand, group))
+
+    return seconds_of(repeated, buffer.device) / repeats
 
 
 _CALLS: Mapping[str, Callable[[torch.Tensor, dist.ProcessGroup], Pending]] = {
@@ -187,13 +184,14 @@ def measured_together(axis: tuple[int, int], group: dist.ProcessGroup, rounds: i
         compute()
         wait(pending)
 
-    one = min(slowest(lambda: torch.mm(a, b), device) for _ in range(3))
-    products = max(1, math.ceil(2 * slowest(collective, device) / one))
+    everyone = all_ranks()
+    one = min(slowest(lambda: torch.mm(a, b), device, everyone) for _ in range(3))
+    products = max(1, math.ceil(2 * slowest(collective, device, everyone) / one))
 
     def compute() -> None:
         for _ in range(products):
             torch.mm(a, b)
 
-    rows = [[slowest(run, device) for run in (compute, collective, both)] for _ in range(rounds)]
+    rows = [[slowest(run, device, everyone) for run in (compute, collective, both)] for _ in range(rounds)]
     computed, moved, together = map(statistics.median, zip(*rows, strict=True))
     return Together(axis=axis, compute_seconds=computed, collective_seconds=moved, seconds=together)

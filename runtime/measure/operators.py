@@ -13,8 +13,7 @@ from autopar.cluster.measurements import Compute
 from autopar.ops.experts import MM, MM_WEIGHT, expert_mm, expert_mm_weight
 from autopar.ops.kinds import MOVERS
 from autopar.ops.sdpa import ATTENTION, ATTENTION_BACKWARD, attention, attention_backward
-
-from .clock import Report, median_seconds
+from autopar.runtime.timing import Report, median_seconds
 
 RING_BYTES: Mapping[str, int] = {"cpu": 1 << 26, "cuda": 1 << 29}
 """Of the operands that a product takes in turn while it is measured, by type of device: caches hold less, as of a
