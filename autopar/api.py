@@ -29,7 +29,7 @@ from autopar.planning.texts import mesh_words
 from autopar.report.comparison import Comparison
 from autopar.report.question import Question, Variant, asked
 from autopar.report.telling import Ticker, following
-from autopar.runtime.agree import all_equal, follow_world_timeout, on_first_rank, raise_together, telling
+from autopar.runtime.agreement import all_equal, follow_world_timeout, on_first_rank, raise_together, telling
 from autopar.runtime.modes import Modes, Planning
 from autopar.runtime.module import CallOptions, ParallelModule
 from autopar.runtime.padding import Padder, Padding

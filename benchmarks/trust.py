@@ -171,7 +171,7 @@ def measure(cell_fields: dict[str, Any], file: str, rounds: int, path: str) -> d
     from autopar.planning.request import Request
     from autopar.profile.database import Profiles
     from autopar.profile.programs import Costs, Order, structure
-    from autopar.runtime.agree import on_first_rank
+    from autopar.runtime.agreement import on_first_rank
     from autopar.runtime.module import ParallelModule
     from autopar.runtime.profiled import profiled
     from autopar.runtime.profiler import bench_of

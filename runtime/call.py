@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
 from autopar.compat import calls
 from autopar.compat.calls import is_observed, receiver
@@ -20,14 +21,14 @@ from autopar.ir.program import ProgramInput
 from autopar.passes.capture.errors import listed
 from autopar.passes.capture.source import presented
 
-from .agree import all_alike, digest, together
+from .agreement import all_alike, digest, together
 from .gathers import Gathers
-from .hooked import storage_of, whole_gradient
 from .inputs import Inputs
 from .pending import Receivers, can_wait, quietly
-from .shared import SharedMemory, overlapping
+from .shared_memory import SharedMemory, overlapping
 from .state import State
 from .verify import StepCheck
+from .whole_gradient import storage_of, whole_gradient
 
 Watch = Callable[[State, str, Sequence[torch.Tensor]], AbstractContextManager[list[Any]]]
 """Of "forward" or "backward" and what the pass is given: within it the pass runs, and puts its results, in the order of
@@ -43,16 +44,13 @@ def unwatched(state: State, what: str, inputs: Sequence[torch.Tensor]) -> Iterat
 
 
 def prepared_call(state: State, inputs: Inputs) -> _Call:
-    if not state.called:
-        _agree_on_first(state, inputs)
-    return _prepared(state, inputs)
-
-
-def _agree_on_first(state: State, inputs: Inputs) -> None:
     """An error in the first call of any rank is raised on all of them."""
+    if state.called:
+        return _prepared(state, inputs)
+    call: _Call | None = None
     digests: dict[str, int] = {}
     with together(state.mesh):
-        _prepared(state, inputs)
+        call = _prepared(state, inputs)
         digests = {path: digest(t) for path, t in inputs.tensors.items() if not isinstance(t, DTensor)}
     all_alike(
         digests,
@@ -61,6 +59,8 @@ def _agree_on_first(state: State, inputs: Inputs) -> None:
         "Give a DTensor if each rank has its own slice (see input_placements)",
     )
     state.called = True
+    assert call is not None
+    return call
 
 
 def _refuse_unanswered(state: State) -> None:
@@ -141,10 +141,39 @@ class _Call:
     sources: tuple[ProgramInput, ...]
     returned: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
     """The outputs, once the caller has them."""
+    forms: tuple[tuple[Placement, ...] | None, ...] = ()
+    """How what takes gradients was placed; None for a plain tensor."""
+    read: tuple[int, ...] = ()
+    """Which inputs backward reads in the memory that they have, of which `given` are what is kept."""
+    versions: tuple[Sequence[int], Sequence[int]] = ((), ())
+    """Of these, and of what backward writes."""
+    unasked: Collection[str] = ()
+    """What gets no gradient from the backward that runs."""
+    is_open: bool = False
+    """Whether backward is still to come. A call that nobody differentiates loses what its forward computes by a
+    `backward()` of its own: the next one says so."""
     keys: tuple[torch.Tensor, ...] = ()
     """Of the random operators, once they are drawn."""
     check: StepCheck | None = None
     watch: Watch = unwatched
+
+    def __del__(self) -> None:
+        if self.is_open and self.state.captured.early:
+            self.state.lost = True
+
+    def awaits_backward(self) -> None:
+        """Keep what backward needs, and nothing else."""
+        state = self.state
+        assert state.shared is not None
+        kept = (k for k in state.shared.kept if k < len(self.given) and isinstance(self.given[k], DTensor))
+        self.read, self.is_open = tuple(kept), True
+        self.forms = tuple(t.placements if isinstance(t, DTensor) else None for t in self.differentiable)
+        self.given, self.values, self.differentiable = [self.given[k] for k in self.read], [], ()
+        self.versions = self.versions_now()
+
+    def versions_now(self) -> tuple[Sequence[int], Sequence[int]]:
+        values = self.state.values
+        return calls.versions(self.given), calls.versions(values[output.target] for _, output in self.state.updates)
 
     def forward(self) -> tuple[tuple[torch.Tensor | None, ...], tuple[torch.Tensor, ...]]:
         """Run the forward half once: values of outputs and mutations, and what is saved for backward."""
@@ -183,30 +212,26 @@ class ProgramStep(torch.autograd.Function):
         )
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved)
-        forms = (t.placements if isinstance(t, DTensor) else None for t in differentiable)
-        ctx.state, ctx.sources, ctx.returned = state, tuple(zip(call.sources, forms, strict=True)), call.returned
-        ctx.check, ctx.watch, ctx.answer = call.check, call.watch, _Answer(state)
-        assert state.shared is not None
-        ctx.read = [k for k in state.shared.kept if k < len(call.given) and isinstance(call.given[k], DTensor)]
-        ctx.given = [call.given[k] for k in ctx.read]
-        ctx.versions = calls.versions(ctx.given)
-        ctx.updated = calls.versions(state.values[output.target] for _, output in state.updates)
+        call.awaits_backward()
+        ctx.call = call
         return outputs
 
     @staticmethod
     @presented()
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        handshake = ctx.state.module.handshake
+        call: _Call = ctx.call
+        state = call.state
+        handshake = state.module.handshake
         handshake.backwards += 1
-        handshake.reductions += ctx.state.module.pending.reduces
+        handshake.reductions += state.module.pending.reduces
         creates_graph = torch.is_grad_enabled()
-        given = [path for path, g in zip(ctx.state.output_paths, gradients, strict=True) if g is not None]
-        ctx.unasked = ctx.state.unasked(given)
+        given = [path for path, g in zip(state.output_paths, gradients, strict=True) if g is not None]
+        call.unasked = state.unasked(given)
         with torch.no_grad(), handshake.running("backward pass"):
             results = ProgramStep.gradients(ctx, gradients, None if creates_graph else _receivers(ctx))
             handshake.settle()
-        for (i, _), (node, _), gradient in zip(ctx.sources, ctx.next_functions, results[1:], strict=True):
-            if i.target in ctx.state.captured.hooked and gradient is not None:
+        for i, (node, _), gradient in zip(call.sources, ctx.next_functions, results[1:], strict=True):
+            if i.target in state.captured.hooked and gradient is not None:
                 whole_gradient(i.target, node.variable).expect(storage_of(gradient))
         if not torch.is_grad_enabled():
             return results
@@ -221,18 +246,13 @@ class ProgramStep(torch.autograd.Function):
         ctx: Any, gradients: tuple[torch.Tensor | None, ...], receivers: Receivers | None
     ) -> tuple[torch.Tensor | None, ...]:
         """`receivers` are the parameters whose gradients may wait."""
-        state: State = ctx.state
-        _refuse_second(ctx)
+        call: _Call = ctx.call
+        state = call.state
+        _refuse_second(call, ctx.next_functions)
         _refuse_unanswered(state)
         by_path = dict(zip(state.output_paths, gradients, strict=True))
-        _refuse_lost(state, by_path, dict(zip(state.output_paths, ctx.returned, strict=True)))
-        if calls.versions(ctx.given) != ctx.versions:
-            _refuse_written([state.inputs[k] for k in ctx.read], ctx.given, ctx.versions)
-        if calls.versions(state.values[output.target] for _, output in state.updates) != ctx.updated:
-            raise ValueError(
-                f"{listed([output.target for _, output in state.updates])}, which backward() writes, changed since the "
-                f"call: a program reads it as it was then. Run backward() on each call before the next one"
-            )
+        _refuse_lost(state, by_path, dict(zip(state.output_paths, call.returned, strict=True)))
+        _refuse_written(call)
         arguments = [*ctx.saved_tensors]
         ctx.maybe_clear_saved_tensors()
         arguments += [state.tangent(i, by_path.get(i.target)) for i in state.tangents]
@@ -251,7 +271,7 @@ class ProgramStep(torch.autograd.Function):
         if unreduced is not None:
             arguments += unreduced.sums
         state.module.observed.passed(state)
-        with ctx.watch(state, "backward", arguments) as made, quietly(state):
+        with call.watch(state, "backward", arguments) as made, quietly(state):
             computed = list(executable.backward(arguments))
             made += computed
         if look:
@@ -274,13 +294,13 @@ class ProgramStep(torch.autograd.Function):
                 unreduced.take({name: computed[state.gradients[name]] for name in waiting})
             pending.settle(state.values.tensors())
         results: list[torch.Tensor | None] = [None]
-        for (i, placements), needed in zip(ctx.sources, ctx.needs_input_grad[1:], strict=True):
-            is_given = needed and i.target not in waiting and i.target not in ctx.unasked
+        for i, form_of, needed in zip(call.sources, call.forms, ctx.needs_input_grad[1:], strict=True):
+            is_given = needed and i.target not in waiting and i.target not in call.unasked
             local = computed[state.gradients[i.target]] if is_given else None
-            results.append(None if local is None else state.gradient(i.target, placements, local))
-        if ctx.check is not None:
-            by_target = {i.target: g for (i, _), g in zip(ctx.sources, results[1:], strict=True) if g is not None}
-            ctx.check.backward({i.target: by_path.get(i.target) for i in state.tangents}, by_target)
+            results.append(None if local is None else state.gradient(i.target, form_of, local))
+        if call.check is not None:
+            by_target = {i.target: g for i, g in zip(call.sources, results[1:], strict=True) if g is not None}
+            call.check.backward({i.target: by_path.get(i.target) for i in state.tangents}, by_target)
         return tuple(results)
 
 
@@ -288,16 +308,17 @@ def _receivers(ctx: Any) -> Receivers | None:
     """The parameters whose gradients a backward may leave unreduced, or, of a backward that reduces, give together with
     those that earlier ones left; None where it may do neither: nobody asks for it, something else than `.grad` takes a
     gradient, or a hook wants to see it now. All ranks come to the same."""
-    state: State = ctx.state
-    pending, handshake = state.module.pending, state.module.handshake
-    if (pending.reduces and not pending.waits) or ctx.check is not None or state.pipelined is not None:
+    call: _Call = ctx.call
+    module = call.state.module
+    pending, handshake = module.pending, module.handshake
+    if (pending.reduces and not pending.waits) or call.check is not None or call.state.pipelined is not None:
         return None
     handshake.settle()
     if not handshake.defers:
         return None
     found: dict[str, DTensor] = {}
-    for (i, _), needed, (node, _) in zip(ctx.sources, ctx.needs_input_grad[1:], ctx.next_functions, strict=True):
-        if needed and i.role == "parameter" and i.target not in ctx.unasked:
+    for i, needed, (node, _) in zip(call.sources, ctx.needs_input_grad[1:], ctx.next_functions, strict=True):
+        if needed and i.role == "parameter" and i.target not in call.unasked:
             runs, parameter = receiver(node)
             if not runs:
                 continue
@@ -327,39 +348,33 @@ class _Once(torch.autograd.Function):
         )
 
 
-def _refuse_written(read: Sequence[ProgramInput], given: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
+def _refuse_written(call: _Call) -> None:
     """As autograd does for plain tensors."""
-    for i, now, version in zip(read, calls.versions(given), versions, strict=True):
+    state, (given, updated) = call.state, call.versions_now()
+    for k, now, version in zip(call.read, given, call.versions[0], strict=True):
         if now != version:
             raise ValueError(
-                f"{i.role} {i.target} was written between forward and backward, which reads it: call optimizer.step() "
-                f"and other writes after backward(), or call the module again first"
+                f"{state.inputs[k].role} {state.inputs[k].target} was written between forward and backward, which "
+                f"reads it: call optimizer.step() and other writes after backward(), or call the module again first"
             )
+    if updated != call.versions[1]:
+        raise ValueError(
+            f"{listed([output.target for _, output in state.updates])}, which backward() writes, changed since the "
+            f"call: a program reads it as it was then. Run backward() on each call before the next one"
+        )
 
 
-class _Answer:
-    """Whether backward ran on what a call returned. A call that nobody differentiates loses what its forward computes
-    by a `backward()` of its own: the next one says so."""
-
-    def __init__(self, state: State) -> None:
-        self.state, self.came = state, False
-
-    def __del__(self) -> None:
-        if self.state.captured.early and not self.came:
-            self.state.lost = True
-
-
-def _refuse_second(ctx: Any) -> None:
+def _refuse_second(call: _Call, next_functions: Sequence[tuple[Any, int]]) -> None:
     """Each backward of a step would add once more what its forward does once, and start from the same buffers; and
     `.grad` alone is where forward's own gradients go."""
-    state, ran, ctx.answer.came = ctx.state, ctx.answer.came, True
+    state, ran, call.is_open = call.state, not call.is_open, False
     once = [*state.captured.early, *(output.target for _, output in state.updates)]
     if ran and once:
         raise ValueError(
             f"backward() runs a second time on one call, whose program gives {listed(once)} what forward's own "
             f"backward() or a function's backward leaves there: call the module again"
         )
-    for (i, _), (node, _) in zip(ctx.sources, ctx.next_functions, strict=True):
+    for i, (node, _) in zip(call.sources, next_functions, strict=True):
         if i.target not in (*state.captured.early, *state.captured.late):
             continue
         parameter = receiver(node)[1]

@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from autopar.compat.distributed import local_tensor, whole_mesh
 from autopar.compat.redistributing import redistributed
 
-from .agree import device_of, shared_axes, watched
+from .agreement import device_of, shared_axes
 from .collectives import all_gather, wait
+from .failures import watched
 
 
 @torch.no_grad()

@@ -27,8 +27,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.compat import inductor
 from autopar.report.telling import Ticker
 
-from .agree import exchange, is_first, patiently
-from .agree import together as raised_together
+from .agreement import exchange, is_first, patiently
+from .agreement import together as raised_together
 from .stretches import Kernels, Unit
 
 FEW = 3

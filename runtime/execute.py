@@ -70,7 +70,7 @@ def compile(
 
     `process_groups` holds the group of each mesh axis that this rank belongs to, None for an axis of
     size 1. `device` replaces the devices that factory functions of the program name: a model
-    captured on one device runs on another. `around` is what says where an error comes from (`agree.located`).
+    captured on one device runs on another. `around` is what says where an error comes from (`failures.located`).
     `writer` writes the source.
     """
     coordinate = []

@@ -25,7 +25,8 @@ from autopar.compat.collectives import all_gather_single
 from autopar.compat.distributed import control_channel, keep_until_exit, local_tensor
 from autopar.compat.tensors import is_real
 
-from .agree import CollectiveError, agreed, coordinate_of, digest_of, is_timeout, named_ranks, outlasting, shared_axes
+from .agreement import agreed, coordinate_of, digest_of, shared_axes
+from .failures import CollectiveError, is_timeout, named_ranks, outlasting
 
 INPUTS_MOST = 6
 """Inputs whose values are compared one by one; further ones are added up."""

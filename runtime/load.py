@@ -18,7 +18,7 @@ from autopar.compat.wrapping import plain_name
 from autopar.files import cut, json_of, reading, text_of
 from autopar.ir.layout import Shape
 
-from .agree import agreed, all_equal, digest, exchange, together
+from .agreement import all_alike, all_equal, digest, together
 from .state_dicts import names_in_state_dict
 from .unsaved_buffers import computed_anew, unsaved_buffers
 from .values import Values, all_slots
@@ -186,12 +186,8 @@ def _check_replicas(values: Values, parts: Mapping[str, torch.Tensor]) -> None:
     for name, part in parts.items():
         local, owned = values.held(name, part)
         own.update({(name, box.offsets, box.sizes): digest(box.of(local)) for box in owned})
-    seen: dict[Any, int] = {}
-    for digests in exchange(own, values.mesh):
-        for key, value in digests.items():
-            if seen.setdefault(key, value) != value:
-                text = f"the ranks read different values for {key[0]!r}: give all of them the same files"
-                raise agreed(ValueError(text), values.mesh)
+    text = "the ranks read different values for {name!r}: give all of them the same files"
+    all_alike(own, values.mesh, text, everywhere=False)
 
 
 def _warn(values: Values, stored: Iterable[str], found: Found, directory: str | Path) -> None:

@@ -15,7 +15,7 @@ from autopar.planning.provenance import flops_of, work_of
 from autopar.planning.reading import cluster_of
 from autopar.planning.texts import short_bytes, short_seconds
 
-from .agree import is_first
+from .agreement import is_first
 from .memory import held_bytes
 from .module import ParallelModule
 from .state import State

@@ -1,4 +1,5 @@
-"""Mirrors of a model's modules: of the same classes and attributes, with tensors of their own. What stands for one."""
+"""Mirrors of a model's modules: of the same classes and attributes, with tensors of their own. What stands for one, and
+the model that one is made of again."""
 
 from __future__ import annotations
 
@@ -15,10 +16,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.compat.redistributing import full_tensor
-from autopar.passes.capture.fakes import STANDS_FOR
+from autopar.passes.capture.fakes import STANDS_FOR, skeleton
 
-from .agree import together
+from .agreement import together
+from .state import State
 from .state_dicts import rename_versions, taking_parts, to_load
+from .values import Values, all_slots
 
 
 def _call(cls: type[nn.Module], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -80,11 +83,6 @@ def _callable_alone(kind: type[Any]) -> type[Any]:
     return Submodule
 
 
-def is_mirror(kind: type[Any]) -> bool:
-    """Whether a class passes for that of a model, which is its base."""
-    return kind in _MIRRORS
-
-
 def mirrored(mirrors: dict[int, nn.Module], module: nn.Module) -> nn.Module:
     """A module of the same class and attributes, with tensors of its own to come."""
     if id(module) not in mirrors:
@@ -103,26 +101,50 @@ def mirrored(mirrors: dict[int, nn.Module], module: nn.Module) -> nn.Module:
     return mirrors[id(module)]
 
 
-class Standing(nn.Module):
+def whole_model(values: Values) -> nn.Module:
+    """The model on one device again: a copy that holds whole values on each rank. All ranks call it at once, and one
+    value after the other is gathered."""
+    with together(values.mesh):
+        if on_meta := values.on_meta():
+            raise ValueError(f"{on_meta[0]} is on meta, and has no value: call materialize or load_pretrained first")
+    model, _ = skeleton(values.root)
+    for module in model.modules():
+        if type(module) in _MIRRORS:
+            module.__class__ = type(module).__mro__[1]
+    slots = {slot.name: slot for slot in all_slots(model)}
+    with torch.no_grad():
+        for name, aliases in values.aliases.items():
+            value = values[name]
+            held = full_tensor(value) if isinstance(value, DTensor) else value.detach()
+            whole = held.clone(memory_format=torch.contiguous_format)
+            if isinstance(value, nn.Parameter):
+                whole = nn.Parameter(whole, requires_grad=value.requires_grad)
+            for alias in slots.keys() & aliases:
+                slots[alias].registry[slots[alias].key] = whole
+    return model
+
+
+class MirrorModule(nn.Module):
     """A module that is to others what its `_root` is, the mirror of a model, and runs what it wants."""
+
+    _root: nn.Module
+    _state: State
 
     def train(self, mode: bool = True) -> Self:
         """As on the model, whose class may keep parts of it as they are (a frozen BatchNorm in evaluation)."""
-        root = vars(self)["_root"]
-        root.train(mode)
-        self.training = root.training
+        self._root.train(mode)
+        self.training = self._root.training
         return self
 
     def eval(self) -> Self:
         """As on the model, whose class may write its own."""
-        root = vars(self)["_root"]
-        root.eval()
-        self.training = root.training
+        self._root.eval()
+        self.training = self._root.training
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As on the model, with its hooks, its extra state, and what its class makes of it."""
-        made = vars(self)["_root"].state_dict(*args, **kwargs)
+        made = self._root.state_dict(*args, **kwargs)
         rename_versions(made, kwargs.get("prefix", ""))
         return made
 
@@ -131,14 +153,14 @@ class Standing(nn.Module):
         tensors, of which this rank takes its part, or DTensors; names those of the model within `torch.compile` and
         `checkpoint_wrapper`, or without. With `assign`, values are cast to the dtypes of the model, and parameters are
         new objects. All ranks call it at once; what any of them raises, all raise."""
-        values, result = vars(self)["_state"].values, None
+        values, result = self._state.values, None
         with together(values.mesh):
             result = values.root.load_state_dict(to_load(state_dict, values.root), *args, **kwargs)
         return result
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Where a module that holds this one is loaded."""
-        vars(self)["_root"]._load_from_state_dict(*args, **kwargs)
+        self._root._load_from_state_dict(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -181,4 +203,4 @@ class Standing(nn.Module):
         return self
 
     def _get_name(self) -> str:
-        return f"{type(self).__name__}({type(vars(self)['_root']).__name__})"
+        return f"{type(self).__name__}({type(self._root).__name__})"

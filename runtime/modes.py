@@ -37,7 +37,7 @@ from autopar.planning.request import Request
 from autopar.planning.training import Training
 from autopar.solve.schedules import in_turn
 
-from .agree import all_equal, on_first_rank, together
+from .agreement import all_equal, on_first_rank, together
 from .inputs import Inputs, each
 from .pipelined import Pipelined
 from .state import trained_by
@@ -151,13 +151,7 @@ class Modes:
         """The step as it is captured in this mode from `model`, whose attributes may have changed, and from the
         `inputs` of a call, and its program, or which of the `earlier` ones has a program that serves it.
 
-        Raises ValueError, the same on every rank, where the model cannot be captured in this mode, or the
-        ranks call it in different ones."""
-        all_equal(
-            mode,
-            self.mesh,
-            "the ranks call the module in different modes: call train(), eval(), requires_grad_() and autocast() alike",
-        )
+        Raises ValueError, the same on every rank, where the model cannot be captured in this mode."""
         self.model, rebound = skeleton(model)
         loss_fn = rebound.of(self.loss_fn)
         for module, training in zip(self.model.modules(), mode.training, strict=True):

@@ -28,21 +28,21 @@ from autopar.ir.program import Program
 from autopar.passes.capture.captured import Captured
 from autopar.passes.capture.source import presented
 
-from .agree import agreed, all_equal, alone, digest, follow_world_timeout, raise_together
-from .call import WATCHES, ProgramStep, prepared_call, unwatched
+from .agreement import agreed, all_equal, digest, follow_world_timeout
+from .call import WATCHES, ProgramStep, Watch, prepared_call, unwatched
 from .compiling import Inductor
 from .execute import Executable
+from .failures import alone
 from .guard import OWNERS, Original
 from .handshake import Handshake
-from .local import LocalBatches
-from .mirrors import Standing, mirrored
+from .local_batches import LocalBatches
+from .mirrors import MirrorModule, mirrored
 from .modes import Again
 from .optimizer_states import checkpoints_of
 from .padding import Padder
 from .pipelined import Pipelined
-from .placements import mismatch
-from .pretrained import Filled
-from .sharded import OPTIMIZERS, on_shards
+from .pretrained import ValuesMixin
+from .sharded_optimizers import OPTIMIZERS, on_shards
 from .state import ModuleState, State
 from .state_dicts import belong
 from .values import Values
@@ -66,7 +66,7 @@ class CallOptions:
     pipelined: Pipelined | None = None
 
 
-class ParallelModule(Filled, Standing):
+class ParallelModule(ValuesMixin, MirrorModule):
     """A model that runs as `program` on `mesh`. Build it on every rank at once.
 
     Parameters are DTensors under the model's own names, placed at rest as the program wants them;
@@ -92,6 +92,12 @@ class ParallelModule(Filled, Standing):
     Raises ValueError, on every rank, if the ranks' programs or weights differ, or if mesh and program do not match.
     """
 
+    _versions: Versions
+    _local: LocalBatches
+    _original: Original
+    _verifier: Verifier | None
+    _watch: Watch
+
     def __init__(
         self,
         model: nn.Module,
@@ -108,18 +114,6 @@ class ParallelModule(Filled, Standing):
         whole_states_in_stages()
         name_waits(alone)
         follow_world_timeout(mesh)
-        raise_together(mismatch(program, mesh), mesh)
-        all_equal(
-            program.digest,
-            mesh,
-            "the ranks have different programs: give every rank the same model, inputs and plan, and the same versions",
-        )
-        all_equal(
-            {name: digest(tensor) for name, tensor in captured.constants.items() if is_real(tensor)},
-            mesh,
-            "the ranks closed over different tensors (plain attributes of modules, tensors that forward or loss_fn "
-            "makes of Python numbers): give every rank the same, or make them buffers",
-        )
         plain = unwrapped(model)
         mirrors: dict[int, nn.Module] = {}
         root = mirrored(mirrors, plain)
@@ -147,10 +141,19 @@ class ParallelModule(Filled, Standing):
             holds=options.holds,
         )
         state = State(captured, program, state_of_all, options.pipelined)
-        vars(self)["_state"] = state
-        vars(self)["_versions"] = Versions(self, plain, state, options.again, options.padder)
-        vars(self)["_local"] = LocalBatches(state, plain)
-        vars(self)["_verifier"], vars(self)["_watch"] = options.verifier, unwatched
+        all_equal(
+            {name: digest(tensor) for name, tensor in captured.constants.items() if is_real(tensor)},
+            mesh,
+            "the ranks closed over different tensors (plain attributes of modules, tensors that forward or loss_fn "
+            "makes of Python numbers): give every rank the same, or make them buffers",
+        )
+        vars(self).update(
+            _state=state,
+            _versions=Versions(self, plain, state, options.again, options.padder),
+            _local=LocalBatches(state, plain),
+            _verifier=options.verifier,
+            _watch=unwatched,
+        )
         values.distribute(chain(plain.named_parameters(), plain.named_buffers()))
         OWNERS.claim(model, self)
         vars(self)["_original"] = Original(plain, root, captured.reads)
@@ -161,45 +164,42 @@ class ParallelModule(Filled, Standing):
     def program(self) -> Program:
         """What each rank runs for inputs like the example, in the mode that the model was in; its text is readable. In
         other modes, and for inputs of another form, calls run others (`programs`)."""
-        return _state(self).program
+        return self._state.program
 
     @property
     def programs(self) -> tuple[tuple[str, Program], ...]:
         """All programs that there are, with the mode and the inputs that each is for; that of the last call first."""
-        versions: Versions = vars(self)["_versions"]
-        return versions.programs
+        return self._versions.programs
 
     @property
     def plan(self) -> Any:
         """The plan that the program was written from."""
-        return _state(self).module.plan
+        return self._state.module.plan
 
     @property
     def mesh(self) -> DeviceMesh:
-        return _state(self).mesh
+        return self._state.mesh
 
     @property
     def executable(self) -> Executable:
         """The compiled program; `executable.source` is what runs on this rank."""
-        return _state(self).executable
+        return self._state.executable
 
     @property
     def input_placements(self) -> dict[str, tuple[Placement, ...]]:
         """Path of each input ("kwargs.input_ids") -> the placements as which a DTensor need not be redistributed."""
-        state = _state(self)
+        state = self._state
         return {i.target: state.input_placements(i) for i in state.program.inputs if i.role == "input"}
 
     @property
     def data_size(self) -> int:
         """Into how many parts the ranks split a batch, for the `num_replicas` of a `DistributedSampler`."""
-        size: int = vars(self)["_local"].size
-        return size
+        return self._local.size
 
     @property
     def data_rank(self) -> int:
         """Which of these parts this rank reads. Ranks with the same number must read the same."""
-        rank: int = vars(self)["_local"].rank
-        return rank
+        return self._local.rank
 
     def shard_batch(self, batch: Any) -> Any:
         """What this rank's loader gives, its part `data_rank` of `data_size` of a batch, as the inputs of a call:
@@ -212,7 +212,7 @@ class ParallelModule(Filled, Standing):
         DTensors of the global batch, and others stay as they are. All parts must have equally many rows. An input that
         the plan splits otherwise is redistributed, at each call. Raises ValueError for what is no batch of the model.
         """
-        return vars(self)["_local"].sharded(batch, vars(self)["_versions"].padder)
+        return self._local.sharded(batch, self._versions.padder)
 
     def optimizer(self, kind: type[Any], params: Any = None, **options: Any) -> Any:
         """`kind(params, **options)`, whose step runs on what each rank holds: `parallel.optimizer(torch.optim.AdamW,
@@ -223,7 +223,7 @@ class ParallelModule(Filled, Standing):
         step at once. Raises ValueError for a kind that is not known to treat each element alone (`ELEMENTWISE`), and
         for parameters of another module.
         """
-        values = _state(self).values
+        values = self._state.values
         given = list(self.parameters() if params is None else params)
         for plug in OPTIMIZERS.values():
             if kind is plug.value.__base__:
@@ -258,7 +258,7 @@ class ParallelModule(Filled, Standing):
         What is added up has the size of the gradients before their reduction: under fully sharded plans, that of all
         parameters that a rank computes with. All ranks must come to it alike.
         """
-        pending = _state(self).module.pending
+        pending = self._state.module.pending
         pending.asks = True
         before, pending.reduces = pending.reduces, False
         try:
@@ -270,23 +270,22 @@ class ParallelModule(Filled, Standing):
         """From the next call on, raise FloatingPointError on all ranks at the end of a forward or backward pass whose
         results hold NaN or an infinity: it names the first instruction that made one, with its module and rank.
         All ranks must call it alike. Steps take several times as long."""
-        vars(self)["_watch"] = WATCHES["finite"].value if on else unwatched
+        self._watch = WATCHES["finite"].value if on else unwatched
 
     @uncompiled
     @presented()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        vars(self)["_original"].warn()
-        versions: Versions = vars(self)["_versions"]
-        handshake = _state(self).module.handshake
+        self._original.warn()
+        versions = self._versions
+        handshake = self._state.module.handshake
         request = versions.request(args, kwargs)
         handshake.begin(request.intent)
         with handshake.running("forward pass"):
             state = versions.serving(request)
             call = prepared_call(state, request.inputs)
-            call.watch = vars(self)["_watch"]
-            verifier: Verifier | None = vars(self)["_verifier"]
-            if verifier is not None:
-                call.check = verifier.begin(state, (versions.root, *versions.modules[1:]), request.inputs.tensors)
+            call.watch = self._watch
+            if self._verifier is not None:
+                call.check = self._verifier.begin(state, (versions.root, *versions.modules[1:]), request.inputs.tensors)
             if call.differentiable and torch.is_grad_enabled():
                 results = ProgramStep.apply(call, *call.differentiable)  # type: ignore[no-untyped-call]
                 call.returned += map(weakref.ref, results)
@@ -303,19 +302,19 @@ class ParallelModule(Filled, Standing):
     def _ddp_params_and_buffers_to_ignore(self) -> None:
         """What DistributedDataParallel asks of a module first."""
         text = "a parallel module reduces its gradients itself: call it as it is, without DistributedDataParallel"
-        raise agreed(ValueError(text), _state(self).mesh)
+        raise agreed(ValueError(text), self._state.mesh)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
         """A module with values of its own, on the same mesh with the same programs."""
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
-        versions: Versions = vars(self)["_versions"]
+        versions = self._versions
         memo.update((id(p.grad), None) for p in self.parameters() if p.grad is not None)  # as of any copied parameter
         memo.update((id(version.guard), version.guard) for version in versions.versions)
         memo.update((id(version.pinned), version.pinned) for version in versions.versions)
-        module = _state(self).module
+        module = self._state.module
         values = module.values
-        for state in (_state(self), *(version.state for version in versions.versions)):
+        for state in (self._state, *(version.state for version in versions.versions)):
             one_for_all = (state.groups, state.executable, state.program, state.captured, vars(state).get("parts"))
             memo.update((id(part), part) for part in one_for_all)
         memo.update(
@@ -323,18 +322,13 @@ class ParallelModule(Filled, Standing):
         )
         memo[id(versions.again)], memo[id(versions.lent)] = versions.again, []
         vars(copied).update(copy.deepcopy(vars(self), memo))
-        values = _state(copied).values
+        values = copied._state.values
         values.again()
         belong(values)
-        vars(copied)["_versions"].guard_again()
+        copied._versions.guard_again()
         return copied
 
     def extra_repr(self) -> str:
-        state = _state(self)
+        state = self._state
         mesh = " x ".join(f"{axis}={n}" for axis, n in zip(state.program.axes, state.program.mesh, strict=True))
         return f"mesh: {mesh}, program: {state.program.digest}"
-
-
-def _state(module: nn.Module) -> State:
-    state: State = vars(module)["_state"]
-    return state

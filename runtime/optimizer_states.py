@@ -23,7 +23,7 @@ from autopar.compat.calls import by_tensor
 from autopar.compat.optimizing import Shapes, around_checkpoints, first_states
 from autopar.compat.wrapping import plain_name
 
-from .agree import exchange
+from .agreement import exchange
 
 Optimizers = Sequence[torch.optim.Optimizer]
 

@@ -36,7 +36,7 @@ class PendingState(Protocol):
     def split_gradient(self, name: str, value: torch.Tensor) -> Any: ...
 
 
-Form = Literal["step", "micro", "last"]
+BackwardForm = Literal["step", "micro", "last"]
 """Of a backward: the program's own, one that leaves gradients unreduced, or one that adds such to its own."""
 
 
@@ -132,7 +132,7 @@ class Pending:
     def __deepcopy__(self, memo: dict[int, Any]) -> Pending:
         return Pending(reduces=self.reduces, asks=self.asks)
 
-    def form(self, state: PendingState, receivers: Receivers | None) -> Form:
+    def form(self, state: PendingState, receivers: Receivers | None) -> BackwardForm:
         """That of a backward whose gradients these parameters take; None if somebody else does, or wants them now."""
         if receivers is None:
             return "step"

@@ -16,8 +16,8 @@ from autopar.ir.program import Program, ProgramOutput
 from autopar.ir.schedule import BACKWARD, FORWARD, INPUTS, RECEIVE, SEND, WEIGHTS, Action, Schedule, with_transfers
 from autopar.passes.lower.stages import TIME, Handed, Message, PipelineStage, Staged, check_loss, tells_time
 
-from .agree import watched
 from .execute import Executable, Groups
+from .failures import watched
 from .pipeline import UNITS, StageRun, needs
 
 Result = tuple[str, str]

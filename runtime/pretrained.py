@@ -12,20 +12,23 @@ import torch
 
 from autopar.compat.wrapping import plain_name
 
-from .agree import together
+from .agreement import together
 from .load import read_weights
+from .mirrors import whole_model
 from .save import FILE_BYTES, write_weights
+from .state import State
 from .unsaved_buffers import computed_anew, unsaved_buffers
 from .values import Values
-from .whole import whole_model
 
 logger = logging.getLogger("autopar")
 
 InitFunction = Callable[[str, torch.Tensor], torch.Tensor | None]
 
 
-class Filled:
+class ValuesMixin:
     """A parallel module's values. All ranks call each of these at once."""
+
+    _state: State
 
     def materialize(self, source: Mapping[str, torch.Tensor] | InitFunction) -> None:
         """Give values to parameters and buffers that are on `meta`, one global tensor at a time, of which
@@ -38,7 +41,7 @@ class Filled:
         ranks: seed equally. Raises ValueError, on every rank, where a value is missing, has another
         shape, or differs between ranks.
         """
-        values = _values(self)
+        values = self._state.values
         if isinstance(source, Mapping):
             values.distribute(values_from(source, values))
         else:
@@ -57,7 +60,7 @@ class Filled:
         Raises ValueError, on every rank, for files that cannot be read, that lack values or hold other shapes, or that
         differ between ranks. Needs safetensors, which transformers brings.
         """
-        values = _values(self)
+        values = self._state.values
         lacking = read_weights(values, directory, may_miss=init is not None)
         if init is not None:
             values.distribute(initialized(init, values, lacking))
@@ -70,7 +73,7 @@ class Filled:
 
         Tied weights are written once. Raises on every rank what any rank raises.
         """
-        write_weights(_values(self), vars(self)["_state"].module.plan, directory, max_file_bytes)
+        write_weights(self._state.values, self._state.module.plan, directory, max_file_bytes)
 
     def gathered(self) -> torch.nn.Module:
         """The model on one device: a copy with whole values, on each rank, in the mode of this module. It shares
@@ -81,12 +84,12 @@ class Filled:
 
         Each rank needs the memory of the whole model. Raises ValueError, on every rank, where a value is on meta.
         """
-        return whole_model(_values(self))
+        return whole_model(self._state.values)
 
     def to_empty(self, *, device: Any = None, recurse: bool = True) -> Any:
         """Give memory without values to what is on `meta`, on the mesh's device, for a checkpoint to be loaded into.
         Buffers that a state_dict does not hold are computed anew. Make the optimizer afterwards."""
-        values = _values(self)
+        values = self._state.values
         with together(values.mesh):
             if device is not None and torch.device(device).type != values.device.type:
                 raise ValueError(f"to_empty(device={str(device)!r}): the mesh is on {values.device}; leave device out")
@@ -99,11 +102,6 @@ class Filled:
                     logger.warning("%s has memory without values: the model does not say how to compute it", name)
         values.distribute(anew.items())
         return self
-
-
-def _values(module: Any) -> Values:
-    values: Values = vars(module)["_state"].values
-    return values
 
 
 def values_from(source: Mapping[str, torch.Tensor], values: Values) -> Iterator[tuple[str, torch.Tensor]]:

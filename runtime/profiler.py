@@ -29,8 +29,9 @@ from autopar.ir.layout import Shape, local_shape
 from autopar.ir.program import Program, ProgramInput
 from autopar.profile.programs import LEAST_RUNS, Measurement, Order
 
-from .agree import coordinate_of, device_of, exchange, located, on_first_rank, shared_axes
+from .agreement import coordinate_of, device_of, exchange, on_first_rank, shared_axes
 from .execute import Executable, Groups, SourceWriter, process_groups
+from .failures import located
 from .measure.collectives import collectives_seconds
 from .memory import peak_bytes
 from .placements import local_slice, unpadded

@@ -22,7 +22,7 @@ from torch import nn
 
 from autopar.compat.checkpoints import SAFETENSORS_DTYPES
 
-from .agree import all_equal, on_first_rank, together
+from .agreement import all_equal, on_first_rank, together
 from .boxes import Box, is_owner
 from .load import INDEX, SINGLE
 from .state_dicts import saved_names

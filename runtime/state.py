@@ -21,14 +21,15 @@ from autopar.ir.randomness import keys
 from autopar.passes.capture.captured import Captured
 from autopar.passes.lower.accumulate import Accumulation, accumulation
 
-from .agree import all_equal, located, raise_together, watched
+from .agreement import all_equal, raise_together
 from .compiled import ObservedSource, compile
 from .execute import Executable, process_groups
+from .failures import located, watched
 from .handshake import Handshake
-from .pending import Form, Pending
+from .pending import BackwardForm, Pending
 from .pipelined import Pipelined, pipeline_executable
 from .placements import contiguous_stride, is_replicated, local_slice, mismatch, placements_of, unpadded
-from .shared import SharedMemory
+from .shared_memory import SharedMemory
 from .stretches import CompiledSource, Compiler
 from .values import Values
 from .waits import Observed
@@ -74,7 +75,7 @@ class ModuleState:
     holds: bool = False
     """Whether what forward gathers is held from one micro-batch to the next."""
     pending: Pending = field(default_factory=Pending)
-    observed: Observed[State] = field(default_factory=Observed)
+    observed: Observed = field(default_factory=Observed)
 
 
 class State:
@@ -83,9 +84,17 @@ class State:
     def __init__(
         self, captured: Captured, program: Program, module: ModuleState, pipelined: Pipelined | None = None
     ) -> None:
-        """Of a program; or of one in stages, as which it is `pipelined`."""
+        """Of a program; or of one in stages, as which it is `pipelined`. All ranks at once: raises ValueError, on all,
+        if it does not fit the mesh, or ranks have different ones."""
+        values = module.values
+        raise_together(mismatch(program, values.mesh), values.mesh)
+        all_equal(
+            program.digest,
+            values.mesh,
+            "the ranks have different programs: give every rank the same model, inputs and plan, and the same versions",
+        )
         self.captured, self.program, self.module, self.pipelined = captured, program, module, pipelined
-        self.values = module.values
+        self.values = values
         self.mesh, self.coordinate, self.device = self.values.mesh, self.values.coordinate, self.values.device
         self.groups = process_groups(self.mesh)
         self.nothing = torch.empty(0, device=self.device)
@@ -116,7 +125,7 @@ class State:
         self.called = False
         self.lost = False
         """Whether gradients that forward computes by a `backward()` of its own were never given."""
-        self.overlapping: dict[tuple[Form, tuple[tuple[int, ...], ...]], tuple[int, ...]] = {}
+        self.overlapping: dict[tuple[BackwardForm, tuple[tuple[int, ...], ...]], tuple[int, ...]] = {}
         """Gradients to be copied, by the form of a backward and the strides of its tangents, once they have been looked
         at (`overlapping`)."""
         mutated = {o.target for _, o in self.mutations}
@@ -140,8 +149,6 @@ class State:
 
     def with_program(self, captured: Captured, program: Program, pipelined: Pipelined | None = None) -> State:
         """The same values with another program."""
-        raise_together(mismatch(program, self.mesh), self.mesh)
-        all_equal(program.digest, self.mesh, "the ranks have different programs: give every rank the same versions")
         for i in program.inputs:
             assert i.role != "parameter" or i.layout == self.values.layout(i.target), f"{i.target} is to be moved"
         return State(captured, program, self.module, pipelined)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .agree import watched
+from .failures import watched
 
 WINDOW_SECONDS = 0.05
 OPERATOR_SECONDS = 0.3

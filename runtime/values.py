@@ -20,10 +20,10 @@ from autopar.compat.tensors import is_real, memory_of, take_notes
 from autopar.compat.wrapping import plain_name
 from autopar.ir.layout import Layout, Replicate
 
-from .agree import all_alike, coordinate_of, device_of, digest, together
+from .agreement import all_alike, coordinate_of, device_of, digest, together
 from .boxes import Box, boxes
-from .hooked import whole_gradient
 from .places import ValuePlace, device_meshes, within_stage
+from .whole_gradient import whole_gradient
 
 Registry = dict[str, Any]
 

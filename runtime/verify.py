@@ -31,7 +31,7 @@ from autopar.passes.capture.captured import Captured
 from autopar.passes.capture.fakes import copied, gradient_hooks, skeleton
 from autopar.passes.codegen.precision import at_rest
 
-from .agree import together
+from .agreement import together
 from .state import State as _State
 from .values import all_slots
 
@@ -170,9 +170,10 @@ class Verifier:
             if x.requires_grad and torch.is_grad_enabled() and name in state.trained
         }
         used_in = state.captured.precision.used_in
+        parameters = {name: x for name, x in held.items() if isinstance(x, nn.Parameter)}
         given = Given(
-            parameters={name: gathered(x).to(used_in(x.dtype)) for name, x in held.items() if _is_parameter(x)},
-            buffers={name: gathered(x) for name, x in held.items() if not _is_parameter(x)},
+            parameters={name: gathered(x).to(used_in(x.dtype)) for name, x in parameters.items()},
+            buffers={name: gathered(x) for name, x in held.items() if name not in parameters},
             inputs={path: gathered(x) for path, x in inputs.items()},
             constants={name: x.clone() for name, x in state.constants.items()},
             trained=frozenset(trained),
@@ -306,10 +307,6 @@ def _plain(now: Mapping[str, Any], then: Mapping[str, Any]) -> dict[str, Any]:
 
 Pair = tuple[str, str, str, torch.Tensor, torch.Tensor | None]
 """What a tensor is, its target and role, its value here, and what it should be."""
-
-
-def _is_parameter(value: torch.Tensor) -> bool:
-    return isinstance(value, nn.Parameter)
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ from autopar.passes.capture.captured import Captured
 from autopar.passes.capture.concrete import Pinned
 from autopar.passes.capture.leaves import same_value
 
-from .agree import all_equal, telling, together
+from .agreement import all_equal, telling, together
 from .guard import Guard, report_changed
 from .handshake import Intent
 from .inputs import Form, Inputs, declared
@@ -44,28 +44,11 @@ PROGRAMS_MOST = 32
 RECAPTURES_MANY = 8
 """So many captures for other inputs are warned of, and twice as many, and so on."""
 
-WANTED_MOST = 256
-
-
-@dataclass(kw_only=True, slots=True, eq=False)
-class _Version:
-    """A program, and what it is right for."""
-
-    mode: Mode
-    form: Form
-    guard: Guard
-    pinned: Pinned
-    state: State
-    used: int = 0
-    """The number of the call that it served last."""
-
-    @property
-    def text(self) -> str:
-        return f"{self.mode}, of {self.form}" + (f", by {self.pinned}" if self.pinned else "")
+KEYS_MOST = 256
 
 
 @dataclass(frozen=True, eq=False)
-class WantedProgram:
+class ProgramKey:
     """What a call wants of a program. One object for all calls that want the same."""
 
     mode: Mode
@@ -84,12 +67,28 @@ class WantedProgram:
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
 
 
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Version:
+    """A program, and what it is right for."""
+
+    key: ProgramKey
+    guard: Guard
+    pinned: Pinned
+    state: State
+    used: int = 0
+    """The number of the call that it served last."""
+
+    @property
+    def text(self) -> str:
+        return self.key.text + (f", by {self.pinned}" if self.pinned else "")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CallRequest:
     """One call of the module. Where its intent has an error, there is nothing else."""
 
     intent: Intent
-    wanted: WantedProgram = field(default=None)  # type: ignore[assignment]
+    key: ProgramKey = field(default=None)  # type: ignore[assignment]
     inputs: Inputs = field(default=None)  # type: ignore[assignment]
     ready: _Version | None = None
 
@@ -119,9 +118,9 @@ class Versions:
         self.root, self.loss_fn = state.values.root, getattr(again, "loss_fn", None)
         self.named, self.identities = declared(self.root), captured.reads.identities
         form = Inputs.captured(captured, self.root).form
-        self.versions: list[_Version] = [self._version(mode, form, captured, state)]
-        self.chosen: dict[WantedProgram, _Version] = {}
-        self.wanted: dict[tuple[Any, ...], WantedProgram] = {}
+        self.versions: list[_Version] = [self._version(ProgramKey(mode, form), captured, state)]
+        self.chosen: dict[ProgramKey, _Version] = {}
+        self.keys: dict[tuple[Any, ...], ProgramKey] = {}
         self.device_type = state.device.type
         self.calls, self.recaptures = 0, 0
         self.lent: list[tuple[str, str, torch.Tensor, int]] = []
@@ -146,20 +145,20 @@ class Versions:
                     f"write a clone() of the output"
                 )
 
-    def wants(self, inputs: Inputs) -> WantedProgram:
+    def key(self, inputs: Inputs) -> ProgramKey:
         """What a call with these inputs wants of a program, in the mode that the module is in now."""
         gradients, cast = torch.is_grad_enabled(), autocast_dtype(self.device_type)
         training = tuple(m.training for m in self.modules)
         trains = tuple(registry[key].requires_grad for _, registry, key in self.parameters)
-        key = (cast, gradients, training, trains, inputs.form)
-        wanted = self.wanted.get(key)
-        if wanted is None:
+        now = (cast, gradients, training, trains, inputs.form)
+        key = self.keys.get(now)
+        if key is None:
             trainable = {name for (name, *_), trains in zip(self.parameters, trains, strict=True) if trains}
             mode = Mode(training=training, trainable=frozenset(trainable), gradients=gradients, autocast=cast)
-            if len(self.wanted) == WANTED_MOST:
-                self.wanted, self.chosen = {}, {}  # programs stay
-            self.wanted[key] = wanted = WantedProgram(mode=mode, form=inputs.form)
-        return wanted
+            if len(self.keys) == KEYS_MOST:
+                self.keys, self.chosen = {}, {}  # programs stay
+            self.keys[now] = key = ProgramKey(mode=mode, form=inputs.form)
+        return key
 
     def request(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallRequest:
         """A call, with what is ready for it: the program that served the last such call, if it still does, whatever the
@@ -170,21 +169,21 @@ class Versions:
             inputs = Inputs.of(args, kwargs, self.named, identities=self.identities)
             if self.padder is not None:
                 inputs = self.padder.padded(inputs)
-            wanted = self.wants(inputs)
-            ready = self.chosen.get(wanted)
+            key = self.key(inputs)
+            ready = self.chosen.get(key)
             if ready is not None and not ready.guard.holds():
                 ready = None
         except Exception as error:  # on this rank: `Handshake.begin` raises it on all
             return CallRequest(intent=Intent.failed(error))
         intent = Intent(
-            number=wanted.number,
-            text=wanted.text,
+            number=key.number,
+            text=key.text,
             has_program=ready is not None,
             defers=self.base.module.pending.asks and not any(map(hooks_gradient, self.base.values.tensors())),
             reads=ready is not None and bool(ready.pinned),
             tensors=inputs.tensors,
         )
-        return CallRequest(intent=intent, wanted=wanted, inputs=inputs, ready=ready)
+        return CallRequest(intent=intent, key=key, inputs=inputs, ready=ready)
 
     @property
     def programs(self) -> tuple[tuple[str, Program], ...]:
@@ -194,9 +193,9 @@ class Versions:
 
     def serving(self, request: CallRequest) -> State:
         """What serves a call; the module captures again where nothing is ready for it."""
-        wanted, inputs, ready = request.wanted, request.inputs, request.ready
+        key, inputs, ready = request.key, request.inputs, request.ready
         if ready is None or (ready.pinned and not self._reads(ready, inputs)):
-            self.chosen[wanted] = ready = self._choose(wanted, inputs)
+            self.chosen[key] = ready = self._choose(key, inputs)
         self.calls += 1
         if ready.used != self.calls - 1:
             logger.debug("call %d runs program %s, for %s", self.calls, ready.state.program.digest, ready.text)
@@ -212,8 +211,9 @@ class Versions:
     def _guard(self, captured: Captured) -> Guard:
         return Guard(self.root, self.loss_fn, captured.reads)
 
-    def _version(self, mode: Mode, form: Form, captured: Captured, state: State) -> _Version:
-        return _Version(mode=mode, form=form, guard=self._guard(captured), pinned=captured.pinned, state=state)
+    def _version(self, key: ProgramKey, captured: Captured, state: State) -> _Version:
+        """Of a step that a program serves, which may have been captured of another one."""
+        return _Version(key=key, guard=self._guard(captured), pinned=captured.pinned, state=state)
 
     def _reads(self, version: _Version, inputs: Inputs) -> bool:
         """Whether a program's numbers are those of these inputs, on all ranks alike."""
@@ -229,14 +229,14 @@ class Versions:
         )
         return differs is None
 
-    def _choose(self, wanted: WantedProgram, inputs: Inputs) -> _Version:
-        mode = wanted.mode
+    def _choose(self, key: ProgramKey, inputs: Inputs) -> _Version:
         changed: list[str] = []
         others: list[_Version] = []
         for version in self.versions:
-            if version.form != wanted.form:
+            own = version.key
+            if own.form != key.form:
                 continue
-            if version.mode == mode or (self.again is None and version.mode.covers(mode)):
+            if own.mode == key.mode or (self.again is None and own.mode.covers(key.mode)):
                 if not version.guard.holds():
                     changed = version.guard.changed
                 elif version.pinned and not self._reads(version, inputs):
@@ -248,24 +248,24 @@ class Versions:
             self._report_read(others)
         elif changed:
             report_changed(changed, possible=self.again is not None)
-        return self._captured(wanted, inputs)
+        return self._captured(key, inputs)
 
-    def _captured(self, wanted: WantedProgram, inputs: Inputs) -> _Version:
+    def _captured(self, key: ProgramKey, inputs: Inputs) -> _Version:
         """A program for this call, which takes as long as planning does."""
-        mode, form = wanted.mode, wanted.form
+        mode = key.mode
         if self.again is None:
             self.base.captured.bound(inputs.leaves)
             raise ValueError(
-                f"the module has a program for {self.versions[0].mode}, and is called for {mode}: call train(), eval() "
-                f"and requires_grad_() as when it was captured, or make it with autopar.parallelize"
+                f"the module has a program for {self.versions[0].key.mode}, and is called for {mode}: call train(), "
+                f"eval() and requires_grad_() as when it was captured, or make it with autopar.parallelize"
             )
         began = time.monotonic()
-        alike = [version.state for version in self.versions if version.form == form]
+        alike = [version.state for version in self.versions if version.key.form == key.form]
         try:
             with telling(f"capturing again, for {mode}", self.base.mesh):
                 captured, program = self.again(mode, self.root, [state.captured for state in alike], inputs)
         except Exception as error:  # of any class: the model's own too
-            error.add_note(f"while the module was captured again, for {mode}{self._differs(wanted)}")
+            error.add_note(f"while the module was captured again, for {mode}{self._differs(key)}")
             raise
         if isinstance(program, int):
             served = [state for state in alike if state.program is alike[program].program]
@@ -280,34 +280,35 @@ class Versions:
             state = self.base.with_program(captured, program.outside, program)
         else:
             state = self.base.with_program(captured, program)
-        version = self._version(mode, form, captured, state)
+        version = self._version(key, captured, state)
         seconds = time.monotonic() - began
         self.base.module.observed.capture_seconds += seconds
-        self._report_captured(wanted, isinstance(program, int), seconds)
+        self._report_captured(key, isinstance(program, int), seconds)
         self.versions.append(version)
         if len(self.versions) > PROGRAMS_MOST:
             self._drop(min(self.versions[:-1], key=lambda version: version.used))
         return version
 
-    def _report_captured(self, wanted: WantedProgram, is_served: bool, seconds: float) -> None:
+    def _report_captured(self, key: ProgramKey, is_served: bool, seconds: float) -> None:
         """A line for each capture, and a warning when they do not end."""
-        differs = self._differs(wanted)
+        differs = self._differs(key)
         served = "; an existing program serves it" if is_served else ""
-        logger.info("captured again in %.1f s, for %s%s%s", seconds, wanted.mode, differs, served)
+        logger.info("captured again in %.1f s, for %s%s%s", seconds, key.mode, differs, served)
         self.recaptures += bool(differs)
         if differs and self.recaptures >= RECAPTURES_MANY and not self.recaptures & (self.recaptures - 1):
             logger.warning(
                 "%d of %d calls had inputs of another form and captured and planned again, which takes long; %d "
                 "programs are kept. The last was for %s%s. Pad batches to few shapes: "
                 "parallelize(padding=autopar.Padding(...)) does",
-                self.recaptures, self.calls + 1, PROGRAMS_MOST, wanted.mode, differs,
+                self.recaptures, self.calls + 1, PROGRAMS_MOST, key.mode, differs,
             )  # fmt: skip
 
-    def _differs(self, wanted: WantedProgram) -> str:
+    def _differs(self, key: ProgramKey) -> str:
         """In what its inputs differ from those of the last call in the same mode, or in any."""
-        same_mode = [version for version in self.versions if version.mode == wanted.mode]
+        same_mode = [version for version in self.versions if version.key.mode == key.mode]
         nearest = max(same_mode or self.versions, key=lambda version: version.used)
-        return "" if nearest.form == wanted.form else f", where {wanted.form.differs(nearest.form)}"
+        form = nearest.key.form
+        return "" if form == key.form else f", where {key.form.differs(form)}"
 
     def _report_read(self, others: Sequence[_Version]) -> None:
         """Say that the programs of a mode read other numbers; the one that was called longest ago is dropped if there
@@ -331,7 +332,7 @@ class Versions:
 
     def _drop(self, dropped: _Version) -> None:
         self.versions.remove(dropped)
-        self.chosen = {wanted: version for wanted, version in self.chosen.items() if version is not dropped}
+        self.chosen = {key: version for key, version in self.chosen.items() if version is not dropped}
 
 
 def same_values(captured: Captured, other: Captured) -> bool:

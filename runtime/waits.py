@@ -6,15 +6,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 
 from .compiled import Clock
 from .timing import mark, seconds_between
-
-S = TypeVar("S")
-"""A program's state."""
 
 Key = tuple[str, str]
 """The kind of a collective, and the name of a mesh axis."""
@@ -54,18 +51,18 @@ class Waits:
 
 
 @dataclass(eq=False)
-class Observed(Generic[S]):
+class Observed:
     """What `autopar.Metrics` sees of all programs of a module, while it is asked to."""
 
     clock: Clock | None = None
-    backwards: dict[S, int] = field(default_factory=dict)
-    """How often each program has gone backward."""
+    backwards: dict[Any, int] = field(default_factory=dict)
+    """How often each program has gone backward, by its state."""
     capture_seconds: float = 0.0
     """What captures and plans after the first have taken."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Observed[S]:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Observed:
         return Observed()
 
-    def passed(self, state: S) -> None:
+    def passed(self, state: Any) -> None:
         if self.clock is not None:
             self.backwards[state] = self.backwards.get(state, 0) + 1

@@ -17,9 +17,10 @@ import torch.distributed as dist
 from autopar.extensions import Plug
 from autopar.ir.graph import Node
 from autopar.ir.program import Program, ProgramInput, ProgramOutput
-from autopar.runtime.agree import exchange, place_of
+from autopar.runtime.agreement import exchange
 from autopar.runtime.call import WATCHES
 from autopar.runtime.compiled import watched_by
+from autopar.runtime.failures import place_of
 from autopar.runtime.placements import unpadded
 from autopar.runtime.state import State
 

@@ -20,9 +20,10 @@ from autopar.compat.distributed import StageMesh, local_tensor
 from autopar.compat.optimizing import muon_rate, orthogonalized
 from autopar.extensions import Plug
 from autopar.ir.layout import Layout, Shape, Split, valid_shape
-from autopar.runtime.agree import coordinate_of, watched
+from autopar.runtime.agreement import coordinate_of
 from autopar.runtime.boxes import boxes
-from autopar.runtime.sharded import OPTIMIZERS, like, local_gradient, loss_of
+from autopar.runtime.failures import watched
+from autopar.runtime.sharded_optimizers import OPTIMIZERS, like, local_gradient, loss_of
 
 
 @dataclass(frozen=True)

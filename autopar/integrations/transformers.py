@@ -16,7 +16,7 @@ from transformers.utils.generic import can_return_loss, find_labels
 
 from autopar.compat.patching import patched
 from autopar.runtime.module import ParallelModule
-from autopar.runtime.sharded import ELEMENTWISE, on_shards
+from autopar.runtime.sharded_optimizers import ELEMENTWISE, on_shards
 
 from .accelerate import Accelerator
 from .checkpoints import load_optimizer, save_optimizer

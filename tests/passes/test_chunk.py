@@ -18,7 +18,7 @@ from autopar.passes.lower.bucket import bucket
 from autopar.passes.lower.chunk import CHUNKING
 from autopar.passes.lower.lowering import Target
 from autopar.passes.lower.overlap import overlap
-from autopar.runtime.agree import coordinate_of
+from autopar.runtime.agreement import coordinate_of
 from autopar.runtime.compiled import compile
 from autopar.runtime.execute import process_groups
 from autopar.runtime.placements import local_slice

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
 import autopar
-from autopar.runtime.agree import explanation
+from autopar.runtime.failures import explanation
 from autopar.runtime.module import ParallelModule
 
 IDS = torch.arange(6).repeat(2)

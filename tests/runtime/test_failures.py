@@ -26,8 +26,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import autopar
 from autopar.passes.codegen.program import codegen
 from autopar.planning.planner import Planner
-from autopar.runtime.agree import CollectiveError, follow_world_timeout, located, on_first_rank
+from autopar.runtime.agreement import follow_world_timeout, on_first_rank
 from autopar.runtime.compiled import compile
+from autopar.runtime.failures import CollectiveError, located
 
 DIES = 3
 

@@ -25,7 +25,7 @@ from autopar.ir.graph import Node, Ref, TensorMeta
 from autopar.ir.layout import Layout, Replicate, Split, is_legal, local_shape, shard
 from autopar.ir.program import Program, ProgramInput, ProgramOutput, RankIndex
 from autopar.passes.capture.trace import capture
-from autopar.runtime.agree import exchange, on_first_rank, raise_together
+from autopar.runtime.agreement import all_alike, exchange, on_first_rank, raise_together
 from autopar.runtime.collectives import all_reduce, reduce_scatter
 from autopar.runtime.compiled import compile
 from autopar.runtime.execute import process_groups
@@ -576,6 +576,12 @@ def disagree() -> None:
     raise_together(None, mesh)
     with pytest.raises(KeyError, match=r"missing"):
         raise_together(KeyError("missing") if rank == 1 else None, mesh)
+    # what one rank alone has is an error on those that have it not, too
+    with pytest.raises(ValueError, match=r"^w differs$"):
+        all_alike({"w": 1} if rank == 0 else {}, mesh, "{name} differs")
+    all_alike({("w", rank): rank}, mesh, "{name} differs", everywhere=False)
+    with pytest.raises(ValueError, match=r"^w differs$"):
+        all_alike({("w", 0): rank}, mesh, "{name} differs", everywhere=False)
 
 
 def test_ranks_that_disagree_all_raise() -> None:

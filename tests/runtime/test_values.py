@@ -21,7 +21,7 @@ import autopar
 from autopar.passes.capture.errors import CaptureError
 from autopar.passes.capture.leaves import same_value
 from autopar.passes.capture.trace import capture
-from autopar.runtime.agree import digest
+from autopar.runtime.agreement import digest
 from autopar.runtime.module import ParallelModule
 
 SIZE = 4

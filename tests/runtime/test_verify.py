@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar.ir.graph import Node
-from autopar.runtime.agree import located
 from autopar.runtime.compiled import compile
+from autopar.runtime.failures import located
 from autopar.runtime.module import ParallelModule
 
 HIDDEN, BATCH = 8, 12

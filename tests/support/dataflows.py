@@ -10,7 +10,7 @@ import torch
 from autopar.ir.graph import Node, Ref, TensorMeta
 from autopar.ir.layout import Layout, Shape, Split
 from autopar.ir.program import Program, ProgramInput, ProgramOutput
-from autopar.runtime.agree import coordinate_of
+from autopar.runtime.agreement import coordinate_of
 from autopar.runtime.compiled import compile
 from autopar.runtime.execute import process_groups
 from autopar.runtime.placements import local_slice
