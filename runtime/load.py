@@ -21,7 +21,7 @@ from autopar.ir.layout import Shape
 from .agreement import all_alike, all_equal, digest, together
 from .state_dicts import names_in_state_dict
 from .unsaved_buffers import computed_anew, unsaved_buffers
-from .values import Values, all_slots
+from .values import ModuleValues, all_slots
 
 logger = logging.getLogger("autopar")
 
@@ -43,7 +43,7 @@ class Found:
     missing: list[str]
 
 
-def read_weights(values: Values, directory: str | Path, *, may_miss: bool) -> list[str]:
+def read_weights(values: ModuleValues, directory: str | Path, *, may_miss: bool) -> list[str]:
     """Give values to parameters and buffers, from files or computed anew, on all ranks at once. Returns the names of
     what has none and is on meta; that is an error unless `may_miss`."""
     with together(values.mesh):
@@ -77,7 +77,7 @@ def read_weights(values: Values, directory: str | Path, *, may_miss: bool) -> li
     return on_meta
 
 
-def found_in(values: Values, stored: Mapping[str, Stored], directory: str | Path) -> Found:
+def found_in(values: ModuleValues, stored: Mapping[str, Stored], directory: str | Path) -> Found:
     """What files have for each value, by their tables of contents. Raises ValueError for what does not fit."""
     known = {alias: value for value, aliases in values.aliases.items() for alias in aliases}
     called = names_in_state_dict(values.root)
@@ -110,14 +110,14 @@ def found_in(values: Values, stored: Mapping[str, Stored], directory: str | Path
     return Found(direct=direct, conversions=conversions, made=made, anew=anew, missing=missing)
 
 
-def _check_shape(values: Values, value: str, name: str, shape: Shape, directory: str | Path) -> None:
+def _check_shape(values: ModuleValues, value: str, name: str, shape: Shape, directory: str | Path) -> None:
     present = tuple(values[value].shape)
     if present != shape:
         raise ValueError(f"{name} is {list(shape)} in {directory} and {list(present)} in the model")
 
 
 def _converted(
-    values: Values, reader: SafetensorsReader, conversions: list[Conversion]
+    values: ModuleValues, reader: SafetensorsReader, conversions: list[Conversion]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Whole values, of whole tensors of files, one conversion at a time."""
 
@@ -180,7 +180,7 @@ def _read(reader: SafetensorsReader, name: str, parts: Sequence[tuple[Shape, Sha
         raise ValueError(f"{cut(name)} cannot be read from {reader.folder} ({why}); {AGAIN}") from error
 
 
-def _check_replicas(values: Values, parts: Mapping[str, torch.Tensor]) -> None:
+def _check_replicas(values: ModuleValues, parts: Mapping[str, torch.Tensor]) -> None:
     """Ranks that hold the same part of a value have read the same."""
     own = {}
     for name, part in parts.items():
@@ -190,7 +190,7 @@ def _check_replicas(values: Values, parts: Mapping[str, torch.Tensor]) -> None:
     all_alike(own, values.mesh, text, everywhere=False)
 
 
-def _warn(values: Values, stored: Iterable[str], found: Found, directory: str | Path) -> None:
+def _warn(values: ModuleValues, stored: Iterable[str], found: Found, directory: str | Path) -> None:
     """Of what files hold beside the model, other names of tied weights apart, and of what keeps its values."""
     expected = [re.compile(p) for p in getattr(values.root, "_keys_to_ignore_on_load_unexpected", None) or ()]
     used = {*found.direct.values(), *(name for each in found.conversions for _, name in each.sources)}

@@ -21,7 +21,7 @@ from autopar.passes.capture.fakes import STANDS_FOR, skeleton
 from .agreement import together
 from .state import State
 from .state_dicts import rename_versions, taking_parts, to_load
-from .values import Values, all_slots
+from .values import ModuleValues, all_slots
 
 
 def _call(cls: type[nn.Module], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -101,7 +101,7 @@ def mirrored(mirrors: dict[int, nn.Module], module: nn.Module) -> nn.Module:
     return mirrors[id(module)]
 
 
-def whole_model(values: Values) -> nn.Module:
+def whole_model(values: ModuleValues) -> nn.Module:
     """The model on one device again: a copy that holds whole values on each rank. All ranks call it at once, and one
     value after the other is gathered."""
     with together(values.mesh):

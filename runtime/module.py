@@ -45,7 +45,7 @@ from .pretrained import ValuesMixin
 from .sharded_optimizers import OPTIMIZERS, on_shards
 from .state import ModuleState, State
 from .state_dicts import belong
-from .values import Values
+from .values import ModuleValues
 from .verify import Verifier
 from .versions import Versions
 
@@ -123,7 +123,7 @@ class ParallelModule(ValuesMixin, MirrorModule):
         vars(self).update((name, vars(root)[name]) for name in shared)
         self.training = captured.training
         vars(self)["_root"] = root
-        values = Values(
+        values = ModuleValues(
             root=root,
             mesh=mesh,
             at_rest={i.target: i.layout for i in program.inputs if i.role == "parameter"},

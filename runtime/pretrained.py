@@ -18,7 +18,7 @@ from .mirrors import whole_model
 from .save import FILE_BYTES, write_weights
 from .state import State
 from .unsaved_buffers import computed_anew, unsaved_buffers
-from .values import Values
+from .values import ModuleValues
 
 logger = logging.getLogger("autopar")
 
@@ -104,7 +104,7 @@ class ValuesMixin:
         return self
 
 
-def values_from(source: Mapping[str, torch.Tensor], values: Values) -> Iterator[tuple[str, torch.Tensor]]:
+def values_from(source: Mapping[str, torch.Tensor], values: ModuleValues) -> Iterator[tuple[str, torch.Tensor]]:
     """Each tensor's value in a state_dict, under any of its names."""
     missing = []
     source = {plain_name(name): value for name, value in source.items()} | dict(source)
@@ -128,7 +128,9 @@ def values_from(source: Mapping[str, torch.Tensor], values: Values) -> Iterator[
     yield from anew.items()
 
 
-def initialized(function: InitFunction, values: Values, names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
+def initialized(
+    function: InitFunction, values: ModuleValues, names: Collection[str]
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Each tensor of these that is on meta, filled by `function`."""
     for name in values.on_meta(names):
         present = values[name]

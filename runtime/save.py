@@ -26,7 +26,7 @@ from .agreement import all_equal, on_first_rank, together
 from .boxes import Box, is_owner
 from .load import INDEX, SINGLE
 from .state_dicts import saved_names
-from .values import Values
+from .values import ModuleValues
 
 FILE_BYTES = 5_000_000_000
 """Of a file, at most, unless a tensor has more."""
@@ -76,7 +76,7 @@ class File:
         return sum(place.bytes for place in self.places)
 
 
-def write_weights(values: Values, plan: Any, directory: str | Path, max_file_bytes: int) -> None:
+def write_weights(values: ModuleValues, plan: Any, directory: str | Path, max_file_bytes: int) -> None:
     """All ranks at once. Raises on every rank what any rank raises."""
     folder = Path(directory)
     with together(values.mesh):
@@ -95,7 +95,7 @@ def write_weights(values: Values, plan: Any, directory: str | Path, max_file_byt
     on_first_rank(lambda: _finish(values, plan, folder, files), values.mesh)
 
 
-def layout_in_files(values: Values, max_file_bytes: int) -> list[File]:
+def layout_in_files(values: ModuleValues, max_file_bytes: int) -> list[File]:
     """Which file each value goes to, and where in it, under one name each. Raises ValueError for what has no value."""
     groups: list[list[tuple[str, str, torch.Tensor]]] = [[]]
     held = 0
@@ -135,7 +135,7 @@ def _begin(folder: Path, files: Sequence[File]) -> None:
         raise ValueError(f"{folder} cannot be written ({error.strerror}): give another directory") from error
 
 
-def _write(values: Values, folder: Path, file: File, number: int) -> None:
+def _write(values: ModuleValues, folder: Path, file: File, number: int) -> None:
     """This rank's part of a file, whose first value is the model's `number`-th."""
     path, start = folder / (file.name + PARTIAL), len(file.header)
     try:
@@ -178,7 +178,7 @@ def _write_all(descriptor: int, data: memoryview, at: int) -> None:
         data, at = data[written:], at + written
 
 
-def _finish(values: Values, plan: Any, folder: Path, files: Sequence[File]) -> None:
+def _finish(values: ModuleValues, plan: Any, folder: Path, files: Sequence[File]) -> None:
     """Put the files in the place of earlier ones, and write what belongs to them."""
     earlier = {path for path in folder.iterdir() if OF_A_MODEL.fullmatch(path.name)}
     for file in files:

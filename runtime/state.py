@@ -31,7 +31,7 @@ from .pipelined import Pipelined, pipeline_executable
 from .placements import contiguous_stride, is_replicated, local_slice, mismatch, placements_of, unpadded
 from .shared_memory import SharedMemory
 from .stretches import CompiledSource, Compiler
-from .values import Values
+from .values import ModuleValues
 from .waits import Observed
 
 
@@ -66,7 +66,7 @@ class Parts:
 class ModuleState:
     """What all programs of a module have in common."""
 
-    values: Values
+    values: ModuleValues
     plan: object
     handshake: Handshake
     compiler: Compiler | None = None

@@ -22,13 +22,13 @@ from autopar.compat.redistributing import full_tensor
 from autopar.compat.tensors import memory_of
 from autopar.compat.wrapping import plain_name
 
-from .values import Slot, Values, all_slots, slots_of
+from .values import ModuleValues, Slot, all_slots, slots_of
 
-MIRRORED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Values]] = weakref.WeakKeyDictionary()
+MIRRORED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ModuleValues]] = weakref.WeakKeyDictionary()
 """What each mirror of a module has values of."""
 
 
-def belong(values: Values) -> None:
+def belong(values: ModuleValues) -> None:
     """Have the mirrors of a model's modules load values as they are placed."""
     for module in values.root.modules():
         MIRRORED[module] = weakref.ref(values)
@@ -69,7 +69,12 @@ class _Loaded:
 
 
 def _take_parts(
-    values: Values, there: Sequence[_Loaded], module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any
+    values: ModuleValues,
+    there: Sequence[_Loaded],
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    *rest: Any,
 ) -> None:
     """The last hook: hooks of the model see the values as they were given."""
     assign = rest[0].get("assign_to_params_buffers", False)
@@ -86,7 +91,7 @@ def _take_parts(
 class _Writes(TorchFunctionMode):
     """Global values that are copied into what a rank holds of a parameter."""
 
-    def __init__(self, values: Values, there: Sequence[_Loaded]) -> None:
+    def __init__(self, values: ModuleValues, there: Sequence[_Loaded]) -> None:
         super().__init__()
         self.values = values
         held = ((loaded.name, loaded.present) for loaded in there if isinstance(loaded.present, DTensor))
@@ -101,7 +106,7 @@ class _Writes(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _place(values: Values, loaded: _Loaded) -> None:
+def _place(values: ModuleValues, loaded: _Loaded) -> None:
     """Take this rank's part of a global value that was put in the place of a parameter."""
     value, present = loaded.slot.tensor, loaded.present
     if not isinstance(present, DTensor) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
@@ -115,7 +120,7 @@ def _place(values: Values, loaded: _Loaded) -> None:
     _part(values, loaded.name, value, assign=True)
 
 
-def _part(values: Values, name: str, value: torch.Tensor, *, assign: bool) -> torch.Tensor:
+def _part(values: ModuleValues, name: str, value: torch.Tensor, *, assign: bool) -> torch.Tensor:
     """What this rank holds of a value. With `assign`, the module has it already, under all names of that value."""
     present = values[name]
     if not assign and not isinstance(present, DTensor):
@@ -166,7 +171,7 @@ def names_in_state_dict(root: nn.Module) -> dict[int, list[str]]:
     return called
 
 
-def saved_names(values: Values) -> dict[str, str]:
+def saved_names(values: ModuleValues) -> dict[str, str]:
     """Value -> the name to save it under, for each parameter and persistent buffer: what the model's own state_dict
     calls it, or what its modules do where hooks left it out. Of tied weights that is the one that Hugging Face's model
     ties the others to. Raises ValueError for what the module has not held since it was made."""

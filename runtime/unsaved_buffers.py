@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .values import Slot, Values, all_slots
+from .values import ModuleValues, Slot, all_slots
 
 FILLS = (0x55, 0xAA)
 """Bytes that buffers are filled with before they are computed. What comes out the same from both is computed."""
@@ -19,7 +19,7 @@ def unsaved_buffers(root: nn.Module) -> Iterator[Slot]:
     return (slot for slot in all_slots(root) if slot.is_unsaved)
 
 
-def computed_anew(values: Values) -> dict[str, torch.Tensor]:
+def computed_anew(values: ModuleValues) -> dict[str, torch.Tensor]:
     """The values of those buffers on meta that a state_dict does not hold, as far as the model says how to compute
     them: by `root._init_weights(module)`, which the models of Hugging Face have, or by `module.reset_parameters()`.
     They run on a twin of each module, whose parameters are on meta: nothing of the model is changed."""

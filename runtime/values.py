@@ -3,7 +3,7 @@ holds of it, and whether they are still those that its programs are for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import is_
@@ -62,19 +62,19 @@ def all_slots(root: nn.Module) -> Iterator[Slot]:
 
 
 @dataclass(eq=False)
-class Values:
+class ModuleValues:
     """The parameters and buffers under each name of the model `root`, of which parameters lie `at_rest` on a mesh.
 
-    Programs read parameters as each rank holds them, so that a value that lies
-    otherwise (plain, split along another dim, of another dtype) would be read as something else: whatever asks for a
-    value gets one as it was put, or a ValueError that says what was found."""
+    Programs read parameters as each rank holds them, so that a value that lies otherwise (plain, split along another
+    dim, of another dtype) would be read as something else: whatever asks for a value gets one as it was put, or a
+    ValueError that says what was found."""
 
     root: nn.Module
     mesh: DeviceMesh
     at_rest: Mapping[str, Layout]
     tied: Mapping[str, str]
     """Name -> the name that stands for it."""
-    hooked: Iterable[str] = ()
+    hooked: Collection[str] = ()
     """Parameters whose gradients hooks of the model see."""
     homes: Mapping[str, int] | None = None
     """Of a pipeline, the device that holds a parameter."""
