@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, ParamSpec, TypeVar
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from autopar.cluster import library
@@ -26,7 +25,7 @@ from autopar.extensions import GROUP, nearest
 from autopar.planning.request import ASKED, AUTO, NUMBER, Option, check, check_dtype, check_optimizer, options_of
 from autopar.planning.saved import saved
 from autopar.report.rendering import comma_separated, markdown, page_width, rendered
-from autopar.report.sections import Grid, Section
+from autopar.report.sections import Grid, Lines, Part, Section
 from autopar.report.telling import Ticker, complain, following, notes
 
 from .later import Deferred
@@ -34,27 +33,15 @@ from .usage import BAD_INPUT
 
 if TYPE_CHECKING:
     from autopar.passes.capture import source
-    from autopar.report.comparison import Comparison
-    from autopar.report.fit import Fit
 else:
     source = Deferred("autopar.passes.capture.source")
 
 
+TEXT, JSON, CSV, MARKDOWN = TABULAR = ("text", "json", "csv", "markdown")
+"""The formats of commands that print rows."""
+
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-def out() -> Console:
-    """Standard output, as wide as the pages that are printed."""
-    return Console(highlight=False, width=page_width())
-
-
-def print_table(
-    heads: Sequence[str], rows: Sequence[Sequence[str]], *, keys: int = 1, right: Collection[int] = (), title: str = ""
-) -> None:
-    """Prints a table, in several parts where it is wider than the page; each begins with the first `keys` columns."""
-    text = rendered([Section("", [Grid(heads, rows, keys, right)])], page_width())
-    typer.echo(f"{title}:\n{text}" if title else text)
 
 
 def reports_bad_input(command: Callable[P, T]) -> Callable[P, T]:
@@ -74,6 +61,36 @@ def reports_bad_input(command: Callable[P, T]) -> Callable[P, T]:
             raise
 
     return checked
+
+
+def say(*groups: Sequence[Part]) -> None:
+    """Prints lines and tables as wide as all pages are, with an empty line between groups."""
+    typer.echo(rendered((Section("", parts) for parts in groups), page_width()))
+
+
+def titled(title: str, table: Grid) -> Sequence[Part]:
+    """A table under a sentence."""
+    return [Lines([f"{title}:"], indent=0), table]
+
+
+def show(answer: Any, form: str = TEXT, *, full: bool = False) -> None:
+    """Prints an answer, or all that it says where it says more, in one of the formats TABULAR that it has."""
+    texts: dict[str, Callable[[], str]] = {
+        TEXT: lambda: answer.text(width=page_width(), **({"full": True} if full else {})),
+        JSON: lambda: json.dumps(answer.to_json()),
+        CSV: lambda: comma_separated(answer.rows()),
+        MARKDOWN: lambda: markdown(answer.rows()),
+    }
+    typer.echo(texts[form]())
+
+
+def deliver(text: str, path: Path | None) -> None:
+    """Prints a text, or writes it to a file if there is one."""
+    if path is None:
+        typer.echo(text, nl=False)
+    else:
+        path.write_text(text)
+        wrote(path)
 
 
 def fail(what: object) -> NoReturn:
@@ -234,11 +251,7 @@ Full = Annotated[bool, typer.Option("--full", help="All that the plan says, inst
 CLUSTER_HELP, SOLVER_HELP = ASKED["cluster"].help, ASKED["solver"].help
 
 
-TEXT, JSON, CSV, MARKDOWN = TABULAR = ("text", "json", "csv", "markdown")
-"""The formats of commands that print rows."""
-
-
-def chosen(form: str | None, as_json: bool, among: Sequence[str] = TABULAR) -> str:
+def chosen(as_json: bool, form: str | None = None, among: Sequence[str] = TABULAR) -> str:
     """The format that --format or --json asks for, text if neither does."""
     if form is not None and form not in among:
         raise ValueError(f"--format is {form!r}{nearest(form, among)}: give {', '.join(among[:-1])} or {among[-1]}")
@@ -247,18 +260,7 @@ def chosen(form: str | None, as_json: bool, among: Sequence[str] = TABULAR) -> s
     return form or (JSON if as_json else TEXT)
 
 
-def print_rows(answer: Comparison | Fit, form: str) -> None:
-    """Prints an answer in one of the formats TABULAR."""
-    written = {
-        TEXT: lambda: answer.text(page_width()),
-        JSON: lambda: json.dumps(answer.to_json()),
-        CSV: lambda: comma_separated(answer.rows()),
-        MARKDOWN: lambda: markdown(answer.rows()),
-    }
-    typer.echo(written[form]())
-
-
-def writable(path: Path | None, option: str) -> None:
+def writable(path: Path | None, option: str = "--out") -> None:
     """Raises ValueError for a file that cannot be written, before anything is computed for it."""
     if path is None:
         return
@@ -294,14 +296,21 @@ def _check_mesh(text: str) -> None:
         mesh_shape(text)
 
 
-CHECKS: Mapping[str, Callable[[str], object]] = {
+CHECKS: Mapping[str, Callable[[Any], object]] = {
     "mesh": _check_mesh,
     "dtype": check_dtype,
     "param_dtype": lambda name: check_dtype(name, "--param-dtype"),
     "reduce_dtype": lambda name: check_dtype(name, "--reduce-dtype"),
     "optimizer": lambda text: None if re.fullmatch(NUMBER, text) else check_optimizer(text),
+    "save": writable,
+    "keep": lambda path: writable(path, "--keep"),
+    "trace": lambda path: writable(path, "--trace"),
+    "record": lambda path: writable(path, "--save"),
+    "exported": lambda path: writable(path, "FILE"),
+    "figure": drawable,
 }
-"""Parameters of commands, and what raises ValueError for a value that is wrong whatever the model is."""
+"""Parameters of commands, and what raises ValueError for a value that is wrong whatever the model is: before anything
+is computed."""
 
 NAMED: Mapping[str, Callable[[str], object]] = {
     "solver": lambda name: check("solver", name),

@@ -22,6 +22,7 @@ from autopar.planning.plan import Plan
 from autopar.planning.request import Source, check_dtype, options_of, parsed
 
 from . import FROM_FILE, TYPED
+from .common import wrote
 from .configured import FILE
 
 T = TypeVar("T")
@@ -77,14 +78,17 @@ def keywords(typed: Mapping[str, Any]) -> dict[str, Any]:
     return {**typed, **({"precision": Precision(**parts)} if isinstance(parts, dict) else {})}
 
 
-def with_source(plan: Plan, source: Source | None) -> Plan:
-    """The plan with what builds its model, and the command as it was typed."""
-    if plan.provenance is None:
-        return plan
-    command = shlex.join(["autopar", *TYPED]) if TYPED else ""
-    if FROM_FILE:
-        command = f"{command}  # {FILE}: {shlex.join(FROM_FILE)}"
-    return replace(plan, provenance=replace(plan.provenance, source=source, command=command))
+def kept(plan: Plan, source: Source | None, path: Path | None) -> Plan:
+    """The plan with what builds its model, and the command as it was typed; saved, if there is a path for it."""
+    if plan.provenance is not None:
+        command = shlex.join(["autopar", *TYPED]) if TYPED else ""
+        if FROM_FILE:
+            command = f"{command}  # {FILE}: {shlex.join(FROM_FILE)}"
+        plan = replace(plan, provenance=replace(plan.provenance, source=source, command=command))
+    if path is not None:
+        plan.save(path)
+        wrote(path)
+    return plan
 
 
 def source_of(plan: Plan, typed: Mapping[str, Any], *, changes: bool = False, needed: bool = True) -> Source | None:
@@ -160,12 +164,11 @@ def load(
             f"config.json of Hugging Face, or of its folder"
         )
     check_dtype(dtype)
-    kind = getattr(torch, dtype)
-    if file is not None:
-        return _from_file(file, settings, batch, sequence, kind, device)
-    if module == "hf":
-        return _hugging_face(name, settings, batch, sequence, kind, device)
-    return _called(module, name, settings, {"batch": batch, "sequence": sequence, "dtype": kind}, typed)
+    offered = {"batch": batch, "sequence": sequence, "dtype": getattr(torch, dtype)}
+    if file is None and module != "hf":
+        return _called(module, name, settings, offered, typed)
+    make, values = (_hugging_face(name), {}) if file is None else _from_file(file)
+    return _configured(make, values, settings, **offered, device=device)
 
 
 def _config_file(spec: str) -> Path | None:
@@ -176,45 +179,43 @@ def _config_file(spec: str) -> Path | None:
     return path if path.is_file() and path.suffix == ".json" else None
 
 
-def _from_file(
-    file: Path, settings: Mapping[str, Any], batch: int, sequence: int, dtype: torch.dtype, device: str
-) -> Loaded:
-    """The model of a configuration file; nothing is downloaded, and no code of the folder is run."""
+def _transformers(spec: object) -> Any:
+    try:
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        raise ValueError(f"{spec} needs transformers: pip install 'autopar[hf]'") from error
+
+
+def _from_file(file: Path) -> tuple[Any, dict[str, Any]]:
+    """The class of a configuration file, and its values; nothing is downloaded, and no code of the folder is run."""
     with reading(what := f"configuration {file}", "give a config.json of Hugging Face"):
         values = json_of(text_of(file))
         kind = values.get("model_type") if isinstance(values, dict) else None
         if not isinstance(kind, str):
             raise ValueError("it has no model_type")
-    try:
-        from transformers import CONFIG_MAPPING
-    except ImportError as error:
-        raise ValueError(f"{file} needs transformers: pip install 'autopar[hf]'") from error
-    if kind not in CONFIG_MAPPING:
-        raise ValueError(f"{what}: transformers has no model_type {kind!r}{nearest(kind, CONFIG_MAPPING)}")
-    make = CONFIG_MAPPING[kind]
+    kinds = _transformers(file).CONFIG_MAPPING
+    if kind not in kinds:
+        raise ValueError(f"{what}: transformers has no model_type {kind!r}{nearest(kind, kinds)}")
+    make = kinds[kind]
     given = make.from_dict({key: value for key, value in values.items() if key not in NOT_OF_THE_MODEL}).to_dict()
-    kept = {key: value for key, value in given.items() if key not in NOT_OF_THE_MODEL}
-    return _configured(make, kept, settings, batch, sequence, dtype, device)
+    return make, {key: value for key, value in given.items() if key not in NOT_OF_THE_MODEL}
 
 
-def _hugging_face(
-    name: str, settings: Mapping[str, Any], batch: int, sequence: int, dtype: torch.dtype, device: str
-) -> Loaded:
-    try:
-        import transformers
-    except ImportError as error:
-        raise ValueError(f"hf:{name} needs transformers: pip install 'autopar[hf]'") from error
+def _hugging_face(name: str) -> Any:
+    """A class of configurations by its name."""
+    transformers = _transformers(f"hf:{name}")
     make = getattr(transformers, name, None)
     if not inspect.isclass(make) or not issubclass(make, transformers.PretrainedConfig):
         close = nearest(name, [known for known in dir(transformers) if known.endswith("Config")])
         raise ValueError(f"transformers has no configuration {name!r}{close}: give its class, such as hf:LlamaConfig")
-    return _configured(make, {}, settings, batch, sequence, dtype, device)
+    return make
 
 
 def _configured(
     make: Any,
     values: Mapping[str, Any],
     settings: Mapping[str, Any],
+    *,
     batch: int,
     sequence: int,
     dtype: torch.dtype,

@@ -17,12 +17,15 @@ from autopar.cluster import library
 from autopar.cluster.library import write
 from autopar.cluster.links import KINDS, interpolated
 from autopar.planning.texts import bytes_text, seconds_text
+from autopar.report.sections import Grid, Lines, Part
 from autopar.report.telling import notes
 
-from .common import AsJson, integers, out, print_table, progress, reports_bad_input, writable
+from .common import AsJson, deliver, integers, progress, reports_bad_input, say, titled
 from .later import Deferred
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
     from autopar.cluster import calibration, measurements
@@ -122,7 +125,7 @@ def _number(text: str, option: str) -> float:
 
 @reports_bad_input
 def calibrate_command(
-    out_file: Annotated[Path | None, typer.Option("--out", help="The cluster file to write.")] = None,
+    save: Annotated[Path | None, typer.Option("--out", help="The cluster file to write.")] = None,
     check_file: Annotated[
         str | None, typer.Option("--check", help="Compare measurements with this cluster's predictions; fit nothing.")
     ] = None,
@@ -132,7 +135,7 @@ def calibrate_command(
     name: Annotated[str | None, typer.Option(help="The cluster's name; the file's if not given.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="How often everything is measured.")] = 7,
     device: Annotated[str, typer.Option(help="cpu (gloo) or cuda (NCCL).")] = "cpu",
-    save: Annotated[Path | None, typer.Option(help="Where to write the measurements, as JSON.")] = None,
+    record: Annotated[Path | None, typer.Option("--save", help="Where to write the measurements, as JSON.")] = None,
     read: Annotated[Path | None, typer.Option(help="Measure nothing: read what --save wrote.")] = None,
 ) -> None:
     """Measure this machine, and write a cluster file with the rates that it reaches.
@@ -140,25 +143,22 @@ def calibrate_command(
     Every rank runs it: autopar lab --nodes 2 --ranks 2 -- autopar calibrate --out lab.toml, or
     torchrun --no-python --nproc-per-node 4 autopar calibrate --out local.toml
     """
-    if out_file is None and check_file is None and save is None:
+    if save is None and check_file is None and record is None:
         raise ValueError("nothing to do: give --out FILE, --check FILE or --save FILE")
-    writable(out_file, "--out")
-    writable(save, "--save")
     checked = library.named_cluster(check_file) if check_file is not None else None
     measured = _measured(levels, rounds, device, read)
     if measured is None:
         return
-    if save is not None:
-        save.write_text(json.dumps(measured.to_json(), indent=1))
-    cluster = checked or calibration.fit(measured, name or (out_file.stem if out_file is not None else "calibrated"))
-    if checked is None and out_file is not None:
+    if record is not None:
+        record.write_text(json.dumps(measured.to_json(), indent=1))
+    cluster = checked or calibration.fit(measured, name or (save.stem if save is not None else "calibrated"))
+    if checked is None and save is not None:
         when = datetime.datetime.now(datetime.UTC).date().isoformat()
         ranks = math.prod(measured.levels)
         source = f"autopar calibrate, {when}: {ranks} ranks, {measured.backend}, torch {torch.__version__}"
         summary = _summary(calibration.check(measured, _formulas(cluster)))
         heading = f"Made by autopar calibrate, {when}; medians of {measured.rounds} rounds. By the levels alone:"
-        out_file.write_text(write.cluster_toml(cluster, source, f"{heading}\n{summary}"))
-        notes().print(f"wrote {out_file}")
+        deliver(write.cluster_toml(cluster, source, f"{heading}\n{summary}"), save)
     _print_check(measured, cluster if checked is not None else _formulas(cluster))
 
 
@@ -189,15 +189,16 @@ def _print_check(measured: measurements.Measurements, cluster: Cluster) -> None:
         by_size = {row.bytes: row for row in same}
         lines.append((kind, axis, *(_cell(by_size[size]) for size in sizes)))
     heads = ("collective", "axis", *(bytes_text(size) for size in sizes))
-    print_table(heads, lines, keys=2, right=range(2, len(heads)), title="predicted / measured, ms")
+    collectives = Grid(heads, lines, keys=2, right=range(2, len(heads)))
     products = []
     for dtype, shape, predicted, seconds in calibration.compute_check(measured, cluster):
         error = f"{predicted / seconds - 1:+.0%}"
         products.append((shape, dtype, seconds_text(predicted), seconds_text(seconds), error))
-    typer.echo("")
-    print_table(("product", "dtype", "predicted", "measured", "error"), products, right=(2, 3, 4))
-    typer.echo("")
-    out().print(_summary(rows))
+    say(
+        titled("predicted / measured, ms", collectives),
+        [Grid(("product", "dtype", "predicted", "measured", "error"), products, right=(2, 3, 4))],
+        [Lines([_summary(rows)], indent=0)],
+    )
 
 
 def _cell(row: calibration.Prediction) -> str:
@@ -230,7 +231,7 @@ def clusters_command(
     """The library of clusters, or one of them."""
     clusters = dict(sorted(library.CLUSTERS.items())) if name is None else {name: _cluster(name)}
     if as_json:
-        out().print_json(json.dumps({key: _facts(cluster) for key, cluster in clusters.items()}))
+        typer.echo(json.dumps({key: _facts(cluster) for key, cluster in clusters.items()}, indent=2))
         return
     if name is None:
         rows = [
@@ -241,31 +242,31 @@ def clusters_command(
             for key, cluster in clusters.items()
         ]
         heads = ("cluster", "devices", "device", "memory (for a step)", "levels, from the outermost in")
-        print_table(heads, rows, right=(1,))
+        say([Grid(heads, rows, right=(1,))])
         return
     (cluster,) = clusters.values()
-    out().print(f"{cluster.name}: {cluster.source}")
     device = cluster.device
     rates = ", ".join(f"{dtype} {rate / 1e12:.4g}" for dtype, rate in device.flops_per_second.items())
     moving = ", ".join(f"{bytes_text(size)} reaches {part:.0%}" for size, part in device.memory_curve)
     most = "the peak" if device.has_peak else "most"
-    out().print(
+    told = [
+        f"{cluster.name}: {cluster.source}",
         f"{cluster.devices} x {device.name}: TFLOP/s {rates} at {most}, of which an operator of "
         + ", ".join(f"{flops:.2g} flops reaches {part:.0%}" for flops, part in device.efficiency)
         + f"; {_memory(device)} at {bytes_text(device.memory_bytes_per_second)}/s"
         + (f", of which an operator that moves {moving}" if len(device.memory_curve) > 1 else "")
-        + f"; {seconds_text(device.seconds_per_op)} an operator"
-    )
+        + f"; {seconds_text(device.seconds_per_op)} an operator",
+    ]
     if ratios := device.operator_ratios:
-        out().print("of that, operators take: " + ", ".join(f"{op} {ratio:.2g}" for op, ratio in ratios.items()))
-    typer.echo("")
-    print_table(LEVEL_HEADS, [_level_row(level) for level in cluster.levels], right=(1, 3, 4, 5, 6))
+        told.append("of that, operators take: " + ", ".join(f"{op} {ratio:.2g}" for op, ratio in ratios.items()))
+    levels = Grid(LEVEL_HEADS, [_level_row(level) for level in cluster.levels], right=(1, 3, 4, 5, 6))
+    shown: list[Sequence[Part]] = [[Lines(told, indent=0)], [levels]]
     if cluster.groups:
-        typer.echo("")
         columns = ("measured groups", "apart", *KINDS)
         title = f"collectives of {bytes_text(SHOWN_BYTES)}"
         groups = [_group_row(measured) for measured in cluster.groups]
-        print_table(columns, groups, keys=2, right=range(1, len(columns)), title=title)
+        shown.append(titled(title, Grid(columns, groups, keys=2, right=range(1, len(columns)))))
+    say(*shown)
 
 
 def _level_row(level: Level) -> tuple[str, ...]:

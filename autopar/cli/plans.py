@@ -14,7 +14,6 @@ from autopar import files
 from autopar.planning.request import ASKED, AUTO, Request, Source, quiet
 from autopar.planning.saved import is_plan, saved
 from autopar.report.kept import default_path
-from autopar.report.rendering import page_width
 from autopar.report.telling import notes
 
 from . import common
@@ -77,15 +76,11 @@ def plan_command(
 
     Example: autopar plan hf:LlamaConfig --set num_hidden_layers=4 --mesh dp=2,tp=4 --cluster dgx-a100
     """
-    common.writable(save, "--out")
     planning.Plan.check_path(save)
     with working():
         on = "auto" if mesh == "auto" else int(mesh) if mesh.isdecimal() else common.mesh_shape(mesh)
-        plan = loading.with_source(loading.ask(api.plan, on, model, options), Source(**model))
-    if save is not None:
-        plan.save(save)
-        common.wrote(save)
-    typer.echo(json.dumps(plan.to_json()) if as_json else plan.text(full=full))
+        plan = loading.ask(api.plan, on, model, options)
+    common.show(loading.kept(plan, Source(**model), save), common.chosen(as_json), full=full)
 
 
 @common.asks(model=Source, options=Request, without=("cluster", "solver"))
@@ -98,7 +93,7 @@ def compare_command(
         list[str] | None, typer.Option(help=f"{common.SOLVER_HELP} Repeatable; auto and presets if not given.")
     ] = None,
     figure: Annotated[Path | None, typer.Option(help="Where to draw it, such as plans.svg.")] = None,
-    save: Annotated[
+    folder: Annotated[
         Path | None, typer.Option("--out", help="A folder for the plans, each a file for show, diff and what-if.")
     ] = None,
     keep: Annotated[
@@ -108,11 +103,9 @@ def compare_command(
     as_json: common.AsJson = False,
 ) -> None:
     """Plans of several solvers, presets, meshes and clusters side by side, best first."""
-    form = common.chosen(form, as_json)
-    common.drawable(figure)
-    common.writable(keep, "--keep")
-    if save is not None and save.exists() and not save.is_dir():
-        raise ValueError(f"--out is {save}, a file: give a folder for the plans")
+    form = common.chosen(as_json, form)
+    if folder is not None and folder.exists() and not folder.is_dir():
+        raise ValueError(f"--out is {folder}, a file: give a folder for the plans")
     meshes = [common.mesh_shape(text) for text in mesh]
     clusters, solvers = (list(dict.fromkeys(names or ())) or None for names in (cluster, solver))
     ask = partial(loading.ask, api.compare, meshes, model, options, solvers=solvers, cluster=clusters, keep=keep)
@@ -121,16 +114,11 @@ def compare_command(
     if figure is not None:
         with working(DRAWING):
             figures.draw(comparison, figure)
-    if save is not None:
-        save.mkdir(parents=True, exist_ok=True)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
         for name, plan in comparison.plans.items():
-            file = save / f"{re.sub('[^A-Za-z0-9.,=_-]', '_', name)}.json"
-            loading.with_source(plan, Source(**model)).save(file)
-            common.wrote(file)
-    if form == common.TEXT:
-        typer.echo(comparison.full_text(page_width()))
-    else:
-        common.print_rows(comparison, form)
+            loading.kept(plan, Source(**model), folder / f"{re.sub('[^A-Za-z0-9.,=_-]', '_', name)}.json")
+    common.show(comparison, form, full=True)
     if status or not comparison.plans:
         raise typer.Exit(status or 1)
 
@@ -155,8 +143,7 @@ def fit_command(
 
     Example: autopar fit hf:LlamaConfig --dtype bfloat16 --seq 4096 --batch 64 --devices 64,256 --cluster dgx-h100
     """
-    form = common.chosen(form, as_json)
-    common.writable(keep, "--keep")
+    form = common.chosen(as_json, form)
     sizes = common.integers(devices, "--devices")
     path = keep or default_path()
     before: dict[int, Any] = {}
@@ -174,7 +161,7 @@ def fit_command(
     result, status = common.so_far(ask, found, "the same command goes on from there")
     if result.kept:
         notes().print(f"{result.kept} answers were known from before, kept in {path}", soft_wrap=True)
-    common.print_rows(result, form)
+    common.show(result, form)
     if status or not any(trial.fits for trial in result.trials):
         raise typer.Exit(status or 1)
 
@@ -216,8 +203,6 @@ def simulate_command(
         raise ValueError(f"--model goes with a saved plan, and {target} is a model: give one of them")
     if real is not None and trace is None:
         raise ValueError("--real goes with --trace: say where to write both as one trace")
-    common.drawable(figure)
-    common.writable(trace, "--trace")
     with working():
         if given is None:
             simulation = loading.ask(
@@ -234,7 +219,7 @@ def simulate_command(
     if figure is not None:
         with working(DRAWING):
             figures.draw_timeline(timeline, figure, f"{used.model} on {used.cluster}, by {used.solver}")
-    typer.echo(json.dumps(simulation.to_json()) if as_json else simulation.text(page_width()))
+    common.show(simulation, common.chosen(as_json))
 
 
 @common.asks(model=Source, again=True, defaults={})
@@ -265,11 +250,11 @@ def show_command(
     if program and graph:
         raise ValueError("--program and --graph were both given: give one of them")
     formats = (common.TEXT, common.JSON, *(["dot"] if program or graph else []), *([FX] if program else []))
-    form = common.chosen(form, as_json, formats)
-    common.writable(save, "--out")
+    form = common.chosen(as_json, form, formats)
     if form == FX and save is None:
         raise ValueError("--format fx writes a file: give --out, such as --out program.pt")
     plan = current(path, model, needs_model=program or graph)
+    written = ""
     if not program and not graph:
         written = json.dumps(plan.to_json()) if form == common.JSON else plan.text(full=full)
     else:
@@ -277,16 +262,13 @@ def show_command(
             shown = plan.program() if program else plan.joint_graph()
             if form == FX and save is not None:
                 torch.save(fx.graph_module(shown), save)  # type: ignore[arg-type]
+                common.wrote(save)
             elif form == "dot":
                 written = export.to_dot(shown)
             else:
                 written = json.dumps(export.to_json(shown)) if form == common.JSON else str(shown)
-    if save is None:
-        typer.echo(written)
-        return
-    if form != FX:
-        save.write_text(written + "\n")
-    common.wrote(save)
+    if written:
+        common.deliver(f"{written}\n", save)
 
 
 FX = "fx"
@@ -309,7 +291,6 @@ def lower_command(
 
     Example: autopar lower plan.json --passes '' --out program.txt
     """
-    common.writable(save, "--out")
     if is_plan(str(source)):
         if cluster is not None:
             raise ValueError(f"--cluster goes with a program, and {source} is a plan: it has a cluster")
@@ -320,12 +301,7 @@ def lower_command(
         with files.reading(f"{source} is no program", "give one that autopar lower wrote"):
             program = text.parsed_program(files.text_of(source))
         program = flow.lowered(program, passes or "", clusters.named_cluster(cluster, device_type="cpu"))
-    written = text.text_of(program)
-    if save is None:
-        typer.echo(written, nl=False)
-    else:
-        save.write_text(written)
-        common.wrote(save)
+    common.deliver(text.text_of(program), save)
 
 
 CHECKED = {"batch": 4, "sequence": 16, "dtype": "float64"}
@@ -363,7 +339,7 @@ def check_command(
             dtype=getattr(torch, source.dtype),
             steps=steps,
         )
-    typer.echo(json.dumps(report.to_json()) if as_json else report.text(page_width()))
+    common.show(report, common.chosen(as_json))
     if not report.equal:
         raise typer.Exit(1)
 
@@ -378,7 +354,6 @@ def report_command(
 
     Example: autopar report plan.json -o plan.html
     """
-    common.writable(save, "--out")
     if save.suffix.lower() not in (".html", ".htm"):
         raise ValueError(f"--out is {save}: give the path of a page, which ends in .html")
     plan = current(path, model, needs_model=True)
@@ -404,7 +379,7 @@ def explain_command(
     plan = current(path, model, needs_model=True)
     with working():
         explanation = plan.explain(name, replan=replan)
-    typer.echo(json.dumps(explanation.to_json()) if as_json else explanation.text(page_width()))
+    common.show(explanation, common.chosen(as_json))
 
 
 @common.reports_bad_input
@@ -413,7 +388,7 @@ def diff_command(before: Annotated[Path, PLAN], after: Annotated[Path, PLAN], as
     plan that was edited are computed again."""
     for path in (before, after):
         saved(path)
-    _show(differences.difference(current(before), current(after)), as_json)
+    common.show(differences.difference(current(before), current(after)), common.chosen(as_json))
 
 
 @common.asks(model=Source, options=Request, again=True, defaults={})
@@ -429,7 +404,6 @@ def what_if_command(
 
     Example: autopar what-if plan.json --memory-limit 20GiB
     """
-    common.writable(save, "--out")
     if mesh is None and not options and not model.keys() - {"model"}:
         raise ValueError(
             "what-if was asked nothing: say what would be different, such as --memory-limit 20GiB, --mesh dp=4,tp=2, "
@@ -444,15 +418,8 @@ def what_if_command(
         options["constraints"] = {**(asked["constraints"] or {}), **options["constraints"]}
     with working():
         after = loading.ask(api.plan, on, model, {**asked, **options}, source=source)
-    after = loading.with_source(after, source)
-    if save is not None:
-        after.save(save)
-        common.wrote(save)
-    _show(differences.difference(before, after), as_json)
-
-
-def _show(told: differences.Difference, as_json: bool) -> None:
-    typer.echo(json.dumps(told.to_json()) if as_json else told.text(page_width()))
+    after = loading.kept(after, source, save)
+    common.show(differences.difference(before, after), common.chosen(as_json))
 
 
 def opened(path: Path) -> planning.Plan:

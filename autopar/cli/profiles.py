@@ -12,8 +12,7 @@ import typer
 from autopar.files import reading, text_of
 from autopar.planning.request import ASKED, Request, Source
 from autopar.planning.texts import bytes_text, seconds_text
-from autopar.report.rendering import page_width, rendered
-from autopar.report.sections import Lines, Section
+from autopar.report.sections import Grid, Lines
 from autopar.report.telling import notes
 
 from . import common
@@ -60,8 +59,8 @@ def profile_command(
     if rank == 0:
         if save is not None:
             plan.save(save)
-        told = Section("", [Lines([str(summary)], indent=0)])
-        typer.echo(f"{plan}\n\n{rendered([told], page_width())}")
+        typer.echo(f"{plan}\n")
+        common.say([Lines([str(summary)], indent=0)])
 
 
 @common.reports_bad_input
@@ -75,10 +74,12 @@ def list_command(profiles: File = None) -> None:
         runs = f"{row.runs}{', stopped' if row.abandoned else ''}"
         cells = (seconds_text(row.seconds), seconds_text(row.spread), runs, bytes_text(row.peak_bytes), when)
         rows.append((row.model, row.mesh, row.label, row.structure, *cells))
-    common.print_table(heads, rows, keys=3, right=(4, 5, 7))
-    for machine, counts in database.machines().items():
-        common.out().print(f"{machine}: {', '.join(f'{count} {name}' for name, count in counts.items())}")
-    common.out().print(str(database.path))
+    machines = [
+        f"{machine}: {', '.join(f'{count} {name}' for name, count in counts.items())}"
+        for machine, counts in database.machines().items()
+    ]
+    lines = Lines([*machines, str(database.path)], indent=0)
+    common.say([Grid(heads, rows, keys=3, right=(4, 5, 7)), lines])
 
 
 @common.reports_bad_input
@@ -93,31 +94,31 @@ def show_command(
     ]
     if not matches:
         raise ValueError(f"no program {program!r} in {database.path}: see autopar profiles list")
+    told: list[str] = []
     for row in matches:
-        common.out().print(f"{row.label} plan of {row.model} on {row.mesh}, program {row.structure}")
-        common.out().print(f"machine {row.machine}")
-        common.out().print(
+        told += (
+            f"{row.label} plan of {row.model} on {row.mesh}, program {row.structure}",
+            f"machine {row.machine}",
             f"step {seconds_text(row.seconds)} +- {seconds_text(row.spread)} in {row.runs} runs, of which operators "
             f"{seconds_text(row.compute_seconds)}, waiting {seconds_text(row.waiting_seconds)}; composed of its parts "
             f"{seconds_text(row.composed_seconds)}; optimizer {seconds_text(row.optimizer_seconds)}; peak "
-            f"{bytes_text(row.peak_bytes)}"
+            f"{bytes_text(row.peak_bytes)}",
         )
     operators = sorted(database.rows("operators", machine=matches[0].machine), key=lambda row: -row.seconds)
-    common.print_table(
+    slowest = Grid(
         ("operator on local shapes", "seconds", "spread", "runs"),
         [(row.key, seconds_text(row.seconds), seconds_text(row.spread), str(row.runs)) for row in operators[:20]],
         right=(1, 2, 3),
     )
+    common.say([Lines(told, indent=0), slowest])
 
 
 @common.reports_bad_input
 def export_command(
-    file: Annotated[Path, typer.Argument(help="The JSON file to write.")], profiles: File = None
+    exported: Annotated[Path, typer.Argument(metavar="FILE", help="The JSON file to write.")], profiles: File = None
 ) -> None:
     """Write everything as JSON."""
-    common.writable(file, "FILE")
-    file.write_text(_opened(profiles).export() + "\n")
-    notes().print(f"wrote {file}")
+    common.deliver(_opened(profiles).export() + "\n", exported)
 
 
 @common.reports_bad_input

@@ -33,9 +33,9 @@ def by_reason(refused: Iterable[tuple[str, str, str]]) -> list[tuple[list[str], 
     return [(list(own), shared if len(own) > 1 else next(iter(own.values()))) for shared, own in alike.items()]
 
 
-def mesh_words(mesh: Mapping[str, int]) -> str:
-    """As `--mesh` takes it."""
-    return ",".join(f"{axis}={size}" for axis, size in mesh.items())
+def mesh_words(mesh: Mapping[str, int], between: str = ",") -> str:
+    """As `--mesh` takes it, or with something else `between` the axes."""
+    return between.join(f"{axis}={size}" for axis, size in mesh.items())
 
 
 def table(rows: list[tuple[str, ...]]) -> list[str]:

@@ -1,13 +1,14 @@
 """Plans side by side."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from autopar.planning.plan import Plan
-from autopar.planning.texts import by_reason, listed, mesh_words
+from autopar.planning.texts import by_reason, listed
 
 from .document import Document
+from .facts import COLUMNS, figures_of
 from .rendering import rendered
 from .sections import Grid, Lines, Row, Section
 
@@ -79,36 +80,15 @@ class Comparison(Document):
         told += [f"{listed(names)}: no plan: {reason}" for names, reason in refused]
         yield Section("", [Grid.of(rows), Lines(told, indent=0)])
 
-    def full_text(self, width: int = 80) -> str:
-        """The table, and what each plan sends."""
+    def text(self, width: int = 80, *, full: bool = False) -> str:
+        """The table, and, if it is to be `full`, what each plan sends."""
+        if not full:
+            return super().text(width)
         sent = [row for row in self.collectives() if row["plan"] in self.alike()]
         return rendered([*self.sections(), Section("", [Grid.of(sent, keys=3)])], width)
-
-
-def figures_of(plan: Plan) -> Row:
-    """What people compare of a plan."""
-    return {column: of(plan) for column, of in COLUMNS.items()}
 
 
 SENT = ("count", "bytes", "seconds")
 
 ROWS_ALONE = ("solver", "mesh", "cluster", "MFU")
 """Columns that the text leaves out, which has little room."""
-
-COLUMNS: Mapping[str, Callable[[Plan], float | str | None]] = {
-    "solver": lambda plan: plan.solver,
-    "mesh": lambda plan: mesh_words(plan.mesh),
-    "cluster": lambda plan: plan.cluster,
-    "step_seconds": lambda plan: plan.seconds,
-    "peak_memory_bytes": lambda plan: plan.bytes,
-    "MFU": lambda plan: plan.utilization,
-    "compute_seconds": lambda plan: plan.account.compute_seconds,
-    "communication_seconds": lambda plan: plan.account.communication_seconds,
-    "exposed_seconds": lambda plan: plan.exposed_seconds,
-    "copies_seconds": lambda plan: plan.account.copy_seconds,
-    "optimizer_seconds": lambda plan: plan.account.optimizer_seconds,
-    "sent_bytes": lambda plan: sum(collective.bytes for collective in plan.account.collectives),
-    "solve_seconds": lambda plan: plan.solve_seconds,
-    "above_floor_part": lambda plan: plan.gap,
-}
-"""Figures of a plan by name. `above_floor_part` is the part of the step above the compute floor (`Plan.gap`)."""

@@ -7,11 +7,21 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from autopar.planning.plan import Plan
-from autopar.planning.texts import UNITS, digits, listed, short_bytes, starred, together
+from autopar.planning.texts import UNITS, digits, listed, mesh_words, short_bytes, starred, together
 
-from .comparison import figures_of
 from .document import Document
-from .page import PLANS, count_text, memory_parts, pinned_text
+from .facts import (
+    count_text,
+    figures_of,
+    memory_parts,
+    numbered,
+    pinned_text,
+    rate_of,
+    step_parts,
+    traffic,
+    whose,
+    work_of,
+)
 from .placements import input_rows, joined, parameter_rows
 from .sections import Grid, Lines, Part, Row, Section
 from .words import legend
@@ -162,25 +172,20 @@ def _asked(plan: Plan) -> Told:
 
 def _figures(plan: Plan) -> Told:
     told: dict[str, tuple[Value, str]] = {"step": (plan.seconds, "seconds")}
-    if plan.provenance is not None and plan.seconds:
-        rate = plan.provenance.items / plan.seconds / plan.ranks
-        told[f"{plan.provenance.unit}/s a device"] = (rate, "per_second")
+    if (rate := rate_of(plan)) is not None:
+        told[f"{work_of(plan)[1]}/s a device"] = (rate / plan.ranks, "per_second")
         told["MFU"] = (plan.utilization, "MFU")
-    if (timing := plan.timing) is not None:
-        told["matrix products"] = (timing.products_seconds, "seconds")
-        told["attention"] = (timing.attention_seconds, "seconds")
-        told["other operators"] = (timing.others_seconds, "seconds")
-        told |= {f"waiting for {axis}": (seconds, "seconds") for axis, seconds in timing.exposed_on().items()}
-        told["optimizer step"] = (timing.optimizer_seconds, "seconds")
+    parts = step_parts(plan)
+    told |= {"optimizer step" if what == "optimizer" else what: (parts[what], "seconds") for what in parts}
     told["peak of a rank"] = (float(plan.bytes), "bytes")
-    told |= {label: (float(size), "bytes") for label, size in memory_parts(plan)}
+    told |= {label: (float(size), "bytes") for label, size in memory_parts(plan).items()}
     told["buckets"] = (float(plan.bucket_bytes), "bytes")
     return told
 
 
 def _collectives(plan: Plan) -> Told:
     """As they run, or as they are planned where no timeline is known: bytes and count by kind and axis."""
-    rows = plan.timing.communication if plan.timing is not None else plan.account.collectives
+    rows = plan.account.collectives if plan.timing is None else traffic(plan)
     return {f"{row.kind} {row.axis}": ({"count": row.count, "bytes": row.bytes}, TRAFFIC) for row in rows}
 
 
@@ -218,11 +223,9 @@ def _decisions(plan: Plan) -> dict[str, str]:
     """Every decision by its place; those of layers by their run's place."""
     told = {f"/{site}": choice for site, choice in plan.decisions.items()}
     for segment in plan.segments:
-        copy = 0
-        for run in segment.runs:
-            for _ in range(run.count):
+        for copies, run in numbered(segment):
+            for copy in copies:
                 told |= {f"{segment.name}[{copy}]/{site}": choice for site, choice in run.decisions.items()}
-                copy += 1
     return told
 
 
@@ -250,15 +253,14 @@ def _gave(before: Plan, after: Plan, operators: int | None, every: int) -> Itera
     size = after.bytes - before.bytes
     if size:
         yield f"a rank needs {short_bytes(abs(size))} {'more' if size > 0 else 'less'} at its peak"
-    if before.provenance is not None and after.provenance is not None and before.seconds and after.seconds:
-        old_rate = before.provenance.items / before.seconds / before.ranks
-        new_rate = after.provenance.items / after.seconds / after.ranks
-        unit = before.provenance.unit
-        times = f"{digits(new_rate)} {unit} a second instead of {digits(old_rate)}"
+    rates = [rate / plan.ranks for plan in (before, after) if (rate := rate_of(plan)) is not None]
+    if len(rates) == 2:
+        old_rate, new_rate = rates
+        times = f"{digits(new_rate)} {work_of(before)[1]} a second instead of {digits(old_rate)}"
         yield f"a device computes {times} ({new_rate / old_rate - 1:+.1%})"
-        if before.provenance.winner != after.provenance.winner:
-            was, now = (PLANS.get(w, f"{w}'s plan") for w in (before.provenance.winner, after.provenance.winner))
-            yield f"it is {now} instead of {was}"
+        was, now = (plan.provenance.winner for plan in (before, after) if plan.provenance is not None)
+        if was != now:
+            yield f"it is {whose(now)} instead of {whose(was)}"
 
 
 def _layers(plan: Plan) -> int:
@@ -288,7 +290,7 @@ def _text(value: Value, unit: str) -> str:
     if isinstance(value, Mapping):
         if unit == TRAFFIC:
             return f"{value['count']:,} x, {short_bytes(value['bytes'])}"
-        return ", ".join(f"{name}={size}" for name, size in value.items())
+        return mesh_words(value, ", ")
     return value if isinstance(value, str) else UNITS[unit](value)
 
 

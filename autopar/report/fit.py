@@ -22,7 +22,7 @@ from autopar.planning.request import AUTO, Request, Several, check, takes
 from autopar.planning.texts import by_reason, digits, mesh_words, short_seconds
 
 from .document import Document
-from .page import count_text
+from .facts import count_text
 from .question import Question, Reply, Variant, asked
 from .sections import Grid, Lines, Row, Section
 

@@ -6,17 +6,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from itertools import accumulate
 
 from rich.console import RenderableType
 
 from autopar.planning.plan import LIMIT_WORDS, ParameterPlan, Plan
-from autopar.planning.provenance import EDITED, ELSEWHERE, Candidate
+from autopar.planning.provenance import EDITED, Candidate
 from autopar.planning.request import NAMES
 from autopar.planning.texts import (
     bytes_text,
     digits,
     listed,
+    mesh_words,
     short_bytes,
     short_seconds,
     starred,
@@ -30,6 +30,18 @@ from autopar.planning.training import (
     recompute_text,
 )
 
+from .facts import (
+    STARTS,
+    count_text,
+    memory_parts,
+    numbered,
+    pinned_text,
+    range_text,
+    rate_of,
+    step_parts,
+    traffic,
+    work_of,
+)
 from .hypertext import fragment
 from .pipeline import stages
 from .placements import MOST_ROWS, PlacementRow, input_rows, joined, parameter_rows
@@ -51,21 +63,6 @@ LEAST_RATIO = 1.005
 
 LEAST_GAP = 0.0005
 """A smaller distance from a bound is none."""
-
-WINNERS: Mapping[str, str] = {
-    "search": "found by the search",
-    "search again": "found by the search, at the prices of a timeline",
-    ELSEWHERE: "found by the search, from another start",
-}
-
-PLANS: Mapping[str, str] = {
-    "search": "the search's plan",
-    "search again": "the search's plan at the prices of a timeline",
-    ELSEWHERE: "the search's plan from another start",
-    EDITED: "a plan that was edited",
-}
-"""Whose plan a candidate's is; that of a preset has its name."""
-
 
 LEAST_UNFUSED = 0.02
 """Less of a step is not worth changing a model for."""
@@ -147,10 +144,9 @@ def _warned(plan: Plan) -> Iterator[Section]:
 
 
 def title(plan: Plan) -> str:
-    mesh = " x ".join(f"{axis}={n}" for axis, n in plan.mesh.items())
     origin = plan.provenance
     about = "" if origin is None else f" ({count_text(origin.parameter_count)} parameters, {origin.dtype})"
-    return f"{plan.model}{about} on {mesh} of {plan.cluster}"
+    return f"{plan.model}{about} on {mesh_words(plan.mesh, ' x ')} of {plan.cluster}"
 
 
 def verdict(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -191,14 +187,12 @@ def _fits(plan: Plan) -> tuple[str, str]:
 
 
 def _step(plan: Plan) -> str:
-    origin = plan.provenance
-    step = short_seconds(plan.seconds)
+    step, rate = short_seconds(plan.seconds), rate_of(plan)
     if plan.range_seconds is not None:
         step += " ({} to {})".format(*map(short_seconds, plan.range_seconds))
-    if origin is None or not plan.seconds:
+    if rate is None:
         return step
-    rate = origin.items / plan.seconds
-    per_device = f"{digits(rate / plan.ranks)} {origin.unit}/s a device"
+    per_device = f"{digits(rate / plan.ranks)} {work_of(plan)[1]}/s a device"
     mfu = "" if plan.utilization is None else f", MFU {plan.utilization:.1%}"
     return f"{step} predicted: {per_device}{mfu}"
 
@@ -212,18 +206,18 @@ def _choice(plan: Plan) -> str:
     if origin.winner == EDITED:
         before = origin.candidates[0] if origin.candidates else None
         return f"edited by hand; before, the step was {short_seconds(before.seconds)}" if before else "edited by hand"
-    if origin.winner in WINNERS:
-        chosen = f"{WINNERS[origin.winner]}{_registered(plan)}"
+    if origin.winner in STARTS:
+        chosen = f"{', '.join(filter(None, ('found by the search', STARTS[origin.winner])))}{_registered(plan)}"
     else:
         chosen = f"preset {origin.winner}, faster than the searched plan and all other presets"
     limit = plan.memory_limit_bytes
     fitting = [c for c in origin.candidates if limit is None or c.bytes is None or c.bytes <= limit]
-    rivals = [c for c in fitting if c.name not in WINNERS]
+    rivals = [c for c in fitting if c.name not in STARTS]
     if not rivals or not plan.seconds:
         return chosen
     best = min(rivals, key=lambda candidate: candidate.seconds)
     ratio, is_bound = best.seconds / plan.seconds, best.precision == "at least"
-    which = "the next preset" if origin.winner not in WINNERS else "the best preset"
+    which = "the next preset" if origin.winner not in STARTS else "the best preset"
     if is_bound and ratio < LEAST_RATIO:
         return f"{chosen}; {which}, {best.name}, takes {_precise(best)}"
     return f"{chosen}; {'at least ' * is_bound}{_times(ratio)} {which}, {best.name} ({_precise(best)})"
@@ -257,17 +251,9 @@ def _bounds(plan: Plan) -> Iterator[str]:
 
 def step_bars(plan: Plan) -> list[tuple[str, float, str]]:
     """Where the step goes, the largest part first; the optimizer and the waits are parts of it."""
-    timing = plan.timing
-    if timing is None or not plan.seconds:
+    if not plan.seconds:
         return []
-    parts = {
-        "matrix products": timing.products_seconds,
-        "attention": timing.attention_seconds,
-        "other operators": timing.others_seconds,
-        **{f"waiting for {axis}": seconds for axis, seconds in timing.exposed_on().items()},
-        "optimizer": timing.optimizer_seconds,
-    }
-    shown = sorted(parts.items(), key=lambda item: -item[1])
+    shown = sorted(step_parts(plan).items(), key=lambda item: -item[1])
     return [
         (label, seconds, f"{short_seconds(seconds)}  {_percent(part)}")
         for label, seconds in shown
@@ -279,25 +265,10 @@ def _percent(part: float) -> str:
     return f"{part:.0%}" if part >= 0.01 else "<1%"
 
 
-def memory_parts(plan: Plan) -> list[tuple[str, int]]:
-    """What the peak consists of, in the order of the bar."""
-    peak = plan.peak
-    parts = [
-        ("parameters", peak.parameters),
-        ("gradients", peak.gradients),
-        (plan.optimizer, peak.optimizer),
-        ("kept for backward", peak.activations),
-        ("temporaries", peak.temporaries),
-        ("inputs and outputs", peak.inputs + peak.outputs),
-    ]
-    return [(label, size) for label, size in parts if size]
-
-
 def communication(plan: Plan) -> Iterator[tuple[str, str]]:
     """Each mesh axis: what travels, how much of it overlaps with computation, and by which collectives."""
-    rows = plan.timing.communication if plan.timing is not None else ()
     for axis, ranks in plan.mesh.items():
-        own = [row for row in rows if row.axis == axis]
+        own = [row for row in traffic(plan) if row.axis == axis]
         if not own:
             if ranks > 1:
                 yield axis, "nothing"
@@ -380,10 +351,11 @@ def _advice(plan: Plan) -> str:
     """What to try, by its option and with its figure."""
     if plan.advice is None:
         return ""
-    unit = "samples" if plan.provenance is None else plan.provenance.unit
     count, speedup = plan.advice.micro_batches, plan.advice.speedup
     times = count // plan.training.micro_batches
-    return f"; try --micro-batches {count}: {speedup:.2g}x the {unit}/s, with {times} times the batch a step"
+    return (
+        f"; try --micro-batches {count}: {speedup:.2g}x the {work_of(plan)[1]}/s, with {times} times the batch a step"
+    )
 
 
 def _idle(plan: Plan) -> list[str]:
@@ -395,7 +367,7 @@ def _idle(plan: Plan) -> list[str]:
 def memory(plan: Plan) -> Stack:
     """What the peak consists of, of the limit if that is not far."""
     whole = max(plan.memory_limit_bytes or 0.0, plan.bytes)
-    return Stack(memory_parts(plan), whole if whole <= SCALED_BEYOND * plan.bytes else plan.bytes)
+    return Stack([*memory_parts(plan).items()], whole if whole <= SCALED_BEYOND * plan.bytes else plan.bytes)
 
 
 def at_peak(plan: Plan) -> Lines:
@@ -413,28 +385,12 @@ def _at(plan: Plan) -> str:
     return f"{match['op'].removesuffix('.default')}{where}, in {match['phase'].removeprefix('in ')}"
 
 
-def count_text(number: int) -> str:
-    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            return f"{digits(number / size)}{unit}"
-    return str(number)
-
-
-def pinned_text(plan: Plan) -> str:
-    """What a person pinned."""
-    return ", ".join(f"{name} {axis}={text}" for name, axes in plan.constraints.items() for axis, text in axes.items())
-
-
 def recomputed(plan: Plan) -> list[str]:
     """Which copies run forward again in backward."""
     lines = []
     for segment in plan.segments:
         total = sum(run.count for run in segment.runs)
-        starts = accumulate((run.count for run in segment.runs), initial=0)
-        runs = zip(starts, segment.runs, strict=False)
-        again = [(first, first + run.count - 1) for first, run in runs if run.recompute]
-        if again:
-            numbers = ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in again)
+        if numbers := ", ".join(range_text(copies) for copies, run in numbered(segment) if run.recompute):
             lines.append(f"of {total} copies of {segment.name} (0 to {total - 1}), recomputed in backward: {numbers}")
     return lines
 

@@ -25,6 +25,7 @@ from autopar.planning.request import DEFAULTS, Request, Several, quiet
 from autopar.planning.texts import left_text, short_bytes
 from autopar.solve.problem import Infeasible
 
+from .facts import work_of
 from .kept import Kept, code_digest, key_of
 
 T = TypeVar("T")
@@ -71,8 +72,7 @@ class Reply:
     @property
     def work(self) -> tuple[int, str]:
         """What a step computes: so many tokens, or samples."""
-        origin = None if self.plan is None else self.plan.provenance
-        return (0, "samples") if origin is None else (origin.items, origin.unit)
+        return work_of(self.plan)
 
     @property
     def items_per_second(self) -> float:

@@ -15,7 +15,7 @@ from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
 from autopar.planning.reading import refreshed
 from autopar.planning.request import Options, Request, takes
-from autopar.planning.texts import short_seconds
+from autopar.planning.texts import mesh_words, short_seconds
 
 from .document import Document
 from .sections import Grid, Lines, Row, Section
@@ -55,7 +55,6 @@ class Simulation(Document):
     def sections(self) -> Iterator[Section]:
         """The step, and its collectives."""
         timeline, plan = self.timeline, self.plan
-        mesh = " x ".join(f"{axis}={n}" for axis, n in plan.mesh.items())
         figures = {
             "step": self.seconds,
             "forward and backward": timeline.seconds,
@@ -67,7 +66,7 @@ class Simulation(Document):
         step, both, update, operators, sent, exposed = (f"{what} {short_seconds(s)}" for what, s in figures.items())
         mfu = "" if plan.utilization is None else f", MFU {plan.utilization:.1%}"
         lines = [
-            f"{plan.model} on {mesh} of {plan.cluster}, by {plan.solver}",
+            f"{plan.model} on {mesh_words(plan.mesh, ' x ')} of {plan.cluster}, by {plan.solver}",
             f"{step}{mfu}: {both}, {update}",
             f"{operators}; {sent}, {exposed}",
         ]

@@ -31,6 +31,16 @@ INPUT_DIMS = ("batch", "sequence")
 _SPLIT = re.compile(r"S\((\d+)(?:%(\d+))?\)")
 
 
+def split_of(text: str) -> tuple[int, int] | None:
+    """The dim that a placement splits, and its period, 0 for one block a rank; None for what splits none."""
+    match = _SPLIT.fullmatch(text)
+    return None if match is None else (int(match[1]), int(match[2] or 0))
+
+
+def _periodic(word: str, period: int) -> str:
+    return f"{word} in periods of {period}" if period else word
+
+
 def parameter_words(plan: ParameterPlan, axes: Sequence[str]) -> str:
     """Where a parameter lives, and where it is used."""
     phrases: dict[str, list[str]] = {}
@@ -73,12 +83,11 @@ def _of(plan: ParameterPlan, texts: Sequence[str]) -> str:
 
 def split_words(text: str, kind: str, dims: int) -> str:
     """A placement that is no R: "column", "dim 2", "column in periods of 64"."""
-    match = _SPLIT.fullmatch(text)
-    if match is None:
+    if (split := split_of(text)) is None:
         return text
-    dim, names = int(match[1]), DIMS.get(kind, ())
+    (dim, period), names = split, DIMS.get(kind, ())
     word = names[dim] if dim < len(names) else "split" if dims == 1 else f"dim {dim}"
-    return f"{word} in periods of {match[2]}" if match[2] else word
+    return _periodic(word, period)
 
 
 def input_words(placements: Sequence[str], axes: Sequence[str], shape: str) -> str:
@@ -86,11 +95,11 @@ def input_words(placements: Sequence[str], axes: Sequence[str], shape: str) -> s
     dims = shape.count(",") + 1 if "[" in shape else 0
     told: dict[str, list[str]] = {}
     for text, axis in zip(placements, axes, strict=True):
-        if match := _SPLIT.fullmatch(text):
-            dim = int(match[1])
+        if split := split_of(text):
+            dim, period = split
             is_named = dim == 0 or (dim == 1 and dims == 2 and shape.startswith("int"))
             word = INPUT_DIMS[dim] if is_named else f"dim {dim}"
-            told.setdefault(f"{word} in periods of {match[2]}" if match[2] else word, []).append(axis)
+            told.setdefault(_periodic(word, period), []).append(axis)
     return ", ".join(f"{word} on {listed(on)}" for word, on in told.items()) or "replicated"
 
 

@@ -21,6 +21,7 @@ from torch import nn
 from autopar.planning.checks import check_mesh
 from autopar.planning.request import AUTO, Recompute
 from autopar.planning.request import check as check_option
+from autopar.planning.texts import mesh_words
 from autopar.report.document import Document
 from autopar.report.sections import Grid, Lines, Section
 
@@ -78,8 +79,8 @@ class Check(Document):
             )
             for row in self.rows
         ]
-        shape = " x ".join(f"{axis}={size}" for axis, size in self.mesh.items())
-        heading = f"{self.steps} step{'s' * (self.steps > 1)} on {shape}, largest relative errors beside eager"
+        steps, mesh = f"{self.steps} step{'s' * (self.steps > 1)}", mesh_words(self.mesh, " x ")
+        heading = f"{steps} on {mesh}, largest relative errors beside eager"
         told = []
         for row in self.rows:
             if row.failure:

@@ -53,7 +53,7 @@ def fits(text: str, width: int) -> bool:
 @WIDTHS
 def test_a_comparison_fits(width: int) -> None:
     text = comparison().text(width)
-    assert fits(text, width) and fits(comparison().full_text(width), width)
+    assert fits(text, width) and fits(comparison().text(width, full=True), width)
     words = " ".join(text.split())
     assert all(head in words for head in ("step", "peak memory", "exposed", "sent", "above floor"))
     assert all(name in words for name in comparison().results)

@@ -14,7 +14,7 @@ from tower import autopar_, planned
 import autopar
 from autopar.planning.plan import Plan
 from autopar.report.difference import Difference, difference
-from autopar.report.page import count_text
+from autopar.report.facts import count_text
 
 
 @cache

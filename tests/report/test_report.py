@@ -27,7 +27,8 @@ from autopar.cost.memory import KINDS
 from autopar.planning.plan import ParameterPlan, Plan
 from autopar.planning.texts import short_seconds
 from autopar.report import page as shown_page
-from autopar.report.html import NAMES, report_html, save_report
+from autopar.report.facts import called
+from autopar.report.html import report_html, save_report
 from autopar.report.html.drawing import tensor_svg
 from autopar.report.html.modules import module_tree
 from autopar.report.hypertext import seconds_ticks
@@ -116,7 +117,7 @@ def test_figures_are_the_plans(name: str) -> None:
         assert label in text and words in text
     assert made.provenance is not None
     for candidate in made.provenance.candidates:
-        assert NAMES.get(candidate.name, candidate.name) in text and short_seconds(candidate.seconds) in text
+        assert called(candidate.name) in text and short_seconds(candidate.seconds) in text
 
 
 def test_the_header_says_what_it_is_of_and_what_made_it() -> None:

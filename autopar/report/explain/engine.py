@@ -18,6 +18,7 @@ from autopar.planning.reading import request_of
 from autopar.planning.steps import NEAR, QUICK
 from autopar.planning.texts import short_bytes, short_seconds
 
+from ..facts import traffic
 from ..page import UNFUSED, WITHOUT_DROPOUT
 from ..question import Question, Variant
 from .answer import Alternative, Explanation, Replanned, of_plan
@@ -350,8 +351,7 @@ def _shortest_policy(others: list[Alternative]) -> list[Alternative]:
 
 
 def _traffic(plan: Plan, kind: str, axis: str) -> Iterator[str]:
-    rows = plan.timing.communication if plan.timing is not None else ()
-    for row in rows:
+    for row in traffic(plan):
         if (not kind or row.kind == kind) and (not axis or row.axis == axis):
             hidden = row.hidden_seconds / row.seconds if row.seconds else 0.0
             yield (

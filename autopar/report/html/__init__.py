@@ -18,12 +18,12 @@ from typing import Any
 from autopar.cost.memory import KINDS
 from autopar.cost.timeline import COMPUTE
 from autopar.planning.plan import Plan
-from autopar.planning.provenance import EDITED
-from autopar.planning.texts import digits, short_bytes, short_seconds
+from autopar.planning.texts import digits, mesh_words, short_bytes, short_seconds
 from autopar.planning.timing import OPERATOR_KINDS, operator_kind
 
 from .. import page
 from ..explain.anatomy import Anatomy
+from ..facts import called, count_text, numbered, range_text, rate_of, work_of
 from ..hypertext import COLOURS, STYLE, heading, html_of, table
 from ..sections import Bars, Labelled, Lines, Part
 from .drawing import mesh_svg
@@ -37,9 +37,6 @@ KIND_COLOURS = {
     "outputs": "#6b7280",
     "activations": COLOURS["kept for backward"],
 }
-
-NAMES = {"search again": "search, at other prices of traffic", EDITED: "edited by hand"}
-"""What candidates are called where their own name says too little."""
 
 KIND_WORDS = {"activations": "kept for backward"}
 
@@ -135,10 +132,9 @@ def _card(title: str, body: str, width: str = "", anchor: str = "") -> str:
 def _header(plan: Plan) -> str:
     """What the page is about, and the figures that a reader wants first."""
     origin = plan.provenance
-    mesh = " × ".join(f"{axis}={n}" for axis, n in plan.mesh.items())
-    about = [f"mesh {mesh}, {plan.ranks:,} devices", f"cluster {plan.cluster}"]
+    about = [f"mesh {mesh_words(plan.mesh, ' × ')}, {plan.ranks:,} devices", f"cluster {plan.cluster}"]
     if origin is not None:
-        about.insert(0, f"{page.count_text(origin.parameter_count)} parameters, {origin.dtype}")
+        about.insert(0, f"{count_text(origin.parameter_count)} parameters, {origin.dtype}")
         about.append("planned by " + ", ".join(f"{name} {number}" for name, number in origin.versions.items()))
     tiles = "".join(
         f'<div class="tile"><div class="dim">{escape(label)}</div><b>{escape(figure)}</b>'
@@ -152,12 +148,11 @@ def _header(plan: Plan) -> str:
 
 
 def _figures(plan: Plan) -> Iterator[tuple[str, str, str]]:
-    origin, limit, left = plan.provenance, plan.memory_limit_bytes, plan.headroom_bytes
+    limit, left, rate = plan.memory_limit_bytes, plan.headroom_bytes, rate_of(plan)
     between = " to ".join(map(short_seconds, plan.range_seconds)) if plan.range_seconds is not None else ""
     yield "predicted step", short_seconds(plan.seconds), between
-    if origin is not None and plan.seconds:
-        rate = origin.items / plan.seconds
-        yield f"{origin.unit} a second", digits(rate), f"{digits(rate / plan.ranks)} a device"
+    if rate is not None:
+        yield f"{work_of(plan)[1]} a second", digits(rate), f"{digits(rate / plan.ranks)} a device"
     if plan.utilization is not None:
         yield "model FLOPs utilization", f"{plan.utilization:.1%}", "of the devices' peak"
     spare = "" if limit is None or left is None else f"{short_bytes(left)} to spare" if left >= 0 else "does not fit"
@@ -188,10 +183,10 @@ def _candidates(plan: Plan) -> str:
     origin = plan.provenance
     if origin is None:
         return ""
-    chosen = f"{NAMES.get(origin.winner, origin.winner)} (chosen)"
+    chosen = f"{called(origin.winner)} (chosen)"
     rows: list[tuple[str, float, str, float | None]] = [(chosen, plan.seconds, "", plan.bytes)]
     for c in origin.candidates:
-        rows.append((NAMES.get(c.name, c.name), c.seconds, "" if c.precision == "simulated" else c.precision, c.bytes))
+        rows.append((called(c.name), c.seconds, "" if c.precision == "simulated" else c.precision, c.bytes))
     rows.sort(key=lambda row: row[1])
     bars = [(name, seconds, " ".join(filter(None, (how, short_seconds(seconds))))) for name, seconds, how, _ in rows]
     peaks = ", ".join(f"{name} {short_bytes(size)}" for name, _, _, size in rows if size is not None)
@@ -201,13 +196,10 @@ def _candidates(plan: Plan) -> str:
 def _segments(plan: Plan, about: Anatomy) -> Iterator[str]:
     for segment in plan.segments:
         copies, operators = about.segments.get(segment.name, (0, 0))
-        first = 0
         yield f"<div><code>{escape(segment.name)}</code> <b>× {copies}</b>, {operators} operators each</div>"
-        for run in segment.runs:
+        for numbers, run in numbered(segment):
             again = ", recomputed in backward" if run.recompute else ""
-            numbers = f"{first} to {first + run.count - 1}" if run.count > 1 else str(first)
-            yield _decided(f"copies {numbers}{again}", run.decisions, plan, about)
-            first += run.count
+            yield _decided(f"copies {range_text(numbers)}{again}", run.decisions, plan, about)
     yield _decided("outside of repeated segments", plan.decisions, plan, about)
     blocks = [
         (

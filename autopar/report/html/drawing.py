@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from html import escape
 from itertools import product
@@ -11,6 +10,7 @@ from itertools import product
 from autopar.planning.plan import Plan
 
 from ..hypertext import table
+from ..words import split_of
 
 SIDE, LEAST_SIDE = 54.0, 12.0
 """Pixels of the longest side, and of the shortest."""
@@ -20,13 +20,11 @@ MOST_CUTS = 16
 
 MOST_PERIODS = 8
 
-_SPLIT = re.compile(r"S\((\d+)(?:%(\d+))?\)")
-
 
 def tensor_svg(shape: Sequence[int], placements: Sequence[str], mesh: Mapping[str, int]) -> str:
     """Rows go down and columns across; of more than two dims, those that are split, and then the first. Inline SVG."""
-    parts = [_SPLIT.fullmatch(text) for text in placements]
-    split = [int(match[1]) for match in parts if match]
+    parts = [split_of(text) for text in placements]
+    split = [part[0] for part in parts if part]
     dims = list(dict.fromkeys((*sorted(set(split)), *range(len(shape)))))[:2]
     dims = sorted(dims) or [0]
     sizes = [shape[dim] if dim < len(shape) else 1 for dim in dims]
@@ -34,11 +32,11 @@ def tensor_svg(shape: Sequence[int], placements: Sequence[str], mesh: Mapping[st
     axis_of = dict(zip(dims, ("rows", "columns") if len(dims) > 1 else ("columns",), strict=True))
     spans = {"rows": _Span(height), "columns": _Span(width)}
     told = []
-    for (axis, ranks), match in zip(mesh.items(), parts, strict=True):
-        if match is not None and (side := axis_of.get(int(match[1]))) is not None and ranks > 1:
-            dim = int(match[1])
+    for (axis, ranks), part in zip(mesh.items(), parts, strict=True):
+        if part is not None and (side := axis_of.get(part[0])) is not None and ranks > 1:
+            dim, period = part
             size = shape[dim] if dim < len(shape) else 1
-            spans[side].cut(ranks, max(1, size // int(match[2])) if match[2] else 1)
+            spans[side].cut(ranks, max(1, size // period) if period else 1)
             told.append(f"dim {dim} in {ranks} on {axis}")
     title = f"{'x'.join(map(str, shape)) or 'a number'}: {', '.join(told) or 'whole on every rank'}; coloured: rank 0"
     boxes = [

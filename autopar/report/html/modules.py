@@ -10,7 +10,7 @@ from html import escape
 from autopar.ir.tree import joined
 from autopar.planning.plan import ParameterPlan, Plan
 
-from ..page import count_text
+from ..facts import count_text
 from ..words import parameter_words
 from .drawing import tensor_svg
 
