@@ -11,6 +11,7 @@ from autopar.passes.capture.captured import Captured
 from autopar.passes.space.space import Space
 
 from .provenance import input_metas
+from .texts import pattern, starred
 
 logger = logging.getLogger("autopar")
 
@@ -98,11 +99,7 @@ def report_without_rule(space: Space) -> None:
 
 def _paths(modules: Sequence[str]) -> tuple[str, ...]:
     """Paths of modules, each once; where some differ in numbers alone, one with "*" for these."""
-    alike: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+    alike: dict[str, list[str]] = {}
     for path in modules:
-        parts = tuple(path.split("."))
-        alike.setdefault(tuple("*" if part.isdecimal() else part for part in parts), []).append(parts)
-    return tuple(
-        ".".join(parts[0] if len(set(parts)) == 1 else "*" for parts in zip(*same, strict=True))
-        for same in alike.values()
-    )
+        alike.setdefault(starred(path), []).append(path)
+    return tuple(map(pattern, alike.values()))

@@ -24,6 +24,14 @@ def together(names: Sequence[str]) -> str:
     return f"{names[0]} to {names[-1]}" if pattern.startswith("*") else pattern
 
 
+def pattern(names: Sequence[str]) -> str:
+    """One name for several of as many parts, with `*` for the parts in which they differ; else the first of them."""
+    split = [name.split(".") for name in names]
+    if len(set(map(len, split))) > 1:
+        return names[0]
+    return ".".join(part[0] if len(set(part)) == 1 else "*" for part in zip(*split, strict=True))
+
+
 def by_reason(refused: Iterable[tuple[str, str, str]]) -> list[tuple[list[str], str]]:
     """Names and why there is no plan of each, those of one reason together: of a solver or preset, its name here, and
     its reason."""
@@ -60,6 +68,13 @@ def short_seconds(value: float) -> str:
 def left_text(seconds: float) -> str:
     """How long the rest of some work takes, roughly."""
     return f"about {seconds / 60:.0f} min left" if seconds >= 90 else f"about {max(1.0, seconds):.0f} s left"
+
+
+def signed(difference: float, text: Callable[[float], str]) -> str:
+    """A difference with its sign; "same" for none."""
+    if abs(difference) < 1e-9:
+        return "same"
+    return ("+" if difference > 0 else "-") + text(abs(difference))
 
 
 def digits(value: float) -> str:

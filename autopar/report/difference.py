@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from autopar.planning.plan import Plan
-from autopar.planning.texts import UNITS, digits, listed, mesh_words, short_bytes, starred, together
+from autopar.planning.texts import UNITS, digits, listed, mesh_words, short_bytes, signed, together
 
 from .document import Document
 from .facts import (
@@ -22,7 +22,7 @@ from .facts import (
     whose,
     work_of,
 )
-from .placements import input_rows, joined, parameter_rows
+from .placements import input_rows, joined, placement_rows, words_of
 from .sections import Grid, Lines, Part, Row, Section
 from .words import legend
 
@@ -190,33 +190,17 @@ def _collectives(plan: Plan) -> Told:
 
 
 def _moved(before: Plan, after: Plan) -> Iterator[Relocation]:
-    grouped: dict[tuple[str, str, str], list[str]] = {}
-    words_before = dict(_words(before))
-    for name, words in _words(after):
-        was = words_before.get(name, "not there")
-        if was != words:
-            grouped.setdefault((starred(name), was, words), []).append(name)
-    alike: dict[tuple[str, str, str], dict[str, list[str]]] = {}
-    for (pattern, was, words), names in grouped.items():
-        module, number, end = pattern.rpartition("*.")
-        layers = [".".join(name.split(".")[: module.count(".") + 1]) for name in names] if number else []
-        alike.setdefault((together(layers) if layers else "", was, words), {})[end] = layers
-    for (module, was, words), ends in alike.items():
-        count = max(map(len, ends.values()))
-        told = joined(tuple(end.removesuffix(".weight") for end in ends))
-        layers_text = f" ({count} layers)" if count > 1 else ""
-        yield Relocation(names=f"{module}{layers_text}: {told}" if module else told, before=was, after=words)
+    old, new = words_of(before), words_of(after)
+    moved = {name: (old.get(name, "not there"), words) for name, words in new.items() if old.get(name) != words}
+    for row in placement_rows(moved):
+        layers = f" ({row.count} layers)" if row.count > 1 else ""
+        of = f"{together(row.layers)}{layers}: " if row.module else ""
+        was, words = row.words
+        yield Relocation(names=of + joined(row.names), before=was, after=words)
     inputs = dict(input_rows(before))
     for which, words in input_rows(after):
         if inputs.get(which) not in (None, words):
             yield Relocation(names=which, before=inputs[which], after=words)
-
-
-def _words(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Where each parameter lives, in words."""
-    for name, placed in plan.parameters.items():
-        (row,) = parameter_rows({name: placed}, tuple(plan.mesh))
-        yield name, row.words
 
 
 def _decisions(plan: Plan) -> dict[str, str]:
@@ -301,6 +285,5 @@ def _by(change: Change) -> str:
         return ""
     if change.unit == "MFU":
         return f"{(new - old) * 100:+.1f} points"
-    sign = "+" if new > old else "-"
     part = f" ({new / old - 1:+.1%})" if old and abs(new / old - 1) < 10 else ""
-    return f"{sign}{UNITS[change.unit](abs(new - old))}{part}"
+    return f"{signed(new - old, UNITS[change.unit])}{part}"

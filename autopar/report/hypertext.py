@@ -60,9 +60,17 @@ COLOURS = {
 def fragment(sections: Iterable[Section]) -> str:
     """Sections as a part of a page, with its style."""
     first, *others = sections
-    parts = [f"<h1>{escape(first.heading)}</h1>" if first.heading else "", *map(html_of, first.parts)]
-    parts += [heading(other.heading) * bool(other.heading) + "".join(map(html_of, other.parts)) for other in others]
-    return f'<div class="autopar"><style>{STYLE}</style>{"".join(parts)}</div>'
+    title = f"<h1>{escape(first.heading)}</h1>" * bool(first.heading)
+    return f'<div class="autopar"><style>{STYLE}</style>{title}{body(first.parts)}{below(others)}</div>'
+
+
+def body(parts: Iterable[Part]) -> str:
+    return "".join(map(html_of, parts))
+
+
+def below(sections: Iterable[Section]) -> str:
+    """Sections with their headings."""
+    return "".join(heading(one.heading) * bool(one.heading) + body(one.parts) for one in sections)
 
 
 def heading(text: str, anchor: str = "") -> str:

@@ -4,8 +4,9 @@ says, one line an item."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import chain
 
 from rich.console import RenderableType
 
@@ -44,7 +45,7 @@ from .facts import (
 )
 from .hypertext import fragment
 from .pipeline import stages
-from .placements import MOST_ROWS, PlacementRow, input_rows, joined, parameter_rows
+from .placements import MOST_ROWS, PlacementRow, input_rows, joined, placement_rows, words_of
 from .rendering import page_width, renderables, rendered
 from .sections import Bars, Grid, Labelled, Lines, Row, Section, Stack
 from .words import legend
@@ -88,7 +89,7 @@ def notebook(plan: Plan) -> str:
 
 def page_sections(plan: Plan) -> Iterator[Section]:
     """The sections of the page, from top to bottom."""
-    yield from _overview(plan)
+    yield from chain.from_iterable(overview(plan))
     rows, words = placements(plan)
     yield Section("where parameters and inputs live", [Labelled(rows, wide=True), Lines(words, style="dim")])
     yield from _warned(plan)
@@ -96,7 +97,7 @@ def page_sections(plan: Plan) -> Iterator[Section]:
 
 def full_sections(plan: Plan) -> Iterator[Section]:
     """The page, with tables of all that it counts and places."""
-    yield from _overview(plan)
+    yield from chain.from_iterable(overview(plan))
     yield from _warned(plan)
     account, axes = plan.account, list(plan.mesh)
     yield Section("the step without overlap", [Grid.of([{name: getattr(account, name) for name in PARTS}])])
@@ -128,14 +129,17 @@ def full_sections(plan: Plan) -> Iterator[Section]:
     yield Section("", [Lines(told, indent=0)])
 
 
-def _overview(plan: Plan) -> Iterator[Section]:
-    yield Section(title(plan), [Labelled([*verdict(plan)])])
+def overview(plan: Plan) -> Iterator[Sequence[Section]]:
+    """The sections of what a reader wants first, those that belong together in one group."""
+    yield [Section(title(plan), [Labelled([*verdict(plan)])])]
     if bars := step_bars(plan):
-        yield Section("where the step goes", [Bars(bars, plan.seconds)])
+        yield [Section("where the step goes", [Bars(bars, plan.seconds)])]
     if plan.pipeline is not None:
-        yield from stages(plan.pipeline)
-    yield Section("memory of a rank at its peak", [memory(plan), at_peak(plan)])
-    yield Section("communication of a step, by mesh axis", [Labelled([*communication(plan)])])
+        yield [*stages(plan.pipeline)]
+    yield [
+        Section("memory of a rank at its peak", [memory(plan), at_peak(plan)]),
+        Section("communication of a step, by mesh axis", [Labelled([*communication(plan)])]),
+    ]
 
 
 def _warned(plan: Plan) -> Iterator[Section]:
@@ -281,14 +285,14 @@ def communication(plan: Plan) -> Iterator[tuple[str, str]]:
 
 def placements(plan: Plan) -> tuple[list[tuple[str, str]], list[str]]:
     """Rows of parameters, of layers under their common name, and of inputs; and what the words in them mean."""
-    rows = parameter_rows(plan.parameters, tuple(plan.mesh))
+    rows = placement_rows(words_of(plan))
     alike = {row.words for row in rows}
     shown = [("all parameters", rows[0].words)] if len(alike) == 1 else _shown(rows)
     shown += input_rows(plan)
     return shown, legend([words for _, words in shown])
 
 
-def _shown(rows: list[PlacementRow]) -> list[tuple[str, str]]:
+def _shown(rows: list[PlacementRow[str]]) -> list[tuple[str, str]]:
     """Names and words; a module with several rows has a heading."""
     shown: list[tuple[str, str]] = []
     heading = ""
@@ -304,16 +308,16 @@ def _shown(rows: list[PlacementRow]) -> list[tuple[str, str]]:
     return shown
 
 
-def _most(module: str, rows: list[PlacementRow]) -> int:
+def _most(module: str, rows: list[PlacementRow[str]]) -> int:
     return max(row.count for row in rows if row.module == module)
 
 
-def _heading(module: str, rows: list[PlacementRow]) -> str:
+def _heading(module: str, rows: list[PlacementRow[str]]) -> str:
     count = _most(module, rows)
     return f"{module} ({count} alike)" if count > 1 else module
 
 
-def _fewer(row: PlacementRow, rows: list[PlacementRow]) -> str:
+def _fewer(row: PlacementRow[str], rows: list[PlacementRow[str]]) -> str:
     """How many layers a row is of, if not of all."""
     return f" ({row.count} of them)" if row.module and row.count < _most(row.module, rows) else ""
 

@@ -3,50 +3,63 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
-from autopar.planning.plan import ParameterPlan, Plan
+from autopar.planning.plan import Plan
 from autopar.planning.texts import starred, together
 
 from .words import input_words, parameter_words
+
+W = TypeVar("W", bound=Hashable)
 
 MOST_ROWS = 24
 """Rows of a page; the rest is counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlacementRow:
-    """Parameters of one module, or of `count` modules whose names differ in numbers, that live alike: the ends of their
-    names, and where they live in words."""
+class PlacementRow(Generic[W]):
+    """Parameters of the module `layers`, or of several whose names differ in numbers, that live alike: the ends of
+    their names, and where they live in words. All these modules together are called `module`."""
 
     module: str
-    count: int
+    layers: tuple[str, ...]
     names: tuple[str, ...]
-    words: str
+    words: W
+
+    @property
+    def count(self) -> int:
+        return len(self.layers)
 
 
-def parameter_rows(parameters: Mapping[str, ParameterPlan], axes: tuple[str, ...]) -> list[PlacementRow]:
-    """In the order of the model, rows of one repeated module together."""
-    groups: dict[tuple[str, str], dict[str, list[str]]] = {}
-    for name, plan in parameters.items():
+def words_of(plan: Plan) -> dict[str, str]:
+    """Where each parameter lives, in words."""
+    return {name: parameter_words(placed, tuple(plan.mesh)) for name, placed in plan.parameters.items()}
+
+
+def placement_rows(words: Mapping[str, W]) -> list[PlacementRow[W]]:
+    """Parameters by what is said of them, in the order of the model, rows of one repeated module together."""
+    groups: dict[tuple[str, W], dict[str, list[str]]] = {}
+    for name, said in words.items():
         module, end = _split(name)
-        groups.setdefault((starred(module), parameter_words(plan, axes)), {}).setdefault(end, []).append(name)
-    found: list[tuple[int, PlacementRow]] = []
-    places = {name: place for place, name in enumerate(parameters)}
+        groups.setdefault((starred(module), said), {}).setdefault(end, []).append(name)
+    found: list[tuple[int, PlacementRow[W]]] = []
+    places = {name: place for place, name in enumerate(words)}
     first: dict[str, int] = {}
-    for (_, words), names in groups.items():
+    for (_, said), names in groups.items():
         for count in dict.fromkeys(map(len, names.values())):
             ends = [end for end, every in names.items() if len(every) == count]
-            layers = [_split(name)[0] for name in names[ends[0]]]
+            layers = tuple(_split(name)[0] for name in names[ends[0]])
             module = _called(layers)
             place = min(places[names[end][0]] for end in ends)
             first[module] = min(place, first.get(module, place))
-            found.append((place, PlacementRow(module=module, count=count, names=_shortened(tuple(ends)), words=words)))
+            row = PlacementRow(module=module, layers=layers, names=_shortened(tuple(ends)), words=said)
+            found.append((place, row))
     return [row for place, row in sorted(found, key=lambda one: first[one[1].module] if one[1].module else one[0])]
 
 
-def _called(layers: list[str]) -> str:
+def _called(layers: Sequence[str]) -> str:
     """What equal modules are called; one that differs has the name of those that it is one of."""
     return together(layers) if starred(layers[0]).startswith("*") else starred(layers[0])
 

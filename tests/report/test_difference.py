@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,16 @@ def test_what_moved_is_grouped_by_layers() -> None:
     assert len(moved) < len(plan("ddp").parameters)
     assert any(row.before == "replicated" and "column on tp" in row.after for row in moved)
     assert any("layers.*" in row.names for row in moved)
+
+
+def test_layers_are_counted_by_parameter() -> None:
+    """Weights move in three layers, and biases in two of them."""
+    before = plan("ddp")
+    names = [f"layers.{k}.weight" for k in range(3)] + ["layers.0.bias", "layers.1.bias"]
+    split = {n: replace(before.parameters[n], at_rest=("R", "S(0)"), in_use=(("R", "S(0)"),)) for n in names}
+    moved = difference(before, replace(before, parameters={**before.parameters, **split})).moved
+    told = {row.names for row in moved if row.after == "column on tp"}
+    assert told == {"layers.* (3 layers): weight", "layers.* (2 layers): bias"}
 
 
 def test_traffic_is_told_by_kind_and_axis() -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
-from autopar.planning.plan import Plan
-from autopar.planning.texts import short_bytes, short_seconds
+from autopar.planning.texts import short_bytes, short_seconds, signed
 
 from ..document import Document
 from ..sections import Grid, Lines, Section
@@ -115,20 +113,6 @@ def _figures(other: Alternative, chosen: Alternative) -> tuple[str, str]:
     )
 
 
-def signed(difference: float, text: Any) -> str:
-    """A difference with its sign; "same" for none."""
-    if abs(difference) < 1e-9:
-        return "same"
-    return ("+" if difference > 0 else "-") + str(text(abs(difference)))
-
-
 def _changes(other: Alternative) -> str:
     parts = [other.against, *other.moves] if not other.refused else [other.refused]
     return "; ".join(part for part in parts if part) or "nothing travels differently"
-
-
-def of_plan(plan: Plan, choice: str, words: str, serial_seconds: float) -> Alternative:
-    """What the plan itself took."""
-    return Alternative(
-        choice=choice, words=words, seconds=plan.seconds, bytes=plan.bytes, serial_seconds=serial_seconds
-    )

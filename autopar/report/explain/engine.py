@@ -21,7 +21,7 @@ from autopar.planning.texts import short_bytes, short_seconds
 from ..facts import traffic
 from ..page import UNFUSED, WITHOUT_DROPOUT
 from ..question import Question, Variant
-from .answer import Alternative, Explanation, Replanned, of_plan
+from .answer import Alternative, Explanation, Replanned
 from .named import Location, Named, named, places
 from .telling import changes, choice_words, moved, placement_texts, verdict
 
@@ -73,7 +73,7 @@ class Explainer:
             name=place.pattern if place.site.kind != "op" else place.site.name,
             kind=of.kind,
             facts=tuple(self._facts(place, own)),
-            chosen=of_plan(self.plan, str(choice), words, self.before.seconds),
+            chosen=self._chosen(str(choice), words),
             alternatives=tuple(others),
             binds=tuple(verdict(self.plan, others)),
             omitted=max(0, len(candidates) - CLOSE),
@@ -114,19 +114,28 @@ class Explainer:
         for number, (choice, changed, costs) in enumerate(_telling(ordered, COMPARING.part(0.5 * bool(steps), 1.0))):
             is_exact = number < exact
             seconds, size = self._step(changed) if is_exact else steps[changed]
-            others.append(
-                Alternative(
-                    choice=str(choice),
-                    words=choice_words(self.space, place.site, choice),
-                    seconds=seconds,
-                    bytes=size,
-                    serial_seconds=costs.seconds,
-                    is_exact=is_exact,
-                    moves=tuple(changes(self.before, costs)),
-                    against=self._against(size),
-                )
-            )
+            words = choice_words(self.space, place.site, choice)
+            others.append(self._alternative(str(choice), words, costs, seconds, size, is_exact=is_exact))
         return others
+
+    def _alternative(
+        self, choice: str, words: str, costs: Account, seconds: float, size: float, *, is_exact: bool = True
+    ) -> Alternative:
+        limit = self.plan.memory_limit_bytes
+        return Alternative(
+            choice=choice,
+            words=words,
+            seconds=seconds,
+            bytes=size,
+            serial_seconds=costs.seconds,
+            is_exact=is_exact,
+            moves=tuple(changes(self.before, costs)),
+            against="does not fit the memory limit" if limit is not None and size > limit else "",
+        )
+
+    def _chosen(self, choice: str, words: str) -> Alternative:
+        """What the plan itself took."""
+        return self._alternative(choice, words, self.before, self.plan.seconds, self.plan.bytes)
 
     def _step(self, assignment: Assignment) -> tuple[float, float]:
         """The step and the peak of an assignment with the plan's buckets, as `refreshed` computes them."""
@@ -198,10 +207,6 @@ class Explainer:
                 dims = ", ".join(f"S({d})" for d in lacking)
                 yield f"not offered on {axis} ({ranks} ranks): {dims}"
 
-    def _against(self, size: float) -> str:
-        limit = self.plan.memory_limit_bytes
-        return "does not fit the memory limit" if limit is not None and size > limit else ""
-
     # ---- a module
 
     def _module(self, of: Named) -> Explanation:
@@ -222,18 +227,12 @@ class Explainer:
             except ValueError as error:
                 others.append(Alternative(choice=f"{axis}=R", words=words, refused=str(error)))
                 continue
-            seconds, size = self._step(changed)
-            others.append(
-                Alternative(
-                    choice=f"{axis}=R", words=words, seconds=seconds, bytes=size, serial_seconds=costs.seconds,
-                    moves=tuple(changes(self.before, costs)), against=self._against(size),
-                )
-            )  # fmt: skip
+            others.append(self._alternative(f"{axis}=R", words, costs, *self._step(changed)))
         return Explanation(
             name=of.name,
             kind="module",
             facts=(f"{len(of.places)} places of decision", *_unfused(of.places)),
-            chosen=of_plan(self.plan, "", "as it is", self.before.seconds),
+            chosen=self._chosen("", "as it is"),
             alternatives=tuple(others),
             binds=tuple(verdict(self.plan, others)),
             rows=tuple(rows),

@@ -10,6 +10,7 @@ from autopar.extensions import nearest
 from autopar.ir.program import COLLECTIVES
 from autopar.passes.space.sites import Region, Site
 from autopar.passes.space.space import Space
+from autopar.planning.texts import pattern
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,11 +25,7 @@ class Location:
     @property
     def pattern(self) -> str:
         """One name for all copies, with * where they differ."""
-        split = [name.split(".") for name in self.names]
-        if len({len(parts) for parts in split}) > 1:
-            return self.names[0]
-        parts = zip(*split, strict=True)
-        return ".".join(part[0] if len(set(part)) == 1 else "*" for part in parts)
+        return pattern(self.names)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

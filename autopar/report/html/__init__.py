@@ -24,8 +24,8 @@ from autopar.planning.timing import OPERATOR_KINDS, operator_kind
 from .. import page
 from ..explain.anatomy import Anatomy
 from ..facts import called, count_text, numbered, range_text, rate_of, work_of
-from ..hypertext import COLOURS, STYLE, heading, html_of, table
-from ..sections import Bars, Labelled, Lines, Part
+from ..hypertext import COLOURS, STYLE, below, body, heading, table
+from ..sections import Bars, Labelled, Lines
 from .drawing import mesh_svg
 from .modules import modules_html
 
@@ -103,17 +103,15 @@ def _body(plan: Plan, about: Anatomy) -> Iterator[str]:
     )
     yield _header(plan)
     yield '<div class="cards">'
+    (about_plan,), *groups = page.overview(plan)
     notes = [Lines([f"warning: {text}" for text in page.warnings(plan)], style="bold")]
-    yield _card("the plan", _html(Labelled([*page.verdict(plan)]), *notes), "third first")
-    if bars := page.step_bars(plan):
-        yield _card("where the step goes", _html(Bars(bars, plan.seconds)), "third")
-    held = _html(page.memory(plan), page.at_peak(plan))
-    sent = f"{heading('communication of a step, by mesh axis')}{_html(Labelled([*page.communication(plan)]))}"
-    yield _card("memory of a rank at its peak", held + sent, "third")
+    yield _card("the plan", body([*about_plan.parts, *notes]), "third first")
+    for first, *others in groups:
+        yield _card(first.heading, body(first.parts) + below(others), "third")
     yield _card(SECTIONS["timeline"], "".join(_step(plan, about)), anchor="timeline")
     drawn = "the coloured part of a tensor is what rank 0 has; S(0) splits dim 0, R is whole"
-    yield _card(SECTIONS["modules"], _html(Lines([drawn], style="dim")) + modules_html(plan), "most", "modules")
-    inputs = _html(Labelled([(name, " ".join(placed)) for name, placed in plan.inputs.items()]))
+    yield _card(SECTIONS["modules"], body([Lines([drawn], style="dim")]) + modules_html(plan), "most", "modules")
+    inputs = body([Labelled([(name, " ".join(placed)) for name, placed in plan.inputs.items()])])
     yield _card(SECTIONS["mesh"], f"{mesh_svg(plan, about.reach)}{heading('inputs')}{inputs}", "least", "mesh")
     yield _card(SECTIONS["presets"], _candidates(plan), "half", "presets")
     yield _card(SECTIONS["from"], _origin(plan), "half", "from")
@@ -121,12 +119,8 @@ def _body(plan: Plan, about: Anatomy) -> Iterator[str]:
     yield "</div>"
 
 
-def _html(*parts: Part) -> str:
-    return "".join(map(html_of, parts))
-
-
-def _card(title: str, body: str, width: str = "", anchor: str = "") -> str:
-    return f'<section class="card {width}">{heading(title, anchor)}{body}</section>'
+def _card(title: str, shown: str, width: str = "", anchor: str = "") -> str:
+    return f'<section class="card {width}">{heading(title, anchor)}{shown}</section>'
 
 
 def _header(plan: Plan) -> str:
@@ -190,7 +184,7 @@ def _candidates(plan: Plan) -> str:
     rows.sort(key=lambda row: row[1])
     bars = [(name, seconds, " ".join(filter(None, (how, short_seconds(seconds))))) for name, seconds, how, _ in rows]
     peaks = ", ".join(f"{name} {short_bytes(size)}" for name, _, _, size in rows if size is not None)
-    return _html(Bars(bars, plan.seconds, chosen), Lines([f"memory at the peak: {peaks}"], style="dim"))
+    return body([Bars(bars, plan.seconds, chosen), Lines([f"memory at the peak: {peaks}"], style="dim")])
 
 
 def _segments(plan: Plan, about: Anatomy) -> Iterator[str]:
@@ -241,7 +235,7 @@ def _origin(plan: Plan) -> str:
         rows += [(name, text) for name, text in origin.versions.items()]
         rows += [("command", origin.command)] if origin.command else []
     lines = escape("\n".join(origin.cluster) if origin is not None else "")
-    return f"{_html(Labelled(rows))}<details><summary>figures of the cluster</summary><pre>{lines}</pre></details>"
+    return f"{body([Labelled(rows)])}<details><summary>figures of the cluster</summary><pre>{lines}</pre></details>"
 
 
 def page_data(plan: Plan, about: Anatomy) -> dict[str, Any]:
