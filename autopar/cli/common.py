@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, ParamSpec, TypeVar
 
 import typer
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from autopar.cluster import library
 from autopar.extensions import GROUP, nearest
@@ -114,9 +113,9 @@ READING, DRAWING = "reading the model", "drawing"
 
 
 @contextmanager
-def working(doing: str = READING, *, foresees: bool = True) -> Iterator[Ticker]:
+def working(doing: str = READING, *, foresees: bool = True, **how: bool) -> Iterator[Ticker]:
     """Says what the planner is doing, how far it is, what it found, and how long the rest takes."""
-    with Ticker(doing, follows=True, foresees=foresees) as ticker, following(ticker.tell, ticker.found):
+    with Ticker(doing, follows=True, foresees=foresees, **how) as ticker, following(ticker.tell, ticker.found):
         yield ticker
 
 
@@ -124,27 +123,8 @@ def working(doing: str = READING, *, foresees: bool = True) -> Iterator[Ticker]:
 def progress(enabled: bool = True) -> Iterator[Callable[[float, str], None]]:
     """Yields a function of the part that is done and the current work, which draws a bar on standard error; lines if
     that is no terminal."""
-    console = notes()
-    if not enabled:
-        yield lambda part, what: None
-    elif console.is_terminal and not console.quiet:
-        columns = (
-            BarColumn(),
-            TextColumn("{task.percentage:3.0f}%"),
-            TimeElapsedColumn(),
-            TextColumn("{task.description}"),
-        )
-        with Progress(*columns, console=console, transient=True) as bar:
-            task = bar.add_task("", total=1.0)
-
-            def tell(part: float, what: str) -> None:
-                bar.update(task, completed=part, description=what)
-
-            with following(lambda what, part: tell(part, what)):
-                yield tell
-    else:
-        with working("starting", foresees=False) as ticker:
-            yield lambda part, what: ticker.tell(what, part)
+    with working("starting", foresees=False, bar=True, enabled=enabled) as ticker:
+        yield lambda part, what: ticker.tell(what, part)
 
 
 def so_far(ask: Callable[..., T], found: Callable[[T], None], then: str) -> tuple[T, int]:
@@ -291,13 +271,19 @@ def mesh_shape(text: str) -> dict[str, int]:
     return shape
 
 
-def _check_mesh(text: str) -> None:
-    if text != AUTO and not text.isdecimal():
-        mesh_shape(text)
+def meshes(text: str) -> Any:
+    """A mesh, a number of devices, or "auto"."""
+    return AUTO if text == AUTO else int(text) if text.isdecimal() else mesh_shape(text)
+
+
+def _check_device(kind: str) -> None:
+    if kind not in ("cpu", "cuda"):
+        raise ValueError(f"--device is {kind!r}: give cpu or cuda")
 
 
 CHECKS: Mapping[str, Callable[[Any], object]] = {
-    "mesh": _check_mesh,
+    "mesh": meshes,
+    "device": _check_device,
     "dtype": check_dtype,
     "param_dtype": lambda name: check_dtype(name, "--param-dtype"),
     "reduce_dtype": lambda name: check_dtype(name, "--reduce-dtype"),

@@ -171,8 +171,6 @@ def _measured(levels: str | None, rounds: int, device: str, read: Path | None) -
     """On the first rank, or read from a file; None on other ranks."""
     if read is not None:
         return measurements.Measurements.load(read)
-    if device not in ("cpu", "cuda"):
-        raise ValueError(f"--device is {device!r}: give cpu or cuda")
     sizes = None if levels is None else integers(levels, "--levels")
     with progress() as tell:
         rank, measured = measure.measured_here(

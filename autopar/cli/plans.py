@@ -13,7 +13,6 @@ import typer
 from autopar import files
 from autopar.planning.request import ASKED, AUTO, Request, Source, quiet
 from autopar.planning.saved import is_plan, saved
-from autopar.report.kept import default_path
 from autopar.report.telling import notes
 
 from . import common
@@ -78,8 +77,7 @@ def plan_command(
     """
     planning.Plan.check_path(save)
     with working():
-        on = "auto" if mesh == "auto" else int(mesh) if mesh.isdecimal() else common.mesh_shape(mesh)
-        plan = loading.ask(api.plan, on, model, options)
+        plan = loading.ask(api.plan, common.meshes(mesh), model, options)
     common.show(loading.kept(plan, Source(**model), save), common.chosen(as_json), full=full)
 
 
@@ -145,7 +143,7 @@ def fit_command(
     """
     form = common.chosen(as_json, form)
     sizes = common.integers(devices, "--devices")
-    path = keep or default_path()
+    path = keep or files.cached("fit.sqlite")
     before: dict[int, Any] = {}
 
     def found(result: fits.Fit) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from autopar import files
 from autopar.files import reading, text_of
 from autopar.planning.request import ASKED, Request, Source
 from autopar.planning.texts import bytes_text, seconds_text
@@ -47,8 +48,6 @@ def profile_command(
     Every rank runs it: torchrun --no-python --nproc-per-node 4 autopar profile hf:LlamaConfig --mesh dp=2,tp=2. Started
     alone, it measures operators on this device and leaves links to the cluster (cost hybrid).
     """
-    if device not in ("cpu", "cuda"):
-        raise ValueError(f"--device is {device!r}: give cpu or cuda")
     shape = common.mesh_shape(mesh)
     request = Request(device_type=device, **loading.keywords(options))
     rank = int(os.environ.get("RANK", 0))
@@ -145,7 +144,7 @@ def prune_command(
 
 
 def _opened(path: Path | None) -> databases.Profiles:
-    path = path or databases.default_path()
+    path = path or files.cached(databases.FILE)
     if not path.exists():
         raise ValueError(f"{path}: no profile database there; autopar profile creates one, or give --profiles FILE")
     return databases.Profiles(path)

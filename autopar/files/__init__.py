@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,6 +34,12 @@ def text_of(path: str | Path) -> str:
         raise ValueError(f"cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"is no text in UTF-8 ({error.reason} at byte {error.start})") from error
+
+
+def cached(name: str) -> Path:
+    """A file in the user's cache directory (`XDG_CACHE_HOME`, or `~/.cache`)."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "autopar" / name
 
 
 def json_of(text: str) -> Any:

@@ -86,7 +86,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         for number, model in enumerate(models):
             model.save_pretrained(Path(folder) / f"model_{number}")
         for number, optimizer in enumerate(optimizers):
-            save_optimizer(_one(models), _bare(optimizer), Path(folder) / f"optimizer_{number}")
+            save_optimizer(_one(models), bare(optimizer), Path(folder) / f"optimizer_{number}")
         return folder
 
     def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -99,7 +99,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         for number, model in enumerate(models):
             model.load_pretrained(folder / f"model_{number}")
         for number, optimizer in enumerate(optimizers):
-            load_optimizer(_one(models), _bare(optimizer), folder / f"optimizer_{number}")
+            load_optimizer(_one(models), bare(optimizer), folder / f"optimizer_{number}")
         self._draw_alike()
 
     def _apart(self) -> tuple[list[Any], list[Any]]:
@@ -113,9 +113,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         states for them."""
         box: list[Any] = [(random.getstate(), np.random.get_state(), torch.get_rng_state())]
         dist.broadcast_object_list(box, src=0)
-        random.setstate(box[0][0])
-        np.random.set_state(box[0][1])
-        torch.set_rng_state(box[0][2])
+        draw_from(*box[0])
 
     def _newest(self) -> Path:
         """With automatic names, as Accelerate counts them."""
@@ -131,7 +129,14 @@ def whole(values: Any) -> Any:
     return tree_map_only(DTensor, full_tensor, values)
 
 
-def _bare(optimizer: Any) -> Any:
+def draw_from(python: Any, numbers: Any, torchs: torch.Tensor) -> None:
+    """Puts generators into these states: Python's, numpy's and torch's."""
+    random.setstate(python)
+    np.random.set_state(numbers)
+    torch.set_rng_state(torchs)
+
+
+def bare(optimizer: Any) -> Any:
     """The optimizer that Accelerate's wrapper holds."""
     return getattr(optimizer, "optimizer", optimizer)
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 import transformers.trainer
@@ -18,7 +16,7 @@ from autopar.compat.patching import patched
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.sharded_optimizers import ELEMENTWISE, on_shards
 
-from .accelerate import Accelerator
+from .accelerate import Accelerator, bare, draw_from
 from .checkpoints import load_optimizer, save_optimizer
 
 OPTIMIZER, SCHEDULER = "optimizer", "scheduler.pt"
@@ -106,13 +104,13 @@ class Trainer(transformers.Trainer):
         self._parallel.load_pretrained(self.state.best_model_checkpoint)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        save_optimizer(self._parallel, _bare(self.optimizer), Path(output_dir, OPTIMIZER))
+        save_optimizer(self._parallel, bare(self.optimizer), Path(output_dir, OPTIMIZER))
         if self.args.should_save:
             torch.save(self._schedule.state_dict(), Path(output_dir, SCHEDULER))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None and Path(checkpoint, OPTIMIZER).is_dir():
-            load_optimizer(self._parallel, _bare(self.optimizer), Path(checkpoint, OPTIMIZER))
+            load_optimizer(self._parallel, bare(self.optimizer), Path(checkpoint, OPTIMIZER))
             self._schedule.load_state_dict(torch.load(Path(checkpoint, SCHEDULER), weights_only=True))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
@@ -122,11 +120,4 @@ class Trainer(transformers.Trainer):
         if file is not None:
             with safe_globals():  # type: ignore[no-untyped-call]
                 state = torch.load(file, weights_only=True)
-            random.setstate(state["python"])
-            np.random.set_state(state["numpy"])
-            torch.set_rng_state(state["cpu"])
-
-
-def _bare(optimizer: Any) -> Any:
-    """The optimizer that Accelerate's wrapper holds."""
-    return getattr(optimizer, "optimizer", optimizer)
+            draw_from(state["python"], state["numpy"], state["cpu"])

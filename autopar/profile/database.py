@@ -9,7 +9,6 @@ placements and lowerings). Several processes may read and write at once; what wa
 import contextlib
 import hashlib
 import json
-import os
 import sqlite3
 import struct
 import time
@@ -19,13 +18,16 @@ from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from autopar.cluster.links import Link
-from autopar.files import json_of, reading
+from autopar.files import cached, json_of, reading
 from autopar.files.kinds import Amount, Count, Text
 from autopar.files.typed import read
 
 APPLICATION = "autopar profiles"
 APPLICATION_ID = 0x6175_7470
 VERSION = 1
+FILE = "profiles.sqlite"
+"""The user's own, in the cache directory."""
+
 BUSY_SECONDS = 30.0
 REMEDY = "remove what is broken with autopar profiles prune, or give another profile database"
 
@@ -102,12 +104,6 @@ TABLES: Mapping[str, tuple[type[Row], tuple[str, ...]]] = {
 COLUMNS = {str: "TEXT", float: "REAL", int: "INTEGER", bool: "INTEGER"}
 
 
-def default_path() -> Path:
-    """The file in the user's cache directory (`XDG_CACHE_HOME`, or `~/.cache`)."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "autopar" / "profiles.sqlite"
-
-
 def links_key(links: Sequence[Link]) -> str:
     """Equal for links of equal ranks, rates, latencies and algorithms."""
     plain = [(link.ranks, link.stages, link.launch_seconds, link.algorithms) for link in links]
@@ -123,7 +119,7 @@ class Profiles:
     """
 
     def __init__(self, path: Path | str | None = None) -> None:
-        self.path = Path(path) if path is not None else default_path()
+        self.path = Path(path) if path is not None else cached(FILE)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -303,7 +303,7 @@ class Costs:
         self.profiles.add([*_operator_rows(program, measurement, self.machine), *collectives])
         waiting = math.fsum(
             seconds
-            for instruction, seconds in zip(_instructions(program), measurement.durations, strict=True)
+            for instruction, seconds in zip(program.nodes, measurement.durations, strict=True)
             if instruction.op == WAIT
         )
         low, high = quartiles(measurement.steps)
@@ -345,14 +345,10 @@ def _cases(program: Program) -> list[Case[int]]:
     return [Case(kind=kind, axis=axis, bytes=size) for kind, axis, size in sorted(cases)]
 
 
-def _instructions(program: Program) -> tuple[Node, ...]:
-    return program.nodes
-
-
 def _operator_rows(program: Program, measurement: Measurement, machine: str) -> Iterator[OperatorRow]:
     """A row for each operator on its local shapes, with the means over all its places in the program."""
     places: dict[str, list[tuple[Node, float, float]]] = defaultdict(list)
-    clocks = zip(_instructions(program), measurement.durations, measurement.spreads, strict=True)
+    clocks = zip(program.nodes, measurement.durations, measurement.spreads, strict=True)
     for instruction, seconds, spread in clocks:
         if instruction.op != WAIT:
             key = operator_key(instruction.op, *input_and_output_metas(instruction, program.metas))

@@ -10,7 +10,7 @@ from autopar.planning.texts import by_reason, listed
 from .document import Document
 from .facts import COLUMNS, figures_of
 from .rendering import rendered
-from .sections import Grid, Lines, Row, Section
+from .sections import Grid, Lines, Row, Section, without
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,7 @@ class Comparison(Document):
     def sections(self) -> Iterator[Section]:
         """The table. The same plan of several stands there once, and so does a reason why there is none."""
         alike, plans = self.alike(), self.plans
-        rows: list[Row] = [
-            {"plan": name, **{c: value for c, value in figures_of(plans[name]).items() if c not in ROWS_ALONE}}
-            for name in alike
-        ]
+        rows: list[Row] = [{"plan": name, **without(figures_of(plans[name]), *ROWS_ALONE)} for name in alike]
         told = [f"{listed(same)}: the plan of {name} too" for name, (_, *same) in alike.items() if same]
         refused = by_reason((name.split(" ")[0], name, error) for name, error in self.refused.items())
         told += [f"{listed(names)}: no plan: {reason}" for names, reason in refused]

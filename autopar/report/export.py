@@ -21,20 +21,10 @@ def to_json(graph: JointGraph | Program) -> dict[str, Any]:
     program are a rank's, with the global `shape` and `layout` of what goes in and comes out beside the `local_shape`.
     Arguments name values as {"value": NAME}, and numbers that differ by rank as {"rank": EXPRESSION}."""
     axes = _axes(graph)
-    inputs = [
-        {
-            "name": i.name, "role": i.role, "target": i.target,
-            **(_placed(i, graph, axes) if isinstance(i, ProgramInput) else _meta(graph.metas[i.name])),
-        }
-        for i in graph.inputs
-    ]  # fmt: skip
-    outputs = [
-        {
-            "name": o.name, "role": o.role, "target": o.target,
-            **(_placed(o, graph, axes) if isinstance(o, ProgramOutput) else {}),
-        }
-        for o in graph.outputs
-    ]  # fmt: skip
+    inputs, outputs = (
+        [{"name": e.name, "role": e.role, "target": e.target, **_placed(e, graph, axes)} for e in ends]
+        for ends in (graph.inputs, graph.outputs)
+    )
     nodes = [
         {
             "op": node.op,
@@ -92,8 +82,11 @@ def _meta(meta: TensorMeta) -> dict[str, Any]:
     return {"shape": list(meta.shape), "dtype": str(meta.dtype).removeprefix("torch.")}
 
 
-def _placed(value: ProgramInput | ProgramOutput, graph: JointGraph | Program, axes: tuple[str, ...]) -> dict[str, Any]:
-    if value.name is None or value.meta is None:
+def _placed(value: Any, graph: JointGraph | Program, axes: tuple[str, ...]) -> dict[str, Any]:
+    """What an input or output of a graph or a program is, and where it lies."""
+    if isinstance(value, GraphInput):
+        return _meta(graph.metas[value.name])
+    if isinstance(value, GraphOutput) or value.name is None or value.meta is None:
         return {}
     local = list(graph.metas[value.name].shape)
     return {**_meta(value.meta), "local_shape": local, "layout": describe(value.layout, axes)}

@@ -6,15 +6,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autopar.cost.timeline import COMPUTE, Timeline
-from autopar.planning.plan import Plan, bytes_text
+from autopar.planning.texts import bytes_text
 from autopar.planning.timing import OPERATOR_KINDS, operator_kind
 
 from .comparison import Comparison
+from .facts import COLUMNS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-PARTS = ("compute", "exposed communication", "copies", "optimizer")
+PARTS = {
+    "compute": "compute_seconds",
+    "exposed communication": "exposed_seconds",
+    "copies": "copies_seconds",
+    "optimizer": "optimizer_seconds",
+}
+"""Parts of a bar, and the figures that they are (`facts.COLUMNS`)."""
 
 
 def _figure(width: float, height: float) -> Figure:
@@ -32,34 +39,25 @@ def _save(figure: Figure, path: str | Path) -> None:
         raise ValueError(f"the figure cannot be written to {path}: {error}") from error
 
 
-def _seconds(plan: Plan, part: str) -> float:
-    if part.startswith("exposed"):
-        return plan.exposed_seconds
-    seconds: float = getattr(plan.account, f"{'copy' if part == 'copies' else part}_seconds")
-    return seconds
-
-
 def draw(comparison: Comparison, path: str | Path) -> None:
     """Draws a bar for each plan, the best first: its predicted milliseconds by part, and its memory. The file's ending
     says its format. Raises ValueError if matplotlib is missing, there is no plan, or no such format."""
-    plans = [(name, p) for name, p in comparison.results.items() if isinstance(p, Plan)]
+    plans = comparison.plans
     if not plans:
         raise ValueError("there is nothing to draw: no solver found a plan")
-    plans.sort(key=lambda row: row[1].seconds)
     figure = _figure(8, 1.2 + 0.4 * len(plans))
     axes = figure.subplots()
     left = [0.0] * len(plans)
-    names = [name for name, _ in plans]
-    for part in PARTS:
-        width = [1e3 * _seconds(p, part) for _, p in plans]
-        axes.barh(names, width, left=left, label=part)
+    for part, column in PARTS.items():
+        width: list[float] = [1e3 * COLUMNS[column](p) for p in plans.values()]  # type: ignore[operator]
+        axes.barh([*plans], width, left=left, label=part)
         left = [start + more for start, more in zip(left, width, strict=True)]
-    for row, (end, (_, p)) in enumerate(zip(left, plans, strict=True)):
+    for row, (end, p) in enumerate(zip(left, plans.values(), strict=True)):
         axes.text(end, row, f" {bytes_text(p.bytes)}", va="center", fontsize=8)
     axes.invert_yaxis()  # the best on top
     axes.margins(x=0.15)
     axes.set_xlabel("predicted step, ms (and memory of a rank)")
-    axes.set_title(plans[0][1].model)
+    axes.set_title(p.model)
     figure.legend(loc="outside lower center", ncols=len(PARTS))
     _save(figure, path)
 

@@ -24,7 +24,7 @@ from autopar.planning.texts import by_reason, digits, mesh_words, short_seconds
 from .document import Document
 from .facts import count_text
 from .question import Question, Reply, Variant, asked
-from .sections import Grid, Lines, Row, Section
+from .sections import Grid, Lines, Row, Section, without
 
 SCAN, PRESET, SEARCH = 1.0, 1.0, 5.0
 """How long a descent, a preset and a search take beside each other."""
@@ -96,13 +96,11 @@ class Fit(Document):
 
     def _summary(self) -> list[Row]:
         bests = [self.best(size) or Reply(devices=size, strategy="NO", error="NO") for size in self.sizes]
-        without = ("peak_bytes", "limit_bytes", "of_limit_part", "error")
-        return [{name: value for name, value in self._row(best).items() if name not in without} for best in bests]
+        return [without(self._row(best), "peak_bytes", "limit_bytes", "of_limit_part", "error") for best in bests]
 
     def _ranked(self, trials: Sequence[Reply]) -> list[Row]:
-        without = ("devices", f"device_{self.unit}_per_second", "limit_bytes", "error")
-        rows = map(self._row, trials)
-        return [{"rank": k, **{n: v for n, v in row.items() if n not in without}} for k, row in enumerate(rows, 1)]
+        left_out = ("devices", f"device_{self.unit}_per_second", "limit_bytes", "error")
+        return [{"rank": k, **without(self._row(trial), *left_out)} for k, trial in enumerate(trials, 1)]
 
     def _reasons(self, trials: Sequence[Reply]) -> Iterator[tuple[str, str]]:
         """Trials without a plan, those of one reason together."""

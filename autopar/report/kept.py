@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -18,12 +17,6 @@ from typing import Any
 
 APPLICATION_ID = 0x6170_6674
 BUSY_SECONDS = 30.0
-
-
-def default_path() -> Path:
-    """The file in the user's cache directory (`XDG_CACHE_HOME`, or `~/.cache`)."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "autopar" / "fit.sqlite"
 
 
 @cache

@@ -83,6 +83,11 @@ class Section:
     parts: Sequence[Part]
 
 
+def without(row: Row, *names: str) -> Row:
+    """A row less some columns."""
+    return {name: value for name, value in row.items() if name not in names}
+
+
 def _unit(name: str) -> str | None:
     return next((unit for unit in UNITS if name == unit or name.endswith(f"_{unit}")), None)
 

@@ -49,8 +49,12 @@ class Simulation(Document):
             "exposed_seconds": timeline.exposed_seconds,
             "busy": timeline.busy_seconds(COMPUTE) / timeline.seconds if timeline.seconds else 0.0,
             "utilization": self.plan.utilization,
-            "communication": [{**asdict(row), "hidden_seconds": row.hidden_seconds} for row in timeline.communication],
+            "communication": self.collectives(),
         }
+
+    def collectives(self) -> list[dict[str, Any]]:
+        """What it sends: a row for each kind of collective on each mesh axis, with what of it is hidden."""
+        return [{**asdict(row), "hidden_seconds": row.hidden_seconds} for row in self.timeline.communication]
 
     def sections(self) -> Iterator[Section]:
         """The step, and its collectives."""
@@ -70,13 +74,7 @@ class Simulation(Document):
             f"{step}{mfu}: {both}, {update}",
             f"{operators}; {sent}, {exposed}",
         ]
-        rows: list[Row] = [
-            {
-                "collective": row.kind, "axis": row.axis, "count": row.count, "bytes": row.bytes,
-                "seconds": row.seconds, "exposed_seconds": row.exposed_seconds, "hidden_seconds": row.hidden_seconds,
-            }
-            for row in timeline.communication
-        ]  # fmt: skip
+        rows: list[Row] = [{"collective": row.pop("kind"), **row} for row in self.collectives()]
         yield Section("", [Lines(lines, indent=0)])
         yield Section("", [Grid.of(rows, keys=2)])
 

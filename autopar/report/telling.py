@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.status import Status
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from autopar.planning.texts import left_text
 
@@ -50,16 +50,19 @@ class Ticker:
     """Tells what is being done, and for how long, while its block runs; a quick block says nothing in a pipe. Of blocks
     within each other the innermost speaks."""
 
-    def __init__(self, doing: str, *, enabled: bool = True, follows: bool = False, foresees: bool = False) -> None:
-        """`follows`: something else was done just before; `foresees`: it says how long the rest takes."""
-        self.doing, self.enabled, self.follows, self.foresees = doing, enabled, follows, foresees
+    def __init__(
+        self, doing: str, *, enabled: bool = True, follows: bool = False, foresees: bool = False, bar: bool = False
+    ) -> None:
+        """`follows`: something else was done just before; `foresees`: it says how long the rest takes; on a terminal it
+        draws a `bar` of what is done, or else writes it."""
+        self.doing, self.enabled, self.follows, self.foresees, self.bar = doing, enabled, follows, foresees, bar
         self.done: float | None = None
         self.best: tuple[bool, float, str] | None = None
         self.console = notes()
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self._tick, name=THREAD, daemon=True)
         self.began = time.monotonic()
-        self.status: Status | None = None
+        self.shown: Progress | None = None
 
     def tell(self, doing: str, done: float | None = None) -> None:
         """What is being done from now on, and how much of it is done, from 0 to 1, if that is known. Of one work, the
@@ -79,8 +82,11 @@ class Ticker:
         if self.enabled:
             AT_WORK.append(self)
             if self.console.is_terminal and not self.console.quiet:
-                self.status = self.console.status(self.doing)
-                self.status.start()
+                columns = (BarColumn(), TaskProgressColumn(), TimeElapsedColumn()) if self.bar else (SpinnerColumn(),)
+                words = TextColumn("{task.description}", markup=False)
+                self.shown = Progress(*columns, words, console=self.console, transient=True)
+                self.shown.add_task(self.doing, total=1.0)
+                self.shown.start()
             self.thread.start()
         return self
 
@@ -91,24 +97,25 @@ class Ticker:
             self.ended.set()
             self.thread.join()
             AT_WORK.remove(self)
-            if self.status is not None:
-                self.status.stop()
+            if self.shown is not None:
+                self.shown.stop()
 
     def _tick(self) -> None:
         began = self.began
-        wait = 1.0 if self.status is not None else NEXT_SECONDS if self.follows else FIRST_SECONDS
+        wait = 1.0 if self.shown is not None else NEXT_SECONDS if self.follows else FIRST_SECONDS
         while not self.ended.wait(wait):
             later = min(MOST_SECONDS, LATER_PART * (time.monotonic() - began - PATIENT_SECONDS))
-            wait = 1.0 if self.status is not None else max(EVERY_SECONDS, later)
-            if self.status is not None:
+            wait = 1.0 if self.shown is not None else max(EVERY_SECONDS, later)
+            if self.shown is not None:
                 self._update()
             elif AT_WORK[-1] is self:
                 with suppress(ValueError):  # standard error was closed meanwhile
                     self.console.print(self.line, markup=False)
 
     def _update(self) -> None:
-        if self.status is not None:
-            self.status.update(self.line)
+        if self.shown is not None:
+            words = self.doing if self.bar else self.line
+            self.shown.update(self.shown.task_ids[0], completed=self.done or 0.0, description=words)
 
     @property
     def line(self) -> str:

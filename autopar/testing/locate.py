@@ -14,7 +14,7 @@ from autopar.ir.randomness import keys
 from autopar.ops.lockstep import Values, run
 from autopar.runtime.simulate import assemble, given_to_ranks, run_ranks
 
-from .steps import NEGLIGIBLE, relative_error
+from .steps import NEGLIGIBLE, relative_error, size_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,7 +112,7 @@ def _difference(
     if not isinstance(reference, torch.Tensor) or local != program.metas[name].shape:
         return None
     operands = (expected[name] for name in references((node.args, node.kwargs)))
-    floor = NEGLIGIBLE * max((_size(x) for x in operands if isinstance(x, torch.Tensor)), default=0.0)
+    floor = NEGLIGIBLE * max((size_of(x) for x in operands if isinstance(x, torch.Tensor)), default=0.0)
     try:
         assembled = assemble(shards, tuple(reference.shape), layout, program.mesh, math.inf, name)
     except (AssertionError, RuntimeError) as raised:
@@ -127,10 +127,3 @@ def _difference(
         module=node.module,
         error=error,
     )
-
-
-def _size(tensor: torch.Tensor) -> float:
-    """The largest finite element."""
-    if not tensor.numel() or not (tensor.is_floating_point() or tensor.is_complex()):
-        return 0.0
-    return tensor.abs().nan_to_num(posinf=0.0).max().item()

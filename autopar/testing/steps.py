@@ -55,7 +55,7 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor, floor: float = 
 
 def errors(actual: StepResult, expected: StepResult) -> dict[tuple[str, str], float]:
     """(kind, name) -> relative error, of everything that a step makes."""
-    largest = max((_largest(g) for g in expected.gradients.values()), default=0.0)
+    largest = max((size_of(g) for g in expected.gradients.values()), default=0.0)
     parts: list[tuple[str, Mapping[str, Any], Mapping[str, Any], float]] = [
         ("outputs", actual.outputs, expected.outputs, 0.0),
         ("gradients", actual.gradients, expected.gradients, NEGLIGIBLE * largest),
@@ -72,9 +72,11 @@ def errors(actual: StepResult, expected: StepResult) -> dict[tuple[str, str], fl
     return relative
 
 
-def _largest(gradient: torch.Tensor) -> float:
-    sizes = gradient.detach().abs().nan_to_num(posinf=0.0)
-    return sizes.max().item() if sizes.numel() else 0.0
+def size_of(tensor: torch.Tensor) -> float:
+    """The largest finite element; 0 of what is no floating number."""
+    if not tensor.numel() or not (tensor.is_floating_point() or tensor.is_complex()):
+        return 0.0
+    return tensor.detach().abs().nan_to_num(posinf=0.0).max().item()
 
 
 def _error(actual: Any, expected: Any, floor: float) -> float:

@@ -235,7 +235,7 @@ def _origin(plan: Plan) -> str:
         rows += [(name, text) for name, text in origin.versions.items()]
         rows += [("command", origin.command)] if origin.command else []
     lines = escape("\n".join(origin.cluster) if origin is not None else "")
-    return f"{body([Labelled(rows)])}<details><summary>figures of the cluster</summary><pre>{lines}</pre></details>"
+    return body([Labelled(rows)]) + _folded("figures of the cluster", f"<pre>{lines}</pre>")
 
 
 def page_data(plan: Plan, about: Anatomy) -> dict[str, Any]:
