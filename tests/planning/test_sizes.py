@@ -149,18 +149,18 @@ def test_what_is_kept_depends_on_the_model_the_batch_and_the_cluster(tmp_path: P
 def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
     text = tmp_path / "notes.txt"
     text.write_text("mine, and not yours at all" * 50)
-    with pytest.raises(ValueError, match="cannot hold what is done"):
+    with pytest.raises(ValueError, match="is no file of answers, and was left as it is"):
         Kept(text)
     other = tmp_path / "other.sqlite"
     with sqlite3.connect(other) as database:
         database.execute("create table mine (a)")
-    with pytest.raises(ValueError, match="a database of something else"):
+    with pytest.raises(ValueError, match="is no file of answers, and was left as it is"):
         Kept(other)
-    with pytest.raises(ValueError, match="cannot hold what is done"):
+    with pytest.raises(ValueError, match="is a folder; give a file of answers"):
         Kept(tmp_path)
     kept = Kept(tmp_path / "new" / "done.sqlite")
     kept.put(key_of("a", 1), {"is": 0.5})
-    assert Kept(kept.path).get(key_of("a", 1)) == {"is": 0.5}
+    assert Kept(tmp_path / "new" / "done.sqlite").get(key_of("a", 1)) == {"is": 0.5}
     assert kept.get(key_of("a", 2)) is None
 
 

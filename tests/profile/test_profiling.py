@@ -30,6 +30,7 @@ from autopar.cluster.library import named_cluster
 from autopar.cluster.loads import price
 from autopar.cluster.machine import Operators, operator_key
 from autopar.cost.streams import timeline
+from autopar.files.database import DatabaseError
 from autopar.ir.graph import TensorMeta
 from autopar.passes.capture.trace import capture
 from autopar.passes.codegen.program import codegen
@@ -37,7 +38,7 @@ from autopar.passes.segments.search import segments
 from autopar.planning.planner import Planner
 from autopar.planning.repriced import repriced
 from autopar.planning.request import Request
-from autopar.profile.database import CollectiveRow, DatabaseError, OperatorRow, Profiles, links_key
+from autopar.profile.database import CollectiveRow, OperatorRow, Profiles, links_key
 from autopar.profile.programs import Costs, segment_programs, structure
 from autopar.runtime.profiled import profiled
 
