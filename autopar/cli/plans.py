@@ -411,11 +411,8 @@ def what_if_command(
     before = opened(path)
     source = loading.source_of(before, model, changes=True)
     on = dict(before.mesh) if mesh is None else common.mesh_shape(mesh)
-    asked = reading.options_of(before)
-    if "constraints" in options:
-        options["constraints"] = {**(asked["constraints"] or {}), **options["constraints"]}
     with working():
-        after = loading.ask(api.plan, on, model, {**asked, **options}, source=source)
+        after = loading.ask(api.plan, on, model, reading.options_of(before, **options), source=source)
     after = loading.kept(after, source, save)
     common.show(differences.difference(before, after), common.chosen(as_json))
 

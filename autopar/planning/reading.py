@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from autopar.cluster.library import named_cluster
 from autopar.cluster.library.read import parse_cluster
@@ -34,21 +34,23 @@ def optimizer_of(plan: Plan) -> str | float:
     return float(number) if rest == "bytes per element" else plan.optimizer
 
 
-def options_of(plan: Plan) -> Options:
-    """The options that a plan answers."""
+def options_of(plan: Plan, **changes: Any) -> Options:
+    """The options that a plan answers, with changes; constraints are those of the plan and of the changes."""
     limit = plan.memory_limit_bytes
     if plan.memory_limit_from in ("device", "none"):
         limit = None
     elif limit is None:
         limit = math.inf
-    return {
+    constraints = {name: dict(axes) for name, axes in plan.constraints.items()}
+    constraints |= changes.pop("constraints", None) or {}
+    own: Options = {
         "solver": plan.solver,
         "cost": plan.cost,
         "cluster": cluster_of(plan),
         "memory_limit_bytes": limit,
         "headroom": plan.headroom if plan.memory_limit_from == "device" else None,
         "optimizer": optimizer_of(plan),
-        "constraints": {name: dict(axes) for name, axes in plan.constraints.items()} or None,
+        "constraints": constraints or None,
         "recompute": plan.training.recompute,
         "micro_batches": plan.training.micro_batches,
         "pipeline": plan.pipeline.axis if plan.pipeline else None,
@@ -57,11 +59,12 @@ def options_of(plan: Plan) -> Options:
         "imbalance": plan.training.asked_imbalance,
         "compile": plan.training.compile or False,
     }
+    return cast(Options, {**own, **changes})
 
 
 def request_of(plan: Plan, **changes: Any) -> Request:
     """The request that a plan answers, with changes."""
-    return Request(**{**options_of(plan), "gathers": plan.training.gathers, **changes})
+    return Request(gathers=plan.training.gathers, **options_of(plan, **changes))
 
 
 def refreshed(planner: Planner, plan: Plan) -> Plan:

@@ -151,8 +151,7 @@ class Explainer:
         """The alternative with the plan that is pinned to it."""
         if (pins := self._pins(place, other)) is None:
             return other
-        constraints = {**{name: dict(axes) for name, axes in self.plan.constraints.items()}, place.pattern: pins}
-        request = request_of(self.plan, constraints=constraints, cluster=self.planner.asked.cluster)
+        request = request_of(self.plan, constraints={place.pattern: pins}, cluster=self.planner.asked.cluster)
         found = question.answer(Variant(name="planning again", mesh=self.planner.mesh, request=request))
         if (again := found.plan) is None:
             return replace(other, replanned=Replanned(refused=found.error))

@@ -3,8 +3,9 @@ are one, with their count."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from html import escape
 
 from autopar.ir.tree import joined
@@ -29,7 +30,7 @@ class Module:
     @property
     def elements(self) -> int:
         """Of all parameters, those of all of its copies."""
-        own = sum(_elements(plan) for _, plan in self.parameters)
+        own = sum(math.prod(plan.shape) for _, plan in self.parameters)
         return self.count * (own + sum(module.elements for module in self.modules))
 
     def walk(self) -> Iterator[Module]:
@@ -38,51 +39,31 @@ class Module:
             yield from module.walk()
 
 
-def _elements(plan: ParameterPlan) -> int:
-    size = 1
-    for length in plan.shape:
-        size *= length
-    return size
-
-
-@dataclass(slots=True)
-class _Node:
-    parameters: dict[str, ParameterPlan] = field(default_factory=dict)
-    modules: dict[str, _Node] = field(default_factory=dict)
-
-
 def module_tree(name: str, parameters: Mapping[str, ParameterPlan]) -> Module:
     """The model, of parameters by name."""
-    root = _Node()
-    for path, plan in parameters.items():
-        *modules, last = path.split(".")
-        node = root
-        for part in modules:
-            node = node.modules.setdefault(part, _Node())
-        node.parameters[last] = plan
-    return _folded(name, "", root)
+    return _folded(name, "", [(tuple(path.split(".")), plan) for path, plan in parameters.items()])
 
 
-def _folded(name: str, path: str, node: _Node) -> Module:
+def _folded(name: str, path: str, inside: Sequence[tuple[tuple[str, ...], ParameterPlan]]) -> Module:
+    """A module, of the parameters in it by the parts of their names."""
+    own = tuple((parts[0], plan) for parts, plan in inside if len(parts) == 1)
+    below: dict[str, list[tuple[tuple[str, ...], ParameterPlan]]] = {}
+    for (first, *rest), plan in inside:
+        if rest:
+            below.setdefault(first, []).append((tuple(rest), plan))
     inner: list[Module] = []
     keys: list[object] = []
-    for part, module in node.modules.items():
+    for part, module in below.items():
         made = _folded(part, joined(path, part), module)
         key = _key(made)
         last = inner[-1] if inner else None
         if last is not None and part.isdigit() and keys[-1] == key and _follows(last, part):
             first = last.name.partition(" ")[0]
-            inner[-1] = Module(
-                name=f"{first} to {part}",
-                path=last.path,
-                count=last.count + 1,
-                parameters=last.parameters,
-                modules=last.modules,
-            )
+            inner[-1] = replace(last, name=f"{first} to {part}", count=last.count + 1)
         else:
             inner.append(made)
             keys.append(key)
-    return Module(name=name, path=path, parameters=tuple(node.parameters.items()), modules=tuple(inner))
+    return Module(name=name, path=path, parameters=own, modules=tuple(inner))
 
 
 def _follows(last: Module, part: str) -> bool:
