@@ -228,6 +228,9 @@ Format = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print all as JSON, for scripts, instead of as text.")]
 Full = Annotated[bool, typer.Option("--full", help="All that the plan says, instead of one page.")]
+Mesh = Annotated[str, typer.Option(help="Axes and sizes, outermost first, such as dp=2,tp=2.")]
+Saved = Annotated[Path | None, typer.Option("--out", help="Where to save the plan.")]
+Out = Annotated[Path | None, typer.Option("--out", help="Where to write it, instead of printing it.")]
 CLUSTER_HELP, SOLVER_HELP = ASKED["cluster"].help, ASKED["solver"].help
 
 

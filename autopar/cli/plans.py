@@ -67,7 +67,7 @@ def plan_command(
         ),
     ],
     options: common.Typed,
-    save: Annotated[Path | None, typer.Option("--out", help="Where to save the plan.")] = None,
+    save: common.Saved = None,
     full: common.Full = False,
     as_json: common.AsJson = False,
 ) -> None:
@@ -237,7 +237,7 @@ def show_command(
             "--format", help="text or json; of a program or graph also dot (Graphviz), of a program fx (torch.save)."
         ),
     ] = None,
-    save: Annotated[Path | None, typer.Option("--out", help="Where to write it, instead of printing it.")] = None,
+    save: common.Out = None,
     as_json: common.AsJson = False,
 ) -> None:
     """Print a saved plan, its program or its graph. The figures of an edited plan are computed again, if it says how
@@ -283,7 +283,7 @@ def lower_command(
     cluster: Annotated[
         str | None, typer.Option(help="Whose prices rewrites go by: a cluster of the library or a TOML file.")
     ] = None,
-    save: Annotated[Path | None, typer.Option("--out", help="Where to write it, instead of printing it.")] = None,
+    save: common.Out = None,
 ) -> None:
     """Rewrite a program, and print it as a text that this command reads again. Of a plan, it is the plan's program.
 
@@ -309,7 +309,7 @@ CHECKED = {"batch": 4, "sequence": 16, "dtype": "float64"}
 @common.asks(model=Source, defaults=CHECKED)
 def check_command(
     model: common.Typed,
-    mesh: Annotated[str, typer.Option(help="Axes and sizes, outermost first, such as dp=2,tp=2.")],
+    mesh: common.Mesh,
     solver: Annotated[str, typer.Option(help=common.SOLVER_HELP)] = AUTO,
     plans: Annotated[int, typer.Option(min=0, help="Random plans to check beside the solver's.")] = 0,
     steps: Annotated[int, typer.Option(min=1, help="Steps of SGD to compare.")] = 1,

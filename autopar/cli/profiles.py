@@ -38,10 +38,10 @@ File = Annotated[Path | None, typer.Option(help=ASKED["profiles"].help)]
 @common.asks(model=Source, options=Request, without=("cost",))
 def profile_command(
     model: common.Typed,
-    mesh: Annotated[str, typer.Option(help="Axes and sizes, outermost first, such as dp=2,tp=2.")],
+    mesh: common.Mesh,
     options: common.Typed,
     device: Annotated[str, typer.Option(help="cpu (gloo) or cuda (NCCL).")] = "cpu",
-    save: Annotated[Path | None, typer.Option("--out", help="Where to save the plan.")] = None,
+    save: common.Saved = None,
 ) -> None:
     """Measure the segments of a model ahead of time, and plan by these measurements.
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from autopar.cost.pipeline import simulate
 from autopar.planning.stages import Pipeline
-from autopar.planning.texts import listed
+from autopar.planning.texts import listed, short_bytes
 from autopar.solve.schedules import PipelineCosts, scheduled
 
 from .sections import Grid, Lines, Row, Section
@@ -34,11 +34,11 @@ def stages(pipeline: Pipeline) -> Iterator[Section]:
         }
         for number, stage in enumerate(pipeline.stages)
     ]
-    peaks = listed([f"{size / 2**30:.3g}" for size in pipeline.peak_bytes])
+    peaks = listed([*map(short_bytes, pipeline.peak_bytes)])
     told = [
         f"{pipeline.schedule} of {pipeline.micro_batches} micro-batches: devices idle {pipeline.idle_rate:.1%} of it, "
         f"the busiest one {pipeline.bubble_rate:.1%} of its own time",
-        f"in flight at most: {listed([*map(str, pipeline.in_flight)])}; peaks in GiB: {peaks}",
+        f"in flight at most: {listed([*map(str, pipeline.in_flight)])}; peaks: {peaks}",
     ]
     yield Section(f"stages on {pipeline.axis}", [Grid.of(rows, indent=2), Lines(told)])
     yield Section("their first micro-batches: F forward, B backward, I and W its halves", [Lines([*chart(pipeline)])])

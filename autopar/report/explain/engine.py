@@ -353,6 +353,6 @@ def _traffic(plan: Plan, kind: str, axis: str) -> Iterator[str]:
         if (not kind or row.kind == kind) and (not axis or row.axis == axis):
             hidden = row.hidden_seconds / row.seconds if row.seconds else 0.0
             yield (
-                f"{row.count:,} {row.kind} on {row.axis}: {row.seconds * 1e3:.3f} ms a step, of which {hidden:.0%} "
+                f"{row.count:,} {row.kind} on {row.axis}: {short_seconds(row.seconds)} a step, of which {hidden:.0%} "
                 f"overlap with computation"
             )
