@@ -45,7 +45,7 @@ from .facts import (
 )
 from .hypertext import fragment
 from .pipeline import stages
-from .placements import MOST_ROWS, PlacementRow, input_rows, joined, placement_rows, words_of
+from .placements import MOST_ROWS, PlacementRow, input_rows, joined, placement_rows, shortened, words_of
 from .rendering import page_width, renderables, rendered
 from .sections import Bars, Grid, Labelled, Lines, Row, Section, Stack
 from .words import legend
@@ -302,7 +302,7 @@ def _shown(rows: list[PlacementRow[str]]) -> list[tuple[str, str]]:
             shown.append((_heading(row.module, rows), ""))
         heading = row.module
         prefix = "" if not row.module else "  " if len(own) > 1 else f"{_heading(row.module, rows)}: "
-        shown.append((prefix + joined(row.names) + _fewer(row, rows), row.words))
+        shown.append((prefix + joined(shortened(row.names)) + _fewer(row, rows), row.words))
     if len(rows) > MOST_ROWS:
         shown.append((f"and {len(rows) - MOST_ROWS} more rows", "with --full, or plan.text(full=True)"))
     return shown

@@ -54,7 +54,7 @@ def placement_rows(words: Mapping[str, W]) -> list[PlacementRow[W]]:
             module = _called(layers)
             place = min(places[names[end][0]] for end in ends)
             first[module] = min(place, first.get(module, place))
-            row = PlacementRow(module=module, layers=layers, names=_shortened(tuple(ends)), words=said)
+            row = PlacementRow(module=module, layers=layers, names=tuple(ends), words=said)
             found.append((place, row))
     return [row for place, row in sorted(found, key=lambda one: first[one[1].module] if one[1].module else one[0])]
 
@@ -73,7 +73,7 @@ def _split(name: str) -> tuple[str, str]:
     return ".".join(parts[: last + 1]), starred(".".join(end))
 
 
-def _shortened(names: tuple[str, ...]) -> tuple[str, ...]:
+def shortened(names: tuple[str, ...]) -> tuple[str, ...]:
     """A layer with its bias is one name: "fc" for "fc, fc.bias"."""
     return tuple(name for name in names if not (name.endswith("bias") and _weight_of(name) in names))
 
