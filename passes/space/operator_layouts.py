@@ -2,7 +2,7 @@
 
 import math
 
-from autopar.ir.layout import PARTIAL, REPLICATE, Layout, Partial, Placement, Routed, Shape, Split, is_legal, nest
+from autopar.ir.layout import REPLICATE, Layout, Partial, Placement, Routed, Shape, Split, is_legal, nest
 from autopar.ops.rule import ROUTED, Call, Dims, Factor, Load, OpRule, fullest
 
 from .choices import AxisChoice, SiteChoice
@@ -14,18 +14,14 @@ def operator_layouts(
     """Layouts of an op's operands and results, or None if they are not legal. Rows fall on experts as `load` says."""
     if sum(on_axis.routes for on_axis in choice.axes) > 1:
         return None  # the experts of rows lie along one axis
-    operands = []
-    for position in range(len(rule.inputs)):
-        layout = operand_layout(position, choice, mesh, rule, load)
-        if layout is None or not is_legal(call.inputs[position].shape, layout, mesh):
+    layouts = []
+    for metas, results in ((call.inputs, False), (call.outputs, True)):
+        of_values = value_layouts(rule, choice, mesh, load, results=results)
+        if of_values is None or not all(
+            meta is None or is_legal(meta.shape, layout, mesh) for meta, layout in zip(metas, of_values, strict=True)
+        ):
             return None
-        operands.append(layout)
-    results = []
-    for position, meta in enumerate(call.outputs):
-        layout = result_layout(position, choice, mesh, rule, load)
-        if layout is None or (meta is not None and not is_legal(meta.shape, layout, mesh)):
-            return None
-        results.append(layout)
+        layouts.append(of_values)
     if not all(factor.may_be_cut(_ranks(mesh, choice, i)) for i, factor in enumerate(rule.factors)):
         return None
     # a dim with a scale may have more indices than its factor
@@ -33,7 +29,7 @@ def operator_layouts(
         _is_legal_split(i, factor, choice, mesh) for i, factor in enumerate(rule.factors)
     ):
         return None
-    return tuple(operands), tuple(results)
+    return layouts[0], layouts[1]
 
 
 def _is_legal_split(number: int, factor: Factor, choice: SiteChoice, mesh: Shape) -> bool:
@@ -47,23 +43,30 @@ def _ranks(mesh: Shape, choice: SiteChoice, factor: int) -> int:
     return math.prod(n for n, c in zip(mesh, choice.axes, strict=True) if (c.splits or c.routes) and c.factor == factor)
 
 
-def operand_layout(position: int, choice: SiteChoice, mesh: Shape, rule: OpRule, load: Load = ()) -> Layout | None:
-    """Layout of an operand: split where it carries the factor, partial where the linear set says so."""
-    dims = rule.inputs[position]
-    placements: list[Placement] = []
-    for on_axis in choice.axes:
-        if on_axis.splits or on_axis.routes:
-            splits = _cut(rule.input_splits(position, on_axis.factor, on_axis.period), dims, on_axis, rule)
+def value_layouts(
+    rule: OpRule, choice: SiteChoice, mesh: Shape, load: Load = (), *, results: bool
+) -> tuple[Layout, ...] | None:
+    """Layouts of all operands, or all results: each is split where it carries the factor, a result else partial as the
+    factor says, and a value of the linear set partial. None if one has no layout."""
+    layouts = []
+    for position, dims in enumerate(rule.outputs if results else rule.inputs):
+        placements: list[Placement] = []
+        for on_axis in choice.axes:
+            number, reduction, splits = on_axis.factor, "", tuple[Split, ...]()
+            if on_axis.splits or on_axis.routes:
+                carried = rule.output_splits if results else rule.input_splits
+                splits = _cut(carried(position, number, on_axis.period), dims, on_axis, rule)
+                reduction = rule.factors[number].reductions[position] if results else ""
+            elif on_axis.is_partial and (results or position in rule.linear[number]):
+                reduction = "sum"
             if len(splits) > 1:
                 return None
-            placements.append(splits[0] if splits else REPLICATE)
-        elif on_axis.is_partial:
-            placements.append(PARTIAL if position in rule.linear[on_axis.factor] else REPLICATE)
-        else:
-            placements.append(REPLICATE)
-    routing = rule.routing
-    stay, replicated = (position in routing.settled, position in routing.replicated) if routing else (False, False)
-    return _sent(nest(tuple(placements), mesh), dims, choice, rule, mesh, load, stay=stay, replicated=replicated)
+            placements.append(splits[0] if splits else Partial(reduction) if reduction else REPLICATE)
+        layout = _sent(nest(tuple(placements), mesh), position, choice, rule, mesh, load, results=results)
+        if layout is None:
+            return None
+        layouts.append(layout)
+    return tuple(layouts)
 
 
 def _cut(splits: tuple[Split, ...], dims: Dims, on_axis: AxisChoice, rule: OpRule) -> tuple[Split, ...]:
@@ -75,19 +78,12 @@ def _cut(splits: tuple[Split, ...], dims: Dims, on_axis: AxisChoice, rule: OpRul
 
 
 def _sent(
-    layout: Layout,
-    dims: Dims,
-    choice: SiteChoice,
-    rule: OpRule,
-    mesh: Shape,
-    load: Load,
-    *,
-    stay: bool = False,
-    replicated: bool = False,
+    layout: Layout, position: int, choice: SiteChoice, rule: OpRule, mesh: Shape, load: Load, *, results: bool
 ) -> Layout | None:
     """The layout with the rows at their experts, on the axis that says so, where they fall as `load` says; None where
     the ranks of that axis are not where these experts are."""
-    placements = list(layout)
+    placements, routing = list(layout), rule.routing
+    dims = (rule.outputs if results else rule.inputs)[position]
     for axis, (on_axis, placement) in enumerate(zip(choice.axes, layout, strict=True)):
         if not on_axis.routes or not isinstance(placement, Split):
             continue
@@ -96,31 +92,11 @@ def _sent(
             assert experts is not None
             if placement.period != rule.factors[experts].size:
                 return None
-        elif replicated:
+        elif routing is not None and not results and position in routing.replicated:
             placements[axis] = REPLICATE
-        elif not stay:
+        elif routing is None or position not in (routing.returned if results else routing.settled):
             placements[axis] = Routed(placement.dim, placement.period, fullest(load, mesh[axis]))
     return tuple(placements)
-
-
-def result_layout(position: int, choice: SiteChoice, mesh: Shape, rule: OpRule, load: Load = ()) -> Layout | None:
-    """Layout of a result: split where it carries the factor, else partial as the factor says."""
-    dims = rule.outputs[position]
-    placements: list[Placement] = []
-    for on_axis in choice.axes:
-        if on_axis.splits or on_axis.routes:
-            splits = _cut(rule.output_splits(position, on_axis.factor, on_axis.period), dims, on_axis, rule)
-            reduction = rule.factors[on_axis.factor].reductions[position]
-            if len(splits) > 1:
-                return None
-            if splits:
-                placements.append(splits[0])
-            else:
-                placements.append(Partial(reduction) if reduction else REPLICATE)
-        else:
-            placements.append(PARTIAL if on_axis.is_partial else REPLICATE)
-    back = rule.routing is not None and position in rule.routing.returned
-    return _sent(nest(tuple(placements), mesh), dims, choice, rule, mesh, load, stay=back)
 
 
 def splits_of(rule: OpRule, choice: SiteChoice) -> tuple[tuple[str, tuple[int, ...]], ...]:

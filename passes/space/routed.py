@@ -8,7 +8,7 @@ from autopar.ops.rules import localize
 
 from .choices import AxisChoice, SiteChoice
 from .collapse import from_root
-from .operator_layouts import operand_layout, result_layout
+from .operator_layouts import value_layouts
 from .propagation import Propagation, Travel
 from .sites import Site
 
@@ -67,10 +67,8 @@ class RoutedPropagation(Propagation):
         call, rule, mesh = site.call, site.rule, (self.ranks,)
         assert call is not None and rule is not None
         choice = SiteChoice((AxisChoice("S", number, rule.factors[number].size),))
-        operands = [operand_layout(i, choice, mesh, rule) for i in range(len(rule.inputs))]
-        results = [result_layout(i, choice, mesh, rule) for i in range(len(rule.outputs))]
-        if None in operands or None in results:
+        operands, results = (value_layouts(rule, choice, mesh, results=late) for late in (False, True))
+        if operands is None or results is None:
             return False
-        legal_results = tuple(layout for layout in results if layout)
-        shapes = local_shapes(call, tuple(layout for layout in operands if layout), legal_results, mesh)
-        return localize(call, *shapes, legal_results, mesh) == (call.node.args, call.node.kwargs)
+        shapes = local_shapes(call, operands, results, mesh)
+        return localize(call, *shapes, results, mesh) == (call.node.args, call.node.kwargs)
