@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from autopar.files.kinds import Count
 from autopar.ir import randomness, variates
+from autopar.ir.dataflow import derived, leading, reads_some
 from autopar.ir.graph import Node, TensorMeta
 from autopar.ir.layout import local_meta
 from autopar.ir.program import Program, source_line
@@ -264,20 +265,12 @@ class _TrainingStep:
 
 def _weights(program: Program) -> set[str]:
     """Values that are of parameters alone, and gradients of parameters from the operator that computes them on."""
-    weights = {i.name for i in program.inputs if i.role == "parameter"}
-    makers: dict[str, Node] = {}
-    for node in program.nodes:
-        names = [name for name in node.outputs if name]
-        makers.update(dict.fromkeys(names, node))
-        if node.inputs and weights.issuperset(node.inputs):
-            weights.update(names)
-    left = [o.name for o in program.outputs if o.backward and o.name is not None]
-    while left:
-        maker = makers.get(left.pop())
-        if maker is not None and not weights.issuperset(name for name in maker.outputs if name):
-            weights.update(name for name in maker.outputs if name)
-            left += maker.inputs if maker.op.startswith(MOVING) else ()
-    return weights
+    nodes = program.nodes
+    weights = derived(nodes, (i.name for i in program.inputs if i.role == "parameter"), reads_some)
+    gradients = [o.name for o in program.outputs if o.backward and o.name is not None]
+    moving = leading(nodes, gradients, lambda node: node.op.startswith(MOVING) and node.name not in weights)
+    computed = {*gradients, *(name for position in moving for name in nodes[position].inputs)}
+    return weights.union(*(node.outputs for node in nodes if not computed.isdisjoint(node.outputs))) - {""}
 
 
 Metas = tuple[TensorMeta, ...]

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from autopar.ir.dataflow import reached
 from autopar.ir.graph import JointGraph, is_view
 from autopar.ops.rule import Call, OpRule, call_of
 from autopar.ops.rules import rule_of
@@ -85,15 +86,10 @@ class RuleFacts:
     # a summed dim (a batch of features, and not a mask). All else are input branches.
 
     def _influences(self) -> None:
-        roles = {i.name: i.role for i in self.graph.inputs}
-        trained = {name for name, role in roles.items() if role == "parameter"}
-        given = {name for name, role in roles.items() if role == "input"}
-        for i in range(self.middle):
-            outputs = [o for o in self.graph.nodes[i].outputs if o]
-            if any(name in trained for name in self.operands[i]):
-                trained.update(outputs)
-            if any(name in given for name in self.operands[i]):
-                given.update(outputs)
+        forward = self.graph.nodes[: self.middle]
+        trained, given = (
+            reached(forward, (i.name for i in self.graph.inputs if i.role == role)) for role in ("parameter", "input")
+        )
         self.trained = trained
         features = {
             name
@@ -101,12 +97,7 @@ class RuleFacts:
             for name in (self.operands[i] if self.is_contraction(i) else ())
             if name in given and name not in trained and self._is_summed(i, name)
         }
-        self.activations = set(trained & given)
-        for root in {self.root(name) for name in features}:
-            self.activations.add(root)
-        for i in range(self.middle):
-            if any(name in self.activations for name in self.operands[i]):
-                self.activations.update(o for o in self.graph.nodes[i].outputs if o)
+        self.activations = reached(forward, (trained & given).union(map(self.root, features)))
 
     def _is_summed(self, i: int, name: str) -> bool:
         rule = self.rule(i)

@@ -13,8 +13,9 @@ three:
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from autopar.ir.dataflow import ending, reached
 from autopar.ir.emitter import Emitter
-from autopar.ir.graph import CAST, Node, Ref, TensorMeta, readers
+from autopar.ir.graph import CAST, Node, Ref, TensorMeta
 from autopar.ir.layout import Layout, Replicate
 from autopar.ir.program import Program, ProgramInput, ProgramOutput
 from autopar.ir.rewrite import distinct, needed, reading
@@ -89,27 +90,14 @@ def tail(program: Program) -> tuple[Node, ...]:
     for o in program.outputs:
         if o.name is not None:
             (results if o.role == "gradient" and o.target in parameters else others).add(o.name)
-    every = readers(program.backward)
-    only: set[str] = set()
-    linear: list[Node] = []
-    for instruction in reversed(program.backward):
-        named = [name for name in instruction.outputs if name]
-        followed = (program.backward[k].name for name in named for k in every.get(name, ()))
-        if (
-            is_linear(instruction, program.metas)
-            and others.isdisjoint(named)
-            and all(name in results or name in every for name in named)
-            and all(reader in only for reader in followed)
-        ):
-            only.update(named)
-            linear.append(instruction)
-    last: list[Node] = []
-    within: set[str] = set()
-    for instruction in reversed(linear):
-        if instruction.collective or _narrows(instruction, program.metas) or not within.isdisjoint(instruction.inputs):
-            last.append(instruction)
-            within.update(name for name in instruction.outputs if name)
-    return tuple(last)
+
+    def only_adds_up(node: Node) -> bool:
+        return is_linear(node, program.metas) and others.isdisjoint(node.outputs)
+
+    linear = ending(program.backward, only_adds_up, results)
+    begun = [node for node in linear if node.collective or _narrows(node, program.metas)]
+    within = reached(linear, (name for node in begun for name in node.outputs))
+    return tuple(node for node in linear if node.name in within)
 
 
 def _narrows(instruction: Node, metas: Mapping[str, TensorMeta]) -> bool:

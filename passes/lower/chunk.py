@@ -9,6 +9,7 @@ that dim are chains that do not wait for each other. The result is laid side by 
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 
+from autopar.ir.dataflow import leading
 from autopar.ir.graph import Node
 from autopar.ir.layout import Split
 
@@ -63,12 +64,8 @@ def _behind(around: Around, position: int) -> list[int]:
 
 def _between(around: Around, behind: Sequence[int], first: int, last: int) -> set[int]:
     """Of what depends on the first, what the last depends on."""
-    wanted = {last}
-    reads = set(around.half[last].inputs)
-    for position in reversed(behind):
-        if position < last and not reads.isdisjoint(around.half[position].outputs):
-            wanted.add(position)
-            reads.update(around.half[position].inputs)
+    made = {name: position for position in behind for name in around.half[position].outputs}
+    wanted = {last} | leading(around.half, around.half[last].inputs, made=made)
     return wanted if first in wanted else set()
 
 

@@ -12,7 +12,7 @@ What backward gathers again, it gathers in each micro-batch.
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from autopar.ir.graph import Node
+from autopar.ir.dataflow import derived, reached, reads_some
 from autopar.ir.layout import Replicate
 from autopar.ir.program import Program, ProgramInput
 from autopar.ir.rewrite import living
@@ -53,15 +53,7 @@ def gathered(program: Program, of: Collection[str] | None = None) -> set[str]:
     written = {o.target for o in program.outputs if o.role in ("mutation", "update")}
     parameters = {i.name: i.target for i in program.inputs if i.role == "parameter"}
     known = {name for name, target in parameters.items() if target not in written and (of is None or target in of)}
-    found: set[str] = set()
-
-    def is_known(node: Node) -> bool:
-        return bool(node.inputs) and known.issuperset(node.inputs)
-
-    for node in program.forward:
-        if is_known(node):
-            names = [name for name in node.outputs if name]
-            known.update(names)
-            if node.collective or not found.isdisjoint(node.inputs):
-                found.update(names)
-    return found
+    known = derived(program.forward, known, reads_some)
+    own = [node for node in program.forward if node.name in known]
+    begun = {name for node in own if node.collective for name in node.outputs}
+    return reached(own, begun)

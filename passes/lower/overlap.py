@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.cost.streams import alone_seconds
+from autopar.ir.dataflow import derived
 from autopar.ir.graph import WAIT, Node
 from autopar.ir.program import LAYOUT, Program
 
@@ -84,18 +85,19 @@ def _needed(stretch: Sequence[Node]) -> set[int]:
     return needed
 
 
+def _only_moves(node: Node) -> bool:
+    return node.collective is not None or node.op == WAIT or node.op in LAYOUT
+
+
 def _urgent(instructions: Sequence[Node], parameters: set[str]) -> set[str]:
     """Results of the collectives that are waited for before another one starts or is waited for. Gathers of parameters,
     which wait for nothing, start when `bucket` says."""
     urgent = set()
-    ready = set(parameters)
+    ready = derived(instructions, parameters, lambda node: _only_moves(node) and bool(node.inputs))
     started: str | None = None
     for instruction in instructions:
-        is_ready = bool(instruction.inputs) and ready.issuperset(instruction.inputs)
-        if is_ready and (instruction.collective or instruction.op == WAIT or instruction.op in LAYOUT):
-            ready.update(instruction.outputs)
         if instruction.collective:
-            started = None if is_ready else instruction.outputs[0]
+            started = None if instruction.outputs[0] in ready else instruction.outputs[0]
         elif instruction.op == WAIT:
             if started == instruction.inputs[0]:
                 urgent.add(started)

@@ -7,6 +7,7 @@ plan: Par4D IV-D.)
 """
 
 from autopar.cost.streams import timeline
+from autopar.ir.dataflow import derived
 from autopar.ir.program import GATHERED, Program
 
 from .adopt import stood_still
@@ -74,12 +75,6 @@ def _ahead(target: Target, ahead_bytes: int) -> tuple[Rewrite, ...]:
 
 def _gathers(program: Program) -> set[str]:
     """Results of the gathers of parameters."""
-    gathers: set[str] = set()
-    parameters = {i.name for i in program.inputs if i.role == "parameter"}
-    for instruction in program.nodes:
-        if instruction.inputs and parameters.issuperset(instruction.inputs):
-            if instruction.collective in GATHERED:
-                gathers.update(instruction.outputs)
-            else:
-                parameters.update(name for name in instruction.outputs if name)
-    return gathers
+    parameters = [i.name for i in program.inputs if i.role == "parameter"]
+    laid_out = derived(program.nodes, parameters, lambda node: bool(node.inputs) and node.collective not in GATHERED)
+    return {i.name for i in program.nodes if i.collective in GATHERED and laid_out.issuperset(i.inputs)}

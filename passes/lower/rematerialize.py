@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from ortools.graph.python import max_flow
 
 from autopar.cost.fusion import fuses, is_elementwise, is_view
+from autopar.ir.dataflow import leading
 from autopar.ir.emitter import Emitter
 from autopar.ir.graph import producers, readers
 from autopar.ir.program import Program
@@ -52,19 +53,17 @@ def rematerialized(program: Program) -> Program:
         return program
     writer = Emitter(metas=dict(program.metas), taken=inputs)
     renamed: dict[str, str] = {}
+    lacking = {name: place for name, place in made.items() if name not in kept}
 
     def make(wanted: str) -> None:
         """The chain from what is kept to a value, in forward's order."""
-        places, waiting = set[int](), [wanted]
-        while waiting:
-            name = waiting.pop()
-            if name not in renamed and name not in kept and name in made and made[name] not in places:
-                places.add(made[name])
-                waiting += program.forward[made[name]].inputs
-        for node in (program.forward[place] for place in sorted(places)):
+        for node in (program.forward[place] for place in sorted(leading(program.forward, [wanted], made=lacking))):
             outputs = tuple(_copied(writer, o) if o else "" for o in node.outputs)
             writer.written.append(replace(reading(node, renamed), outputs=outputs, backward=True))
-            renamed.update((o, copy) for o, copy in zip(node.outputs, outputs, strict=True) if o)
+            for output, copy in zip(node.outputs, outputs, strict=True):
+                if output:
+                    renamed[output] = copy
+                    lacking.pop(output, None)
 
     for node in program.backward:
         for name in dict.fromkeys(node.inputs):

@@ -26,6 +26,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal
 
+from autopar.ir.dataflow import ending, leading, reached
 from autopar.ir.emitter import Emitter
 from autopar.ir.graph import (
     WAIT,
@@ -230,9 +231,7 @@ def _counting_first(
 ) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
     """The halves, with what backward alone counts, of what depends on no parameter, at the end of forward."""
     known = {name for node in forward for name in node.outputs} | {i.name for i in program.inputs if i.role == "input"}
-    trained = {i.name for i in program.inputs if i.role == "parameter"}
-    for node in forward:
-        trained.update(node.outputs if not trained.isdisjoint(node.inputs) else ())
+    trained = reached(forward, (i.name for i in program.inputs if i.role == "parameter"))
     free: list[Node] = []
     for node in backward:
         if trained.isdisjoint(node.inputs) and known.issuperset(node.inputs):
@@ -274,8 +273,9 @@ class Kinds:
         self.program, self.nodes = program, program.nodes
         self.made, self.read = producers(self.nodes), readers(self.nodes)
         self.varying = {i.name for i in program.inputs if varies(i, program)}
-        self.trained = {i.name for i in program.inputs if i.role == "parameter"}
-        self.summed = set[str]()
+        self.trained = reached(self.nodes, (i.name for i in program.inputs if i.role == "parameter"))
+        begun = [node.name for node in self.nodes if _in_time(node)]
+        self.summed = reached(self.nodes, begun)
         self.totals: dict[str, str] = {}
         """A sum over micro-batches -> what it adds up."""
         self._follow()
@@ -286,27 +286,18 @@ class Kinds:
 
     def _follow(self) -> None:
         for node in self.nodes:
-            names = [name for name in node.outputs if name]
-            if not self.trained.isdisjoint(node.inputs):
-                self.trained.update(names)
-            if _in_time(node) or not self.summed.isdisjoint(node.inputs):
-                self.summed.update(names)
             if _in_time(node) or (node.op == WAIT and node.inputs[0] in self.totals):
                 self.totals[node.name] = self.totals.get(node.inputs[0], node.inputs[0])
             elif not self.varying.isdisjoint(node.inputs) or tells_time(node):
-                self.varying.update(names)
+                self.varying.update(filter(None, node.outputs))
 
     def _is_sum(self, node: Node) -> bool:
         """Whether a node follows sums, and so is the same in all micro-batches."""
         return node.name in self.summed and node.name not in self.varying
 
     def _late(self) -> set[str]:
-        late = set[str]()
-        for node in reversed(self.nodes):
-            after = [self.nodes[k].name for name in node.outputs for k in self.read.get(name, ())]
-            if self._is_sum(node) and late.issuperset(after):
-                late.add(node.name)
-        return late
+        everywhere = self.made.keys()  # also what nobody reads
+        return {node.name for node in ending(self.nodes, self._is_sum, everywhere)}
 
     def _refuse_between(self) -> None:
         """Raises ValueError where a micro-batch reads what others compute with parameters, or writes."""
@@ -461,16 +452,9 @@ class _Cutter(Kinds):
         it."""
         if o.target in self.parameters:
             return self.homes[self.parameters[o.target]]
-        at, seen, waiting = 0, set[str](), [o.name or ""]
-        while waiting:
-            name = waiting.pop()
-            node = self.maker(name)
-            if name not in seen and node is not None:
-                seen.add(name)
-                place = self._place(name)
-                at = max(at, place or 0)
-                waiting += node.inputs if place is None else ()
-        return at
+        ways = leading(self.nodes, [o.name or ""], lambda node: self._place(node.name) is None, self.made)
+        ends = [o.name, *(name for position in ways for name in self.nodes[position].inputs)]
+        return max(self._place(name) or 0 for name in ends)
 
     # ---- programs
 
@@ -531,12 +515,8 @@ class _Cutter(Kinds):
     def _counts(self, read: Iterable[str]) -> tuple[Program, tuple[str, ...], Program]:
         """What is counted of each micro-batch, the sums, and what follows from these of what is read."""
         names = [name for name in dict.fromkeys(read) if self._is_early(name)]
-        taken, waiting = set[str](), list(names)
-        while waiting:
-            node = self.maker(waiting.pop())
-            if node is not None and node.name in self.early and node.name not in taken:
-                taken.add(node.name)
-                waiting += node.inputs
+        before = leading(self.nodes, names, lambda node: node.name in self.early, self.made)
+        taken = {self.nodes[position].name for position in before}
         own = [node for node in self.program.forward if node.name in taken and node.name not in self.totals]
         totals = [n.name for n in self.program.forward if n.name in taken and n.name in self.totals and n.op == WAIT]
         counts = self._program([], [self.totals[name] for name in totals], [], once=False)
@@ -670,12 +650,7 @@ def units(stage: PipelineStage, sent: Collection[str]) -> Units:
     step, rest = stage.step, stage.rest
     results = [o.name for o in step.outputs if o.name is not None]
     made_by = producers(step.backward)
-    waiting, soon = [name for name in results if name in sent and name in made_by], set[int]()
-    while waiting:
-        at = made_by.get(waiting.pop())
-        if at is not None and at not in soon:
-            soon.add(at)
-            waiting += step.backward[at].inputs
+    soon = leading(step.backward, (name for name in results if name in sent), made=made_by)
     halves = [[node for at, node in enumerate(step.backward) if (at in soon) == first] for first in (True, False)]
     ahead = {*needed(halves[1]), *results}
     made = [name for node in halves[0] for name in node.outputs if name in ahead]

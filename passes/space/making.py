@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
+from autopar.ir.dataflow import derived
 from autopar.ir.graph import GraphInput, JointGraph, is_view, readers
 from autopar.ir.layout import REPLICATE, Layout, Split
 from autopar.passes.segments.segment import Segments
@@ -65,12 +66,9 @@ class _Made:
 
     def _from(self, given: Collection[str]) -> set[int]:
         """The nodes of forward that depend on nothing but these values."""
-        there, found = set(given), set()
-        for index, node in enumerate(self.graph.nodes[: self.graph.first_backward]):
-            if index not in self.barred and there.issuperset(node.inputs) and node.op.startswith("aten.") and node.name:
-                found.add(index)
-                there.update(name for name in node.outputs if name)
-        return found
+        forward, barred = self.graph.halves[0], {self.graph.nodes[index].name for index in self.barred}
+        there = derived(forward, given, lambda node: node.op.startswith("aten.") and node.name not in barred)
+        return {index for index, node in enumerate(forward) if node.name in there}
 
 
 class MadeWhereRead(Making):

@@ -7,6 +7,7 @@ bucket has been started, or when too much is under way: what a collective reads 
 from collections import Counter
 from collections.abc import Sequence
 
+from autopar.ir.dataflow import ending
 from autopar.ir.graph import CAST, WAIT, Node, readers
 from autopar.ir.program import LAYOUT, REDUCED
 
@@ -43,6 +44,11 @@ def reduce(writer: BucketWriter, instructions: Sequence[Node], gradients: Sequen
     return writer.written
 
 
+def _moves(node: Node) -> bool:
+    """Whether what only gradients depend on may be put off."""
+    return node.op in LAYOUT or node.op in (CAST, WAIT) or node.collective in REDUCED
+
+
 class _Tail:
     """The reductions that only gradients depend on, and what follows them. `levels` counts, for each
     value, the reductions on the way to it."""
@@ -50,23 +56,13 @@ class _Tail:
     def __init__(self, writer: BucketWriter, instructions: Sequence[Node], gradients: set[str]) -> None:
         self.writer = writer
         every = {name: [instructions[i] for i in positions] for name, positions in readers(instructions).items()}
-        only: set[str] = set()
-        for instruction in reversed(instructions):
-            name = instruction.outputs[0]
-            movable = instruction.op in LAYOUT or instruction.op in (CAST, WAIT)
-            movable |= instruction.collective in REDUCED
-            used = name in gradients or name in every
-            if movable and used and all(reader.outputs[0] in only for reader in every.get(name, ())):
-                only.add(name)
         self.levels: dict[str, int] = {}
-        for instruction in instructions:
-            name = instruction.outputs[0]
-            if name in only:
-                before = self.levels.get(instruction.inputs[0])
-                if instruction.collective:
-                    self.levels[name] = (before or 0) + 1
-                elif before is not None:
-                    self.levels[name] = before
+        for instruction in ending(instructions, _moves, gradients):
+            before = self.levels.get(instruction.inputs[0])
+            if instruction.collective:
+                self.levels[instruction.name] = (before or 0) + 1
+            elif before is not None:
+                self.levels[instruction.name] = before
         self.readers = {n: [r for r in following if r.outputs[0] in self.levels] for n, following in every.items()}
         produced = {name for i in instructions for name in i.outputs}
         self.given = [name for name in every if name not in produced]
