@@ -53,8 +53,8 @@ class Place:
     ways: tuple[Way, ...]
 
 
-Key = Hashable
-"""What instructions, or places, that are alike have in common."""
+Key = tuple[Hashable, ...]
+"""What places that are alike have in common: what their first collective is, and their ways."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,63 +69,52 @@ class InParts(Rewrite):
     at: tuple[tuple[str, int, int], ...] = ()
 
     def __call__(self, program: Program, target: Target | None = None) -> Program:
-        return self._alike(program).write(program) if self.at else self.everywhere(program, self.parts)
+        return Alike(self, self._ways(program))(program) if self.at else self.everywhere(program, self.parts)
 
     @staticmethod
     def places(half: Sequence[Node], metas: Metas, wanted: Container[str] | None = None) -> Iterator[Place]:
         """Those of a half, or of some of its collectives, by the names of their results."""
         raise NotImplementedError
 
-    def _alike(self, program: Program) -> Alike:
-        """Raises ValueError for a place that the program does not have."""
+    def _ways(self, program: Program) -> dict[Key, Chosen]:
+        """How places are written that are like those that are named. Raises ValueError for a place that the program
+        does not have."""
         chosen = {name: Chosen(way, parts, -rank) for rank, (name, way, parts) in enumerate(self.at)}
-        written: dict[Key, Chosen] = {}
-        starts: set[Key] = set()
-        for half in program.halves:
-            for place in self.places(half, program.metas, chosen):
-                best = chosen.pop(place.collective)
-                if best.way >= len(place.ways) or best.parts < 2:
-                    ways = len(place.ways)
-                    raise ValueError(f"{self.name} at {place.collective} has {ways} ways, from 0, and 2 or more parts")
-                written[key_of(half, place, program.metas)] = best
-                starts.update(_form(i, program.metas) for i in half if i.outputs[0] == place.collective)
+        ways: dict[Key, Chosen] = {}
+        for _, key, place in _Places(self, program, chosen.keys()).each():
+            ways[key] = best = chosen.pop(place.collective)
+            if best.way >= len(place.ways) or best.parts < 2:
+                number = len(place.ways)
+                raise ValueError(f"{self.name} at {place.collective} has {number} ways, from 0, and 2 or more parts")
         if chosen:
             raise ValueError(f"{self.name}: the program has no place at {', '.join(chosen)}")
-        return Alike(self, written, frozenset(starts))
+        return ways
 
     def everywhere(self, program: Program, parts: int) -> Program:
         """The program with the lowering wherever it can be taken, in so many parts, quicker or not. One part is the
         program as it is."""
         if parts == 1:
             return program
+        places = _Places(self, program)
 
-        def widest(writing: _Lowering, key: Key, place: Place, trial: Trial) -> Chosen | None:
+        def widest(place: Place, window: Window) -> Chosen | None:
             """The way that has most collectives in parts."""
-            candidates = []
-            for number in range(len(place.ways)):
-                written = writing.tried(place, trial, Chosen(number, parts))
-                if written is not None:
-                    candidates.append(Chosen(number, parts, float(len(written.collectives()))))
-            return max(candidates, key=lambda chosen: chosen.gain, default=None)
+            return places.best(place, window, (parts,), lambda alone: -len(alone.collectives()))
 
-        return _Lowering(program, self, None, widest).program()
+        return places.written(places.chosen(widest))
 
     def why_whole(self, program: Program, parts: int) -> dict[str, str]:
         """Why places cannot be written in so many parts: by collective, what each way failed for. Others are absent."""
-        reasons: dict[str, str] = {}
-        for half, _ in halves_of(program):
-            for place in self.places(half, program.metas, None):
-                why = []
-                for way in place.ways:
-                    first, last = way.span
-                    window, metas = half[first : last + 1], dict(program.metas)
-                    try:
-                        region = spread(window, metas, [m - first for m in way.members], way.seed, way.cut, parts)
-                        in_parts(window, metas, region, frozenset(), self.name)
-                    except Refused as refused:
-                        why.append(str(refused))
-                if len(why) == len(place.ways):
-                    reasons[place.collective] = "; ".join(dict.fromkeys(why))
+        places, reasons = _Places(self, program), dict[str, str]()
+        for half, _, place in places.each():
+            why = []
+            for number, way in enumerate(place.ways):
+                try:
+                    places.write(place, half.window(*way.span), Chosen(number, parts), dict(program.metas))
+                except Refused as refused:
+                    why.append(str(refused))
+            if len(why) == len(place.ways):
+                reasons[place.collective] = "; ".join(dict.fromkeys(why))
         return reasons
 
 
@@ -140,29 +129,25 @@ class Chosen:
 
 @dataclass(frozen=True)
 class Alike(Rewrite):
-    """Writes places as `ways` say, by what those that are alike have in common, and as `starts` say, the first
-    collectives of these places."""
+    """Writes places as `ways` say, by what those that are alike have in common."""
 
     lowering: InParts
     ways: Mapping[Key, Chosen]
-    starts: frozenset[Key]
     name = ""
 
     def __call__(self, program: Program, target: Target | None = None) -> Program:
-        return self.write(program)
+        return self._places(program).written([self.ways, self.ways])
 
-    def write(self, program: Program) -> Program:
-        choose = lambda writing, key, place, trial: self.ways.get(key)  # noqa: E731
-        return _Lowering(program, self.lowering, self._wanted(program), choose).program()
-
-    def _wanted(self, program: Program) -> dict[str, float]:
-        return {i.outputs[0]: 1.0 for i in program.nodes if i.collective and _form(i, program.metas) in self.starts}
+    def _places(self, program: Program) -> _Places:
+        """The places whose first collectives are like those of the ways."""
+        starts = {key[0] for key in self.ways}
+        begun = {i.name for i in program.nodes if i.collective and _form(i, program.metas) in starts}
+        return _Places(self.lowering, program, begun)
 
     def on(self, program: Program) -> InParts:
         first: dict[Key, str] = {}
-        for half in program.halves:
-            for place in self.lowering.places(half, program.metas, self._wanted(program)):
-                first.setdefault(key_of(half, place, program.metas), place.collective)
+        for _, key, place in self._places(program).each():
+            first.setdefault(key, place.collective)
         chosen = sorted((key for key in first if key in self.ways), key=lambda key: -self.ways[key].gain)
         at = tuple((first[key], self.ways[key].way, self.ways[key].parts) for key in chosen)
         return replace(self.lowering, at=at)
@@ -183,23 +168,25 @@ def adopt(lowering: InParts, program: Program, target: Target) -> Adopted | None
     }
     if sum(worth.values()) < LEAST_GAIN:
         return None
-    ways: dict[Key, Chosen] = {}
-    starts: set[Key] = set()
+    places = _Places(lowering, program, worth.keys())
 
-    def quickest(writing: _Lowering, key: Key, place: Place, trial: Trial) -> Chosen | None:
-        chosen = writing.quickest(place, trial, lambda window: timeline(window, cluster, windows).seconds)
-        if chosen is not None:
-            ways[key] = chosen
-            starts.add(_form(kinds[place.collective], program.metas))
-        return chosen
+    def seconds_of(window: Program) -> float:
+        return timeline(window, cluster, windows).seconds
 
-    writing = _Lowering(program, lowering, worth, quickest)
-    written = writing.program()
-    seconds = target.seconds(written) if writing.count else before.seconds
+    def quickest(place: Place, window: Window) -> Chosen | None:
+        best = places.best(place, window, lowering.numbers, seconds_of)
+        if best is None:
+            return None
+        least, whole = -best.gain, seconds_of(places.alone(window.nodes, window, places.metas))
+        return replace(best, gain=whole - least) if least < whole * (1 - LEAST_GAIN) else None
+
+    ways = places.chosen(quickest, worth)
+    written = places.written(ways)
+    seconds = target.seconds(written) if places.count else before.seconds
     if seconds >= before.seconds * (1 - LEAST_GAIN):
         return None
-    what = f"{writing.count} places, {step(before.seconds, seconds)}"
-    alike = Alike(lowering, ways, frozenset(starts))
+    what = f"{places.count} places, {step(before.seconds, seconds)}"
+    alike = Alike(lowering, {**ways[0], **ways[1]})
     return Adopted(given=program, program=written, rewrites=(alike,), target=target, what=what)
 
 
@@ -218,12 +205,29 @@ def halves_of(program: Program) -> Iterator[tuple[Sequence[Node], frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
-    """A window of a half, from position `offset`, and what is read after it."""
+class Window:
+    """Instructions of a half, from position `offset` on, and what is read after them."""
 
-    window: Sequence[Node]
+    nodes: Sequence[Node]
     offset: int
     kept: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Half:
+    """The instructions of a half, what is read after it, where each value is read last, and the places that are
+    alike."""
+
+    nodes: Sequence[Node]
+    later: frozenset[str]
+    last_read: Mapping[str, int]
+    alike: Mapping[Key, Sequence[Place]]
+
+    def window(self, first: int, last: int) -> Window:
+        nodes = self.nodes[first : last + 1]
+        results = {name for node in nodes for name in node.outputs if name}
+        kept = frozenset(name for name in results if name in self.later or self.last_read.get(name, -1) > last)
+        return Window(nodes, first, kept)
 
 
 def _apart(chosen: Sequence[tuple[Place, Chosen]]) -> list[tuple[Place, Chosen]]:
@@ -239,106 +243,109 @@ def _apart(chosen: Sequence[tuple[Place, Chosen]]) -> list[tuple[Place, Chosen]]
     return sorted(kept, key=lambda item: item[0].ways[item[1].way].span)
 
 
-def _form(instruction: Node, metas: Metas) -> Key:
+def _form(instruction: Node, metas: Metas) -> Hashable:
     """The op, of a collective with its mesh axis, on what."""
     values = (*instruction.inputs, *instruction.outputs)
     what = instruction.form if instruction.collective else instruction.op
     return (what, *[metas[name] for name in values if name])
 
 
-def key_of(half: Sequence[Node], place: Place, metas: Metas) -> Key:
-    """What places that are alike have in common."""
+def _key(half: Sequence[Node], place: Place, metas: Metas) -> Key:
     forms = {m: _form(half[m], metas) for m in {m for way in place.ways for m in way.members}}
-    return tuple((way.cut, *[forms[m] for m in way.members]) for way in place.ways)
+    start = next(form for m, form in forms.items() if half[m].name == place.collective)
+    return (start, *[(way.cut, *[forms[m] for m in way.members]) for way in place.ways])
 
 
-class _Lowering:
-    """`wanted` are the collectives whose places are looked at, with the part of the step that is stood still for each
-    (None: all); `choose` says how a place is written."""
+class _Places:
+    """Where a lowering may be taken in a program, at some of its collectives, by the names of their results, or at all;
+    and how it is written there. `count` is the number of places that were written."""
 
-    def __init__(
-        self,
-        program: Program,
-        lowering: InParts,
-        wanted: Mapping[str, float] | None,
-        choose: Callable[[_Lowering, Key, Place, Trial], Chosen | None],
-    ) -> None:
-        self.given, self.lowering, self.wanted, self.choose = program, lowering, wanted, choose
+    def __init__(self, lowering: InParts, program: Program, wanted: Container[str] | None = None) -> None:
+        self.lowering, self.given = lowering, program
         self.metas: dict[str, TensorMeta] = dict(program.metas)
         self.count = 0
+        self.halves: list[_Half] = []
+        for half, later in halves_of(program):
+            alike: dict[Key, list[Place]] = {}
+            for place in lowering.places(half, self.metas, wanted):
+                alike.setdefault(_key(half, place, self.metas), []).append(place)
+            self.halves.append(_Half(half, later, last_reads(half), alike))
 
-    def program(self) -> Program:
-        forward, backward = (tuple(self._half(half, later)) for half, later in halves_of(self.given))
+    def each(self) -> Iterator[tuple[_Half, Key, Place]]:
+        return ((half, key, place) for half in self.halves for key, group in half.alike.items() for place in group)
+
+    def chosen(
+        self, choose: Callable[[Place, Window], Chosen | None], worth: Mapping[str, float] | None = None
+    ) -> list[dict[Key, Chosen]]:
+        """How the places of each half are written: what `choose` says of one of those that are alike, with what stands
+        around it. `worth` is the part of the step that is stood still for each collective, where that matters."""
+        ways: list[dict[Key, Chosen]] = []
+        for half in self.halves:
+            ways.append({})
+            for key, group in half.alike.items():
+                if worth is not None and sum(worth[place.collective] for place in group) < LEAST_SHARE:
+                    continue
+                one = group[len(group) // 2]
+                first = max(0, min(way.members[0] for way in one.ways) - AROUND)
+                last = min(len(half.nodes), max(way.members[-1] for way in one.ways) + AROUND + 1) - 1
+                if (best := choose(one, half.window(first, last))) is not None:
+                    ways[-1][key] = best
+        return ways
+
+    def written(self, ways: Sequence[Mapping[Key, Chosen]]) -> Program:
+        """The program with the places of each half written so."""
+        forward, backward = (tuple(self._half(half, of)) for half, of in zip(self.halves, ways, strict=True))
         return with_own_metas(replace(self.given, forward=forward, backward=backward, metas=self.metas))
 
-    def _half(self, half: Sequence[Node], later: frozenset[str]) -> list[Node]:
-        last_read = last_reads(half)
-
-        def trial(first: int, last: int) -> Trial:
-            window = half[first : last + 1]
-            results = {name for i in window for name in i.outputs if name}
-            kept = frozenset(name for name in results if name in later or last_read.get(name, -1) > last)
-            return Trial(window, first, kept)
-
-        alike: dict[Key, list[Place]] = {}
-        for place in self.lowering.places(half, self.metas, self.wanted):
-            alike.setdefault(key_of(half, place, self.metas), []).append(place)
-        chosen: list[tuple[Place, Chosen]] = []
-        for key, group in alike.items():
-            if self.wanted is not None and sum(self.wanted[place.collective] for place in group) < LEAST_SHARE:
-                continue
-            one = group[len(group) // 2]
-            first = max(0, min(way.members[0] for way in one.ways) - AROUND)
-            last = min(len(half), max(way.members[-1] for way in one.ways) + AROUND + 1) - 1
-            best = self.choose(self, key, one, trial(first, last))
-            if best is not None:
-                chosen += [(place, best) for place in group]
-        written = list(half)
+    def _half(self, half: _Half, ways: Mapping[Key, Chosen]) -> list[Node]:
+        written = list(half.nodes)
+        chosen = [(place, ways[key]) for key, group in half.alike.items() if key in ways for place in group]
         # from the end, so that positions before stay what they are
         for place, best in reversed(_apart(chosen)):
             first, last = place.ways[best.way].span
-            if (in_place := self.write(place, trial(first, last), best, self.metas)) is not None:
-                written[first : last + 1] = in_place
-                self.count += 1
+            try:
+                written[first : last + 1] = self.write(place, half.window(first, last), best, self.metas)
+            except Refused:
+                continue
+            self.count += 1
         return written
 
-    def write(self, place: Place, trial: Trial, chosen: Chosen, metas: dict[str, TensorMeta]) -> list[Node] | None:
-        """The window of a trial with a place in parts, or None where that cannot be."""
+    def write(self, place: Place, window: Window, chosen: Chosen, metas: dict[str, TensorMeta]) -> list[Node]:
+        """The window with a place in parts. Raises Refused where that cannot be."""
         way = place.ways[chosen.way]
-        members = [m - trial.offset for m in way.members]
-        try:
-            region = spread(trial.window, metas, members, way.seed, way.cut, chosen.parts)
-            return in_parts(trial.window, metas, region, trial.kept, self.lowering.name)
-        except Refused:
-            return None
+        members = [m - window.offset for m in way.members]
+        region = spread(window.nodes, metas, members, way.seed, way.cut, chosen.parts)
+        return in_parts(window.nodes, metas, region, window.kept, self.lowering.name)
 
-    def tried(self, place: Place, trial: Trial, chosen: Chosen) -> Program | None:
-        """The window as a program of its own, in parts."""
-        metas = dict(self.metas)
-        window = self.write(place, trial, chosen, metas)
-        return None if window is None else self._alone(window, trial, metas)
+    def alone(self, nodes: Sequence[Node], window: Window, metas: dict[str, TensorMeta]) -> Program:
+        """The instructions in the place of a window, as a program of their own."""
+        saved = tuple(sorted(window.kept))
+        return replace(self.given, forward=tuple(nodes), backward=(), saved=saved, outputs=(), metas=metas)
 
-    def _alone(self, window: Sequence[Node], trial: Trial, metas: dict[str, TensorMeta]) -> Program:
-        saved = tuple(sorted(trial.kept))
-        return replace(self.given, forward=tuple(window), backward=(), saved=saved, outputs=(), metas=metas)
+    def best(
+        self, place: Place, window: Window, numbers: Sequence[int], cost: Callable[[Program], float]
+    ) -> Chosen | None:
+        """The cheapest of all ways in the fewest parts that they can, and of the best of them in more. It gains what it
+        costs less than nothing."""
 
-    def quickest(self, place: Place, trial: Trial, seconds: Callable[[Program], float]) -> Chosen | None:
-        """All ways in the fewest parts that they can, and the best of them in more."""
-        parts = self.lowering.numbers
+        def tried(way: int, parts: int) -> list[Chosen]:
+            chosen, metas = Chosen(way, parts), dict(self.metas)
+            try:
+                written = self.write(place, window, chosen, metas)
+            except Refused:
+                return []
+            return [replace(chosen, gain=-cost(self.alone(written, window, metas)))]
 
-        def priced(chosen: Chosen) -> list[tuple[float, Chosen]]:
-            written = self.tried(place, trial, chosen)
-            return [] if written is None else [(seconds(written), chosen)]
+        def gain(chosen: Chosen) -> float:
+            return chosen.gain
 
-        candidates: list[tuple[float, Chosen]] = []
-        for number in range(len(place.ways)):
-            candidates += next(filter(None, (priced(Chosen(number, n)) for n in parts)), [])
+        candidates: list[Chosen] = []
+        for way in range(len(place.ways)):
+            candidates += next(filter(None, (tried(way, parts) for parts in numbers)), [])
         if not candidates:
             return None
-        best = min(candidates, key=lambda item: item[0])[1]
-        for n in parts:
-            if n > best.parts:
-                candidates += priced(Chosen(best.way, n))
-        least, best = min(candidates, key=lambda item: item[0])
-        before = seconds(self._alone(trial.window, trial, self.metas))
-        return replace(best, gain=before - least) if least < before * (1 - LEAST_GAIN) else None
+        best = max(candidates, key=gain)
+        for parts in numbers:
+            if parts > best.parts:
+                candidates += tried(best.way, parts)
+        return max(candidates, key=gain)
