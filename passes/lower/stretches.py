@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from autopar.cost.fusion import stays
 from autopar.ir.graph import VIEWS, Node, TensorMeta
 from autopar.ir.program import Program
 from autopar.ir.rewrite import last_reads, living, needed
+from autopar.passes.segments.periods import PeriodicRun, crossing, periodic
 
 PERIODIC = 48
 """Instructions of a run from which on it is cut by its period: a compiler takes 10 ms and more for each, and a run of
@@ -67,45 +68,26 @@ def _part(nodes: Sequence[Node], makes: tuple[str, ...]) -> Sequence[Node | Stre
 
 def _cuts(run: Sequence[Node], metas: Mapping[str, TensorMeta]) -> list[tuple[int, int]]:
     """(begin, end) of the parts of a run."""
-    crossing = _crossing_bytes(run, metas)
+    across = crossing(run, metas, last_reads(run))[:, 1].tolist()
     places = [0]
     if len(run) > PERIODIC and (found := _period(run, metas)):
-        begin, period, count = found
         # the last places of a period are as good as the first ones, and come once more
-        best = min(range(begin, begin + period), key=lambda at: crossing[at])
-        places += [best + k * period for k in range(count) if 0 < best + k * period < len(run)]
+        best = min(range(found.start, found.start + found.period), key=lambda at: across[at])
+        cuts = (best + k * found.period for k in range(found.count))
+        places += [cut for cut in cuts if 0 < cut < len(run)]
     places.append(len(run))
     k = 0
     while k + 1 < len(places):
         begin, end = places[k], places[k + 1]
         if end - begin > MOST:
-            places.insert(k + 1, min(range(begin + MOST // 2, begin + MOST), key=lambda at: crossing[at]))
+            places.insert(k + 1, min(range(begin + MOST // 2, begin + MOST), key=lambda at: across[at]))
         k += 1
     return list(pairwise(places))
 
 
-def _crossing_bytes(run: Sequence[Node], metas: Mapping[str, TensorMeta]) -> list[int]:
-    """By position: the bytes that are made before it in the run, and read from it on."""
-    last = {name: position for position, node in enumerate(run) for name in node.inputs}
-    change = [0] * (len(run) + 1)
-    for position, node in enumerate(run):
-        for name in node.outputs:
-            if name in last:
-                change[position + 1] += metas[name].bytes
-                change[last[name] + 1] -= metas[name].bytes
-    return list(accumulate(change))
-
-
-def _period(run: Sequence[Node], metas: Mapping[str, TensorMeta]) -> tuple[int, int, int] | None:
-    """(begin, length, count) of what repeats and covers most of a run, the shortest of equals."""
+def _period(run: Sequence[Node], metas: Mapping[str, TensorMeta]) -> PeriodicRun | None:
+    """What repeats and covers most of a run, the shortest of equals."""
     numbers: dict[tuple[str, ...], int] = {}
     forms = ((node.form, *(str(metas[name]) for name in node.outputs if name)) for node in run)
     codes = np.array([numbers.setdefault(form, len(numbers)) for form in forms])
-    best: tuple[int, int, int, int] | None = None
-    for period in range(PERIODIC // 4, len(run) // 2 + 1):
-        alike = np.flatnonzero(np.diff(np.concatenate(([0], codes[period:] == codes[:-period], [0]))))
-        for begin, end in alike.reshape(-1, 2).tolist():
-            count = (end - begin) // period + 1
-            if count > 1 and (best is None or count * period > best[0]):
-                best = count * period, begin, period, count
-    return None if best is None else best[1:]
+    return max(periodic(codes, least=PERIODIC // 4), key=lambda found: found.count * found.period, default=None)

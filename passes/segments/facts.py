@@ -1,71 +1,21 @@
-"""What the search asks of a joint graph again and again: labels of nodes, the runs in which they repeat with a period,
-and whose gradient a value is."""
+"""What the search asks of a joint graph again and again: labels of nodes, and whose gradient a value is."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from autopar.ir.dataflow import derived
 from autopar.ir.graph import JointGraph, is_view
 from autopar.ops.rule import call_of
 from autopar.ops.rules import rule_of
 from autopar.passes.dependency.affine import AffineMap, compose, identity
 from autopar.passes.dependency.operators import dependency, signatures
 
-Ints = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class PeriodicRun:
-    """Labels in [start, stop) repeat with `period`, at least twice."""
-
-    start: int
-    stop: int
-    period: int
-
-    @property
-    def length(self) -> int:
-        return self.stop - self.start
-
-
-def periodic(labels: Ints, offset: int = 0) -> list[PeriodicRun]:
-    """All maximal runs of all periods."""
-    runs: list[PeriodicRun] = []
-    for period in range(1, len(labels) // 2 + 1):
-        equal = labels[:-period] == labels[period:]
-        if np.count_nonzero(equal) < period:
-            continue
-        edges = np.flatnonzero(np.diff(equal, prepend=False, append=False))
-        for low, high in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
-            if high - low >= period:
-                runs.append(PeriodicRun(low + offset, high + period + offset, period))
-    return runs
-
-
-def longest(runs: Sequence[PeriodicRun]) -> PeriodicRun | None:
-    """The run that covers most; a multiple of a period covers a little more at times, so the
-    smallest period among those that cover nearly as much."""
-    if not runs:
-        return None
-    most = max(run.length for run in runs)
-    long = [run for run in runs if run.length * 10 >= most * 9]
-    return min(long, key=lambda run: (run.period, -run.length, run.start))
-
-
-def without(intervals: Iterable[tuple[int, int]], low: int, high: int) -> list[tuple[int, int]]:
-    cut = [piece for start, stop in intervals for piece in ((start, min(stop, low)), (max(start, high), stop))]
-    return sorted({(start, stop) for start, stop in cut if start < stop})
-
-
-def pieces(run: PeriodicRun, intervals: Iterable[tuple[int, int]]) -> Iterator[PeriodicRun]:
-    for start, stop in intervals:
-        piece = PeriodicRun(max(run.start, start), min(run.stop, stop), run.period)
-        if piece.length >= 2 * run.period:
-            yield piece
+from .periods import Ints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,11 +64,8 @@ class Facts:
 
 def _untrained(graph: JointGraph) -> frozenset[str]:
     """Values of forward that depend on inputs and buffers alone."""
-    values = {i.name for i in graph.inputs if i.role in ("buffer", "input")}
-    for node in graph.nodes[: graph.first_backward]:
-        if values.issuperset(node.inputs):
-            values.update(filter(None, node.outputs))
-    return frozenset(values)
+    given = [i.name for i in graph.inputs if i.role in ("buffer", "input")]
+    return frozenset(derived(graph.halves[0], given))
 
 
 def fingerprint(graph: JointGraph, nodes: Sequence[int]) -> str:

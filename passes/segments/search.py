@@ -14,9 +14,11 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from autopar.ir.graph import JointGraph, Node, is_view
+from autopar.ir.rewrite import last_reads
 
 from .alignment import align, shortened
-from .facts import Facts, Ints, PeriodicRun, longest, periodic, pieces, without
+from .facts import Facts
+from .periods import Ints, PeriodicRun, crossing, longest, periodic, pieces, without
 from .segment import Repeated, Segments
 
 RUNS_TRIED = 24
@@ -81,7 +83,7 @@ def _clip(run: PeriodicRun, free: Iterable[tuple[int, int]], facts: Facts) -> It
     """The parts of a run in free intervals, if a period of it reads a graph input: chains of
     pointwise operators repeat too, and are not layers."""
     for piece in pieces(run, free):
-        middle = piece.start + (piece.length // piece.period // 2) * piece.period
+        middle = piece.start + (piece.count // 2) * piece.period
         nodes = range(middle, min(middle + piece.period, piece.stop))
         if any(name not in facts.graph.producer for i in nodes for name in facts.graph.nodes[i].inputs):
             yield piece
@@ -120,31 +122,23 @@ def _bytes(facts: Facts, repeated: Repeated) -> int:
 
 def _cuts(facts: Facts, run: PeriodicRun) -> Iterator[list[range]]:
     """Forward intervals of the copies, for the rotations of the period with the least across the cut."""
-    crossing = _crossing(facts, run.start, run.stop, facts.middle)
+    across = _crossing(facts, run, facts.graph.halves[0])
     ranked: list[tuple[tuple[int, ...], int]] = []
     for rotation in range(run.period):
         count = (run.length - rotation) // run.period
         if count >= 2:
             cut = run.start + rotation + run.period * (count // 2)
-            number, size = crossing[cut - run.start].tolist()
+            number, size = across[cut - run.start].tolist()
             ranked.append(((number, size, _shared_path(facts.graph.nodes, cut), -count, rotation), count))
     for (*_, rotation), count in sorted(ranked)[:CUTS_TRIED]:
         start = run.start + rotation
         yield [range(start + k * run.period, start + (k + 1) * run.period) for k in range(count)]
 
 
-def _crossing(facts: Facts, start: int, stop: int, end: int) -> Ints:
-    """For each cut before node start + c: how many values of nodes [start, stop) come before it
-    and are read at or after it (by nodes before `end`), and their bytes. [stop - start + 1, 2]."""
-    steps = np.zeros((stop - start + 2, 2), dtype=np.int64)
-    for i in range(start, stop):
-        for output in facts.graph.nodes[i].outputs:
-            last = max((reader for reader in facts.graph.consumers.get(output, ()) if reader < end), default=i)
-            if last > i:
-                change = (1, facts.graph.metas[output].bytes)
-                steps[i + 1 - start] += change
-                steps[min(last, stop) + 1 - start] -= change
-    return np.cumsum(steps, axis=0)[:-1]
+def _crossing(facts: Facts, run: PeriodicRun, nodes: Sequence[Node]) -> Ints:
+    """What crosses each cut of a run, among these nodes, the first of the graph."""
+    last = {name: position - run.start for name, position in last_reads(nodes).items()}
+    return crossing(nodes[run.start : run.stop], facts.graph.metas, last)
 
 
 def _shared_path(nodes: Sequence[Node], cut: int) -> int:
@@ -169,8 +163,8 @@ def _with_backward(
     if not fitting:
         return
     run = min(fitting, key=lambda run: (run.period, run.start))
-    crossing = _crossing(facts, run.start, run.stop, len(facts.graph.nodes))
-    for top in _tops(run, len(forward), agreed[run], crossing)[:CUTS_TRIED]:
+    across = _crossing(facts, run, facts.graph.nodes)
+    for top in _tops(run, len(forward), agreed[run], across)[:CUTS_TRIED]:
         copies = []
         for k, interval in enumerate(forward):
             low, high = top - (k + 1) * run.period, top - k * run.period
@@ -216,7 +210,7 @@ def _agreement(run: PeriodicRun, count: int, votes: Sequence[tuple[int, int]]) -
     return np.cumsum(agree)
 
 
-def _tops(run: PeriodicRun, count: int, agree: Ints, crossing: Ints) -> list[int]:
+def _tops(run: PeriodicRun, count: int, agree: Ints, across: Ints) -> list[int]:
     """Ends of copy 0's backward interval, best first: fewest votes against and fewest tensors across."""
     most = int(agree.max())
     ranked: list[tuple[float, float, int, int]] = []
@@ -224,7 +218,7 @@ def _tops(run: PeriodicRun, count: int, agree: Ints, crossing: Ints) -> list[int
         cuts = [end - k * run.period for k in range(count + 1)]
         inside = [k for k in range(count) if cuts[k] <= run.length and cuts[k + 1] >= 0]
         if len(inside) >= 2:
-            number, size = crossing[[cuts[k] for k in inside[1:]]].mean(axis=0).tolist()
+            number, size = across[[cuts[k] for k in inside[1:]]].mean(axis=0).tolist()
             against = (most - int(agree[end])) / count
             ranked.append((number + against, size, -len(inside), end + run.start))
     return [top for *_, top in sorted(ranked)]
