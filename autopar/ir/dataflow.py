@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from .graph import Node, producers, readers
+from .graph import JointGraph, Node, is_view, producers, readers
 
 Such = Callable[[Node], bool]
 
@@ -55,9 +55,18 @@ def ending(nodes: Sequence[Node], such: Such, results: Collection[str]) -> list[
     for position in reversed(range(len(nodes))):
         named = [name for name in nodes[position].outputs if name]
         if (
-            all(name in results or name in following for name in named)
+            such(nodes[position])
+            and all(name in results or name in following for name in named)
             and all(reader in found for name in named for reader in following.get(name, ()))
-            and such(nodes[position])
         ):
             found.add(position)
     return [nodes[position] for position in sorted(found)]
+
+
+def viewed(graph: JointGraph, name: str) -> tuple[str, list[Node]]:
+    """What a value is a view of, itself if it is none; and the views that lead there, the last first."""
+    views: list[Node] = []
+    while (index := graph.producer.get(name)) is not None and is_view(graph.nodes[index]):
+        views.append(graph.nodes[index])
+        name = views[-1].inputs[0]
+    return name, views

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from autopar.ir.dataflow import reached
+from autopar.ir.dataflow import reached, viewed
 from autopar.ir.graph import JointGraph, is_view
 from autopar.ops.rule import Call, OpRule, call_of
 from autopar.ops.rules import rule_of
@@ -107,9 +107,7 @@ class RuleFacts:
 
     def root(self, name: str) -> str:
         """The tensor that a value is a view of."""
-        while name in self.producer and self.is_view(self.producer[name]):
-            name = self.operands[self.producer[name]][0]
-        return name
+        return viewed(self.graph, name)[0]
 
     def is_active(self, i: int) -> bool:
         return any(o in self.activations for o in self.graph.nodes[i].outputs if o)

@@ -8,7 +8,8 @@ either end that do not fit are dropped.
 import itertools
 from collections.abc import Sequence
 
-from autopar.ir.graph import JointGraph, is_view
+from autopar.ir.dataflow import viewed
+from autopar.ir.graph import JointGraph
 
 from .facts import Facts, fingerprint
 from .segment import Border, Repeated
@@ -155,14 +156,9 @@ class _Roles:
 
     def _root(self, name: str) -> tuple[str, tuple[tuple[object, ...], ...]]:
         """What a value is a view of, and how."""
-        graph, steps = self.facts.graph, list[tuple[object, ...]]()
-        index = graph.producer.get(name)
-        while index is not None and is_view(graph.nodes[index]):
-            node = graph.nodes[index]
-            steps.append((node.op, str(node.args[1:]), graph.metas[name]))
-            name = node.inputs[0]
-            index = graph.producer.get(name)
-        return name, tuple(steps)
+        graph = self.facts.graph
+        root, views = viewed(graph, name)
+        return root, tuple((view.op, str(view.args[1:]), graph.metas[view.name]) for view in views)
 
     def misfit_outside(self) -> int | None:
         """A copy with a value that the rest of the graph reads although it is no end of a border, or

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from autopar.ir.graph import JointGraph, Node, is_view
+from autopar.ir.dataflow import viewed
+from autopar.ir.graph import JointGraph, Node
 from autopar.ir.rewrite import last_reads
 
 from .alignment import align, shortened
@@ -65,11 +66,9 @@ def _apart(facts: Facts, repeats: Sequence[Repeated]) -> list[Repeated]:
     for name in dict.fromkeys(
         n for repeated in repeats for k in range(repeated.count) for n in repeated.from_outside(k)
     ):
-        index = facts.graph.producer.get(name)
-        while index is not None and index not in home and is_view(facts.graph.nodes[index]):
-            index = facts.graph.producer.get(facts.graph.nodes[index].inputs[0])
-        if index is not None and index in home:
-            making.add(home[index])
+        root, views = viewed(facts.graph, name)
+        makers = (facts.graph.producer.get(value) for value in (*(view.name for view in views), root))
+        making.update([home[maker] for maker in makers if maker in home][:1])
     apart: list[Repeated] = []
     for n, repeated in enumerate(repeats):
         kept = [copy for k, copy in enumerate(repeated.copies) if (n, k) not in making]
