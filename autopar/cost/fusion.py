@@ -4,7 +4,7 @@ nothing (Inductor's scheduler, `torch/_inductor/scheduler.py`, fuses nodes of eq
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -91,18 +91,25 @@ class Fusion:
     inside: frozenset[str] = frozenset()
 
 
-def fusion(program: Program) -> Fusion:
-    """What of a program a compiler fuses."""
-    kept = {*program.saved, *(o.name for o in program.outputs if o.name is not None)}
-    return _fusion(program.halves, program.metas, kept, program.uneven)
+def fusion(of: Program | JointGraph) -> Fusion:
+    """What a compiler fuses of a program, or of a graph on one device."""
+    first, second = of.halves
+    if isinstance(of, Program):
+        saved, uneven = of.saved, of.uneven
+    else:
+        late = {name for node in second for name in node.inputs}
+        saved, uneven = tuple(late.intersection(producers(first))), frozenset()
+    kept = {*saved, *(o.name for o in of.outputs if o.name is not None)}
+    parts: dict[str, Fused] = {}
+    inside: set[str] = set()
+    for half in (first, second):
+        _of_half(half, of.metas, kept, uneven, parts, inside)
+    return Fusion(parts, frozenset(inside))
 
 
 def saved_part(graph: JointGraph, device: Device) -> float:
     """The part of the seconds of operators without arithmetic that fusing them saves, in a graph on one device."""
-    kept = {o.name for o in graph.outputs if o.name is not None}
-    first, second = graph.halves
-    kept.update({name for node in second for name in node.inputs}.intersection(producers(first)))
-    found = _fusion((first, second), graph.metas, kept, ())
+    found = fusion(graph)
     alone = together = 0.0
     for node in graph.nodes:
         if (part := found.parts.get(node.name)) is not None:
@@ -111,16 +118,6 @@ def saved_part(graph: JointGraph, device: Device) -> float:
             alone += device.seconds_per_op + device.moving_seconds(size)
             together += part.seconds(device, graph.metas)
     return max(0.0, 1.0 - together / alone) if alone else 0.0
-
-
-def _fusion(
-    halves: Iterable[Sequence[Node]], metas: Mapping[str, TensorMeta], kept: Collection[str], uneven: Collection[str]
-) -> Fusion:
-    parts: dict[str, Fused] = {}
-    inside: set[str] = set()
-    for half in halves:
-        _of_half(half, metas, kept, uneven, parts, inside)
-    return Fusion(parts, frozenset(inside))
 
 
 def _of_half(

@@ -57,12 +57,7 @@ def alone_seconds(program: Program, cluster: Cluster, cache: TimelineCache | Non
     """What each operator and each collective takes if nothing else runs, by its first result. Raises ValueError as
     `timeline`."""
     streams = _Streams(program, cluster, cache or TimelineCache())
-    return {name: seconds for node in program.nodes if (seconds := streams.alone(node)) and (name := _first(node))}
-
-
-def _first(instruction: Node) -> str:
-    """The name of the first result that has one."""
-    return next((name for name in instruction.outputs if name), "")
+    return {node.name: seconds for node in program.nodes if (seconds := streams.alone(node)) and node.name}
 
 
 class _Issued(NamedTuple):
@@ -191,7 +186,7 @@ class _Streams:
         for task, instruction, backward in self.order:
             if instruction.op != WAIT:
                 yield Event(
-                    name=_first(instruction),
+                    name=instruction.name,
                     op=instruction.op,
                     stream=self.tasks[task].stream,
                     start_seconds=spans[task].start_seconds,

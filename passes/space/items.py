@@ -108,8 +108,7 @@ def operator_items(
             seconds = collective_seconds(kind, largest, setting.redistributor.links[axis])
             yield Item(kind, seconds, axis=axis, sent_bytes=largest)
         elif instruction.op != WAIT:
-            part = share if instruction.op == op else 0.0
-            work = rule.flops * part, rule.inside_bytes * part
+            work = _work(rule, share if instruction.op == op else 0.0)
             yield Item(COMPUTE, device.operator_seconds(instruction.op, inputs, outputs, *work))
 
 
@@ -122,23 +121,21 @@ def _whole_seconds(
     choice: SiteChoice,
 ) -> float:
     """Of an operator that runs on shards as it is."""
-    device = setting.cluster.device
-    if rule is not None and rule.moves_nothing and device.operators is None:
-        return device.seconds_per_op
-    inputs, outputs = local_shapes(call, operands, results, setting.mesh)
-    local_operands = [TensorMeta(shape, m.dtype) for shape, m in zip(inputs, call.inputs, strict=True)]
-    local_results = [
-        TensorMeta(shape, m.dtype)
-        for shape, m in zip(outputs, call.outputs, strict=True)
-        if shape is not None and m is not None
-    ]
+    device, op = setting.cluster.device, call.node.op
+    shapes = zip(local_shapes(call, operands, results, setting.mesh), (call.inputs, call.outputs), strict=True)
+    inputs, outputs = (
+        [TensorMeta(shape, m.dtype) for shape, m in zip(of, metas, strict=True) if shape is not None and m is not None]
+        for of, metas in shapes
+    )
     if rule is not None and rule.moves_nothing:
-        return device.view_seconds(call.node.op, local_operands, local_results)
-    if rule is None:
-        return device.operator_seconds(call.node.op, local_operands, local_results, 0.0)
-    share = _share(setting, rule, choice)
-    work = rule.flops * share, rule.inside_bytes * share
-    return device.operator_seconds(call.node.op, local_operands, local_results, *work)
+        return device.view_seconds(op, inputs, outputs)
+    work = (0.0, 0.0) if rule is None else _work(rule, _share(setting, rule, choice))
+    return device.operator_seconds(op, inputs, outputs, *work)
+
+
+def _work(rule: OpRule, share: float) -> tuple[float, float]:
+    """The arithmetic of a part of an operator, and the bytes that its kernel moves inside."""
+    return rule.flops * share, rule.inside_bytes * share
 
 
 def _share(setting: Setting, rule: OpRule, choice: SiteChoice) -> float:
