@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from autopar.ir.schedule import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action, Schedule, played
 from autopar.solve.schedules import ROUNDING, PipelineCosts
@@ -58,7 +58,6 @@ def simulate(schedule: Schedule, costs: PipelineCosts) -> PipelineTimeline:
     for device, (size, at) in enumerate(costs.peaks(schedule)):
         times = run.starts if schedule.orders[device][at].kind == FORWARD else run.ends
         peaks.append((size, times[device][at]))
-    one = tuple(replace(stage, held_bytes=1, kept_bytes=0, rest_bytes=0) for stage in costs.stages)
     seconds = run.seconds
     return PipelineTimeline(
         schedule=schedule,
@@ -66,7 +65,7 @@ def simulate(schedule: Schedule, costs: PipelineCosts) -> PipelineTimeline:
         ends=run.ends,
         busy_seconds=[sum(seconds[a.kind][a.stage] for a in order if a.kind in seconds) for order in schedule.orders],
         peaks=peaks,
-        in_flight=[int(size) for size, _ in replace(costs, stages=one).peaks(schedule)],
+        in_flight=schedule.in_flight(schedule.devices),
     )
 
 

@@ -82,6 +82,17 @@ class Schedule:
         head = f"{self.name}: stages on devices {' '.join(map(str, self.devices))}, {self.micro_batches} micro-batches"
         return "\n".join([head, *(" ".join(map(str, order)) for order in self.orders)])
 
+    def in_flight(self, places: Sequence[int]) -> list[int]:
+        """The most micro-batches between their forward and the gradient of their inputs at each place, those of each
+        stage there counted. `places` are the numbers of those of the stages: themselves, or their devices."""
+        most = [0] * (max(places) + 1)
+        now = [*most]
+        for action in itertools.chain(*self.orders):
+            place = places[action.stage]
+            now[place] += {FORWARD: 1, INPUTS: -1, BACKWARD: -1}.get(action.kind, 0)
+            most[place] = max(most[place], now[place])
+        return most
+
     def to_csv(self) -> str:
         """What `_PipelineScheduleRuntime` of `torch.distributed.pipelining` reads, as "compute_only", or with transfers
         as "compute_comms". Raises ValueError for a skip: its stages send to their neighbours alone."""

@@ -520,7 +520,7 @@ class Pipelines:
         for row, chunks in self._schedules(request, spans is not None, len(parts.names)):
             few = min(m, FEW * self.devices)
             schedule = scheduled(row.name, self.devices, few, chunks=chunks)
-            flight = [min(m, n) if n < few else m for n in in_flight(schedule)]
+            flight = [min(m, n) if n < few else m for n in schedule.in_flight(range(schedule.stages))]
             limits = [(most - beyond[device]) / chunks for device in schedule.devices]
             if (places := cut(parts.chain(m), flight, limits, spans)) is not None:
                 found.append((self._estimated(parts, places, schedule, on), tuple(places), row, chunks))
@@ -757,16 +757,6 @@ class Pipelines:
         """The stages of a plan, and their schedule of units."""
         made = self.again(plan)
         return made.step.figures.staged, made.step.run.schedule
-
-
-def in_flight(schedule: Schedule) -> list[int]:
-    """The most micro-batches of each stage between forward and the gradient of inputs."""
-    most, now = [0] * len(schedule.devices), [0] * len(schedule.devices)
-    for order in schedule.orders:
-        for action in order:
-            now[action.stage] += {"F": 1, "W": 0}.get(action.kind, -1)
-            most[action.stage] = max(most[action.stage], now[action.stage])
-    return most
 
 
 def _order(made: Made, limit: float | None) -> tuple[bool, float]:

@@ -27,6 +27,14 @@ def test_a_schedule_is_a_line_of_actions_for_each_device() -> None:
     assert parsed_schedule(TWO) == scheduled("1f1b", 2, 2)
 
 
+def test_micro_batches_in_flight_are_counted_by_stage_or_by_device() -> None:
+    schedule = parsed_schedule(
+        "name: stages on devices 0 1 0, 2 micro-batches\n0F0 0F1 2F0 2I0 0B0 2F1 2B1 0B1 2W0\n1F0 1F1 1B0 1B1"
+    )
+    assert schedule.in_flight(range(3)) == [2, 2, 1]
+    assert schedule.in_flight(schedule.devices) == [3, 2], "a gradient of weights holds none"
+
+
 def test_a_receive_comes_ahead_of_its_unit_only_where_two_devices_would_wait_for_each_other() -> None:
     """Device 0 sends F1 while device 1 sends B0: device 1 receives F1 first, which it needs sooner than 0 needs B0."""
     _, first, second = str(with_transfers(parsed_schedule(TWO), chain(2))).splitlines()
