@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from .emitter import Emitter
-from .graph import JointGraph, Node, Ref
+from .graph import GraphOutput, JointGraph, Node, Ref
 from .matcher import Matcher, Rules
+from .program import ProgramOutput
 from .rewrite import living, reading, with_own_metas
+
+Output = TypeVar("Output", GraphOutput, ProgramOutput)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -47,9 +50,14 @@ class Rewriter(Emitter):
 
     def done(self, **changes: Any) -> JointGraph:
         """The new graph."""
-        outputs = tuple(replace(o, name=self.now(o.name).name) if o.name else o for o in self.graph.outputs)
+        outputs = tuple(returning(o, self.same) for o in self.graph.outputs)
         nodes = living(self.written, (o.name for o in outputs))
         return with_own_metas(replace(self.graph, nodes=nodes, outputs=outputs, metas=self.metas, **changes))
+
+
+def returning(output: Output, names: Mapping[str, str]) -> Output:
+    """The output with another value in the place of one that `names` maps."""
+    return replace(output, name=names[output.name]) if output.name and output.name in names else output
 
 
 def inlined(node: Node, names: Mapping[str, str], **changes: Any) -> Node:

@@ -15,10 +15,11 @@ from dataclasses import dataclass, replace
 
 from autopar.ir.dataflow import ending, reached
 from autopar.ir.emitter import Emitter
-from autopar.ir.graph import CAST, Node, Ref, TensorMeta
-from autopar.ir.layout import Layout, Replicate
+from autopar.ir.graph import CAST, InputRole, Node, OutputRole, Ref, TensorMeta
+from autopar.ir.layout import Replicate, Shape
 from autopar.ir.program import Program, ProgramInput, ProgramOutput
 from autopar.ir.rewrite import distinct, needed, reading
+from autopar.ir.rewriter import returning
 from autopar.ops.kinds import ADD, SUMMABLE
 
 MOVING = frozenset({"all_gather", "all_to_all", "shift", "rotate", "broadcast"})
@@ -49,14 +50,12 @@ def accumulation(program: Program) -> Accumulation:
     pending = {name: add_meta(metas, f"{name}_pending", metas[name]) for name in names}
     sums = {name: add_meta(metas, f"{name}_sum", metas[name]) for name in names}
 
-    tangents = tuple(_input(pending[name], metas[name], program) for name in names)
+    tangents = tuple(within(pending[name], "tangent", metas, program.mesh) for name in names)
     micro = tuple(i for i in program.backward if i.name not in produced)
-    handed = tuple(_output(name, program) for name in names)
+    handed = tuple(result(name, program.mesh, "gradient") for name in names)
     given = tuple(replace(o, name=None) if o in reduced else o for o in program.outputs)
-    renamed = tuple(
-        replace(o, name=sums.get(o.name, o.name)) if o in reduced and o.name is not None else o for o in program.outputs
-    )
-    alone = tuple(replace(o, name=pending.get(o.name, o.name)) if o.name is not None else o for o in reduced)
+    renamed = tuple(returning(o, sums) if o in reduced else o for o in program.outputs)
+    alone = tuple(returning(o, pending) for o in reduced)
     return Accumulation(
         names=names,
         pending=tuple(pending.values()),
@@ -150,14 +149,11 @@ def add_meta(metas: dict[str, TensorMeta], hint: str, meta: TensorMeta) -> str:
     return name
 
 
-def _input(name: str, meta: TensorMeta, program: Program) -> ProgramInput:
-    """What is pending, which differs from rank to rank: its meta is local."""
-    return ProgramInput(name=name, role="tangent", target=name, meta=meta, layout=_local(program))
+def within(name: str, role: InputRole, metas: Mapping[str, TensorMeta], mesh: Shape) -> ProgramInput:
+    """What a part of a program is given as this rank has it: its meta is local."""
+    return ProgramInput(name=name, role=role, target=name, meta=metas[name], layout=(Replicate(),) * len(mesh))
 
 
-def _output(name: str, program: Program) -> ProgramOutput:
-    return ProgramOutput(name=name, role="gradient", target=name, meta=None, layout=_local(program))
-
-
-def _local(program: Program) -> Layout:
-    return (Replicate(),) * len(program.mesh)
+def result(name: str, mesh: Shape, role: OutputRole = "output") -> ProgramOutput:
+    """What a part of a program gives as this rank has it."""
+    return ProgramOutput(name=name, role=role, target=name, meta=None, layout=(Replicate(),) * len(mesh))

@@ -10,6 +10,7 @@ from autopar.ir.emitter import Emitter
 from autopar.ir.graph import Node, Ref
 from autopar.ir.program import Program
 from autopar.ir.rewrite import reading
+from autopar.ir.rewriter import returning
 from autopar.ops.kinds import CLONE
 
 from .lowering import Rewrite, Target
@@ -66,7 +67,7 @@ def compact(program: Program, cache: PlacementCache | None = None) -> Program:
         forward=tuple(writer.written),
         backward=tuple(reading(instruction, renamed) for instruction in program.backward),
         saved=tuple(dict.fromkeys(renamed.get(name, name) for name in program.saved)),
-        outputs=tuple(replace(o, name=renamed.get(o.name, o.name)) if o.name else o for o in program.outputs),
+        outputs=tuple(returning(o, renamed) for o in program.outputs),
         metas=writer.metas,
         uneven=program.uneven | {renamed[name] for name in copied & program.uneven},
     )

@@ -13,9 +13,10 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from autopar.ir.dataflow import derived, reached, reads_some
-from autopar.ir.layout import Replicate
-from autopar.ir.program import Program, ProgramInput
+from autopar.ir.program import Program
 from autopar.ir.rewrite import living
+
+from .accumulate import within
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,11 +36,7 @@ def held(program: Program) -> Held:
     wanted.update(name for node in rest for name in node.inputs)
     names = tuple(name for node in program.forward for name in node.outputs if name in values & wanted)
     results = (*(o.name for o in program.outputs if not o.backward), *program.saved)
-    everywhere = (Replicate(),) * len(program.mesh)
-    given = tuple(
-        ProgramInput(name=name, role="buffer", target=name, meta=program.metas[name], layout=everywhere)
-        for name in names
-    )
+    given = tuple(within(name, "buffer", program.metas, program.mesh) for name in names)
     return Held(
         names=names,
         cold=replace(program, saved=(*program.saved, *names)),

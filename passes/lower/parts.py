@@ -22,69 +22,6 @@ from autopar.ops.rules import rule_of
 from .regions import Metas, Refused, Region, adding, factors_of, has_rank, local_call
 
 
-@dataclass(eq=False, kw_only=True)
-class Pieces(Emitter):
-    """The parts of a region's values, by name, and the instructions that make them."""
-
-    region: Region
-    label: str
-    part_names: dict[tuple[str, int], str] = field(default_factory=dict)
-    """(value, part) -> that part of it, once written."""
-
-    def _name(self, value: str, part: int) -> str:
-        name = f"{value}_{self.label}{part}"
-        while name in self.metas:
-            name += "_"
-        return name
-
-    def _emit(self, like: Node, op: str, args: tuple[Any, ...], name: str, meta: TensorMeta | None = None) -> str:
-        return self.emit(
-            op, args, name, metas=None if meta is None else (meta,), module=like.module, serves=like.serves
-        )
-
-    def _shape(self, value: str) -> Shape:
-        shape, cut = list(self.metas[value].shape), self.region.cuts[value]
-        if isinstance(cut, Split):
-            shape[cut.dim] //= self.region.parts
-        return tuple(shape)
-
-    def _cut_out(self, reader: Node, value: str, source: str, cut: Split, part: int) -> str:
-        parts, shape, name = self.region.parts, self.metas[value].shape, self._name(value, part)
-        each = cut.period // parts
-        if cut.period == shape[cut.dim]:
-            args = (Ref(source), cut.dim, part * each, (part + 1) * each)
-            return self._emit(reader, SLICE, args, name)
-        blocks = (*shape[: cut.dim], shape[cut.dim] // cut.period, parts, each, *shape[cut.dim + 1 :])
-        wide = self._emit(reader, RESHAPE, (Ref(source), blocks), self._name(f"{value}_blocks", part))
-        block = (Ref(wide), cut.dim + 1, part)
-        one = self._emit(reader, SELECT, block, self._name(f"{value}_block", part))
-        return self._emit(reader, RESHAPE, (Ref(one), self._shape(value)), name)
-
-    def _together(self, instruction: Node, value: str, joint: str) -> None:
-        """Put all parts of a value together, under the name `joint`."""
-        cut = self.region.cuts[value]
-        parts = [Ref(self.part_names[value, part]) for part in range(self.region.parts)]
-        meta = self.metas[value]
-        if isinstance(cut, Partial):
-            total = parts[0]
-            for number, more in enumerate(parts[1:], 1):
-                name = joint if number == len(parts) - 1 else self._name(f"{value}_sum", number)
-                total = Ref(self._emit(instruction, ADD, (total, more), name))
-            return
-        assert isinstance(cut, Split)
-        size = meta.shape[cut.dim]
-        if cut.period == size:
-            self._emit(instruction, CAT, (tuple(parts), cut.dim), joint)
-            return
-        each = (*meta.shape[: cut.dim], size // cut.period, 1, cut.period // len(parts), *meta.shape[cut.dim + 1 :])
-        blocks = tuple(
-            Ref(self._emit(instruction, RESHAPE, (part, each), self._name(f"{value}_block", n)))
-            for n, part in enumerate(parts)
-        )
-        apart = self._emit(instruction, CAT, (blocks, cut.dim + 1), self._name(f"{value}_blocks", 0))
-        self._emit(instruction, RESHAPE, (Ref(apart), meta.shape), joint)
-
-
 def in_parts(
     window: Sequence[Node], metas: dict[str, TensorMeta], region: Region, kept: frozenset[str], label: str
 ) -> list[Node]:
@@ -100,11 +37,15 @@ def in_parts(
 
 
 @dataclass(eq=False, kw_only=True)
-class PartsWriter(Pieces):
+class PartsWriter(Emitter):
     """Writes the stretch of a window that a region takes, in parts."""
 
     half: Sequence[Node]
+    region: Region
     kept: frozenset[str]
+    label: str
+    part_names: dict[tuple[str, int], str] = field(default_factory=dict)
+    """(value, part) -> that part of it, once written."""
     maker: dict[str, int] = field(default_factory=dict)
     """Value of the region -> the member that makes it."""
     stage: dict[int, int] = field(default_factory=dict)
@@ -288,6 +229,61 @@ class PartsWriter(Pieces):
             self._write(member, part)
         self._together(instruction, value, value)
 
+    # --- values, cut and put together
+
+    def _name(self, value: str, part: int) -> str:
+        name = f"{value}_{self.label}{part}"
+        while name in self.metas:
+            name += "_"
+        return name
+
+    def _emit(self, like: Node, op: str, args: tuple[Any, ...], name: str, meta: TensorMeta | None = None) -> str:
+        return self.emit(
+            op, args, name, metas=None if meta is None else (meta,), module=like.module, serves=like.serves
+        )
+
+    def _shape(self, value: str) -> Shape:
+        shape, cut = list(self.metas[value].shape), self.region.cuts[value]
+        if isinstance(cut, Split):
+            shape[cut.dim] //= self.region.parts
+        return tuple(shape)
+
+    def _cut_out(self, reader: Node, value: str, source: str, cut: Split, part: int) -> str:
+        parts, shape, name = self.region.parts, self.metas[value].shape, self._name(value, part)
+        each = cut.period // parts
+        if cut.period == shape[cut.dim]:
+            args = (Ref(source), cut.dim, part * each, (part + 1) * each)
+            return self._emit(reader, SLICE, args, name)
+        blocks = (*shape[: cut.dim], shape[cut.dim] // cut.period, parts, each, *shape[cut.dim + 1 :])
+        wide = self._emit(reader, RESHAPE, (Ref(source), blocks), self._name(f"{value}_blocks", part))
+        block = (Ref(wide), cut.dim + 1, part)
+        one = self._emit(reader, SELECT, block, self._name(f"{value}_block", part))
+        return self._emit(reader, RESHAPE, (Ref(one), self._shape(value)), name)
+
+    def _together(self, instruction: Node, value: str, joint: str) -> None:
+        """Put all parts of a value together, under the name `joint`."""
+        cut = self.region.cuts[value]
+        parts = [Ref(self.part_names[value, part]) for part in range(self.region.parts)]
+        meta = self.metas[value]
+        if isinstance(cut, Partial):
+            total = parts[0]
+            for number, more in enumerate(parts[1:], 1):
+                name = joint if number == len(parts) - 1 else self._name(f"{value}_sum", number)
+                total = Ref(self._emit(instruction, ADD, (total, more), name))
+            return
+        assert isinstance(cut, Split)
+        size = meta.shape[cut.dim]
+        if cut.period == size:
+            self._emit(instruction, CAT, (tuple(parts), cut.dim), joint)
+            return
+        each = (*meta.shape[: cut.dim], size // cut.period, 1, cut.period // len(parts), *meta.shape[cut.dim + 1 :])
+        blocks = tuple(
+            Ref(self._emit(instruction, RESHAPE, (part, each), self._name(f"{value}_block", n)))
+            for n, part in enumerate(parts)
+        )
+        apart = self._emit(instruction, CAT, (blocks, cut.dim + 1), self._name(f"{value}_blocks", 0))
+        self._emit(instruction, RESHAPE, (Ref(apart), meta.shape), joint)
+
 
 def _form(instruction: Node, metas: Metas, region: Region) -> Emission:
     """The local program of an instruction on a part. Raises Refused where it would depend on which part it is."""
@@ -304,6 +300,6 @@ def _form(instruction: Node, metas: Metas, region: Region) -> Emission:
     )
     emission = local_program(call, rule, ((rule.factors[factor].name, (0,)),), operands, results, mesh)
     for written in emission.instructions:
-        if written.collective or has_rank(written.args) or has_rank(written.kwargs):
+        if written.collective or has_rank((written.args, written.kwargs)):
             raise Refused(f"{instruction.op} depends on which part it makes")
     return emission

@@ -7,17 +7,18 @@ dim is summed over, the parts add up (`Partial`). Period = size are parts of con
 takes every so many-th block, which is MeshSlice's blocked slicing (Algorithm 2).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.ir.graph import CONTIGUOUS, PERMUTE, RESHAPE, WAIT, Node, TensorMeta
-from autopar.ir.layout import PARTIAL, REPLICATE, Partial, Placement, Split, permute_layout, reshape_split
+from autopar.ir.graph import CONTIGUOUS, VIEWS, WAIT, Node, TensorMeta, is_view
+from autopar.ir.layout import PARTIAL, REPLICATE, Partial, Placement, Split
 from autopar.ir.program import RankIndex
 from autopar.ops.emit import expands
 from autopar.ops.kinds import ADDING
 from autopar.ops.rule import Call, OpRule, call_of
 from autopar.ops.rules import rule_of
+from autopar.passes.space.collapse import from_root, step_of, to_root
 
 DIM_0 = ("all_gather", "reduce_scatter", "all_to_all")
 """Collectives along dim 0, whose shares are its outermost digit: a cut below it is one of operand and result."""
@@ -84,7 +85,7 @@ def _add(cuts: dict[str, Placement], metas: Metas, name: str, placement: Placeme
 
 def through(instruction: Node, metas: Metas, cuts: Mapping[str, Placement], parts: int) -> dict[str, Placement]:
     """How all values of an instruction are cut where one of them is, as `cuts` says. Raises Refused."""
-    if instruction.op == WAIT or instruction.collective or instruction.op in (CONTIGUOUS, RESHAPE, PERMUTE):
+    if instruction.op == WAIT or instruction.collective or instruction.op in (CONTIGUOUS, *VIEWS):
         source, result = instruction.inputs[0], instruction.outputs[0]
         if len(instruction.inputs) > 1:
             raise Refused(f"{instruction.op} has as many rows as happen to come at run time")
@@ -149,16 +150,11 @@ def _one(
 def _passed(instruction: Node, metas: Metas, cut: Split, parts: int, ahead: bool) -> Split:
     """Where a cut goes through a view or a collective, from operand to result (`ahead`) or back."""
     before, after = metas[instruction.inputs[0]].shape, metas[instruction.outputs[0]].shape
-    if instruction.op == RESHAPE:
-        split = reshape_split(*((before, after) if ahead else (after, before)), cut, parts)
-        if split is None:
+    if is_view(instruction):
+        step = step_of(instruction, metas)
+        moved = (from_root if ahead else to_root)((step,), (cut,), (parts,))
+        if moved is None or not isinstance(moved[0], Split):
             raise Refused(f"a view from {before} to {after} takes the digit {cut} apart")
-        return split
-    if instruction.op == PERMUTE:
-        order = instruction.args[1]
-        given = order if ahead else tuple(order.index(d) for d in range(len(order)))
-        moved = permute_layout(given, (cut,), (parts,))
-        assert moved is not None and isinstance(moved[0], Split)
         return moved[0]
     kind = instruction.collective
     if kind in DIM_0 and cut.dim == 0:
@@ -173,13 +169,16 @@ def _passed(instruction: Node, metas: Metas, cut: Split, parts: int, ahead: bool
 
 
 def local_call(instruction: Node, metas: Metas) -> Call:
-    if has_rank(instruction.args) or has_rank(instruction.kwargs):
+    if has_rank((instruction.args, instruction.kwargs)):
         raise Refused(f"{instruction.op} depends on the rank")
     return call_of(instruction, metas)
 
 
-def has_rank(value: Any) -> bool:
-    return isinstance(value, RankIndex) or (isinstance(value, tuple) and any(map(has_rank, value)))
+def has_rank(value: Any, such: Callable[[RankIndex], object] = bool) -> bool:
+    """Whether such a number that differs by rank stands in an argument."""
+    if isinstance(value, RankIndex):
+        return bool(such(value))
+    return isinstance(value, tuple) and any(has_rank(item, such) for item in value)
 
 
 def adding(op: str) -> str | None:

@@ -18,8 +18,9 @@ from autopar.ir.dataflow import leading
 from autopar.ir.emitter import Emitter
 from autopar.ir.graph import producers, readers
 from autopar.ir.program import Program
-from autopar.ir.rewrite import living, needed, reading
+from autopar.ir.rewrite import living, needed, reading, with_own_metas
 
+from .accumulate import add_meta
 from .lowering import Adopted, Rewrite, Target, always
 
 CHAIN = 64
@@ -58,12 +59,12 @@ def rematerialized(program: Program) -> Program:
     def make(wanted: str) -> None:
         """The chain from what is kept to a value, in forward's order."""
         for node in (program.forward[place] for place in sorted(leading(program.forward, [wanted], made=lacking))):
-            outputs = tuple(_copied(writer, o) if o else "" for o in node.outputs)
+            copies = {o: add_meta(writer.metas, writer.fresh(f"{o}_again"), writer.metas[o]) for o in node.outputs if o}
+            outputs = tuple(copies.get(output, "") for output in node.outputs)
             writer.written.append(replace(reading(node, renamed), outputs=outputs, backward=True))
-            for output, copy in zip(node.outputs, outputs, strict=True):
-                if output:
-                    renamed[output] = copy
-                    lacking.pop(output, None)
+            renamed.update(copies)
+            for output in copies:
+                lacking.pop(output, None)
 
     for node in program.backward:
         for name in dict.fromkeys(node.inputs):
@@ -75,18 +76,7 @@ def rematerialized(program: Program) -> Program:
     tangents = {i.name for i in program.inputs if i.role == "tangent"}
     saved = tuple(name for name in needed(backward, results) if name not in tangents)
     forward = living(program.forward, (*(o.name for o in program.outputs if not o.backward), *saved))
-    names = [*inputs, *(name for node in (*forward, *backward) for name in node.outputs if name)]
-    return replace(
-        program, forward=forward, backward=backward, saved=saved,
-        metas={name: writer.metas[name] for name in names if name in writer.metas},
-    )  # fmt: skip
-
-
-def _copied(writer: Emitter, name: str) -> str:
-    """A name for a value that is made again."""
-    copy = writer.fresh(f"{name}_again")
-    writer.metas[copy] = writer.metas[name]
-    return copy
+    return with_own_metas(replace(program, forward=forward, backward=backward, saved=saved, metas=writer.metas))
 
 
 def _fixed(program: Program, wanted: Collection[str]) -> set[str]:

@@ -55,7 +55,7 @@ class Short:
         placed = list(self._placed(moments))
         added = [0.0] * len(placed)
         for missing in self.missing:
-            static, gradients = _held(program, missing.own, optimizer)
+            static, gradients = _own_bytes(program, missing.own, optimizer)
             left, late = _left(placed, missing.place)
             for i, (phase, place, _) in enumerate(placed):
                 if phase == "forward":
@@ -155,7 +155,7 @@ def _left(placed: Sequence[tuple[str, Place, Moment]], place: Place) -> tuple[fl
     return left, late
 
 
-def _held(program: Program, own: frozenset[str], optimizer: Optimizer) -> tuple[float, float]:
+def _own_bytes(program: Program, own: frozenset[str], optimizer: Optimizer) -> tuple[float, float]:
     """Bytes of a copy's parameters with their states, and of their gradients."""
     static = gradients = 0.0
     for i in program.inputs:

@@ -30,26 +30,25 @@ from autopar.ir.dataflow import ending, leading, reached
 from autopar.ir.emitter import Emitter
 from autopar.ir.graph import (
     WAIT,
-    InputRole,
     JointGraph,
     Node,
-    OutputRole,
     Ref,
-    TensorMeta,
     map_references,
     producers,
     readers,
 )
-from autopar.ir.layout import Replicate, Shape
-from autopar.ir.program import LAYOUT, Program, ProgramInput, ProgramOutput, RankIndex
+from autopar.ir.layout import Replicate
+from autopar.ir.program import LAYOUT, Program, ProgramInput, ProgramOutput
 from autopar.ir.rewrite import living, needed, reading
+from autopar.ir.rewriter import returning
 from autopar.ir.schedule import Edge
 from autopar.ops.apart import APART
 from autopar.ops.kinds import SELECT, STACK
 from autopar.ops.traced import Traced
 
-from .accumulate import add_meta, is_linear, tail, with_sums
+from .accumulate import add_meta, is_linear, result, tail, with_sums, within
 from .hold import gathered
+from .regions import has_rank
 
 TIME = 0
 """The mesh axis that lies in time."""
@@ -219,7 +218,7 @@ def unstacked(program: Program) -> Program:
         return tuple(emitter.written)
 
     forward, backward = _counting_first(program, written(program.forward), written(program.backward))
-    outputs = tuple(replace(o, name=same.get(o.name or "", o.name)) for o in program.outputs)
+    outputs = tuple(returning(o, same) for o in program.outputs)
     made = {name for node in forward for name in node.outputs}
     counts = (name for node in backward for name in node.inputs if name in made)
     saved = tuple(dict.fromkeys((*(same.get(name, name) for name in program.saved), *counts)))
@@ -254,13 +253,7 @@ def varies(i: ProgramInput, program: Program) -> bool:
 
 def tells_time(node: Node) -> bool:
     """Whether a number that a node is given differs by micro-batch."""
-    return _tells_time((node.args, node.kwargs))
-
-
-def _tells_time(value: object) -> bool:
-    if isinstance(value, RankIndex):
-        return any(axis == TIME for axis, _ in value.terms)
-    return isinstance(value, tuple) and any(map(_tells_time, value))
+    return has_rank((node.args, node.kwargs), lambda index: any(axis == TIME for axis, _ in index.terms))
 
 
 class Kinds:
@@ -600,7 +593,7 @@ class _Cutter(Kinds):
                     waiting += node.inputs
             return tuple(reading(node, totals) for node in half if node.name in chosen)
 
-        results = [replace(o, name=totals.get(o.name or "", o.name)) for o in results]
+        results = [returning(o, totals) for o in results]
         first = [*forward_handed, *(o.name for o in results if o.name and not o.backward)]
         second = [*backward_handed, *(o.name for o in results if o.name and o.backward)]
         backward = closed(self.program.backward, second)
@@ -613,15 +606,15 @@ class _Cutter(Kinds):
         return replace(
             self.program,
             inputs=(
-                *(self.given.get(name) or _within(name, "input", metas, mesh) for name in reads),
-                *(self.given.get(name) or _within(name, "tangent", metas, mesh) for name in behind),
+                *(self.given.get(name) or within(name, "input", metas, mesh) for name in reads),
+                *(self.given.get(name) or within(name, "tangent", metas, mesh) for name in behind),
             ),
             forward=forward,
             backward=backward,
             saved=tuple(name for name in late if name in reads or name in made),
             outputs=(
-                *(_result(name, mesh) for name in forward_handed),
-                *(_result(name, mesh, "gradient") for name in backward_handed),
+                *(result(name, mesh) for name in forward_handed),
+                *(result(name, mesh, "gradient") for name in backward_handed),
                 *results,
             ),
         )
@@ -677,25 +670,15 @@ def adding(
     }
     unit = replace(
         program,
-        inputs=(*program.inputs, *(_within(before, "input", metas, mesh) for before, _ in totals.values())),
+        inputs=(*program.inputs, *(within(before, "input", metas, mesh) for before, _ in totals.values())),
         forward=with_sums(program.forward, totals, metas),
         outputs=(
             *(o for o in program.outputs if o.name not in totals or o.name in others),
-            *(_result(after, mesh) for _, after in totals.values()),
+            *(result(after, mesh) for _, after in totals.values()),
         ),
         metas=metas,
     )
     return unit, totals
-
-
-def _within(name: str, role: InputRole, metas: Mapping[str, TensorMeta], mesh: Shape) -> ProgramInput:
-    """What a unit is given as this rank has it."""
-    return ProgramInput(name=name, role=role, target=name, meta=metas[name], layout=(Replicate(),) * len(mesh))
-
-
-def _result(name: str, mesh: Shape, role: OutputRole = "output") -> ProgramOutput:
-    """What a unit gives as this rank has it."""
-    return ProgramOutput(name=name, role=role, target=name, meta=None, layout=(Replicate(),) * len(mesh))
 
 
 def unit(program: Program, nodes: Sequence[Node], results: Iterable[str | None]) -> Program:
@@ -706,10 +689,10 @@ def unit(program: Program, nodes: Sequence[Node], results: Iterable[str | None])
     return replace(
         program,
         inputs=tuple(
-            given.get(name) or _within(name, "input", program.metas, program.mesh) for name in needed(kept, names)
+            given.get(name) or within(name, "input", program.metas, program.mesh) for name in needed(kept, names)
         ),
         forward=kept,
         backward=(),
         saved=(),
-        outputs=tuple(_result(name, program.mesh) for name in names),
+        outputs=tuple(result(name, program.mesh) for name in names),
     )

@@ -5,15 +5,24 @@ root. A view moves no data and makes no decision, so it is no site of the search
 its root to layouts of what is read (`layout.reshape_split`), and codegen runs it where it is read.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from autopar.ir.graph import PERMUTE, RESHAPE, JointGraph, is_view
+from autopar.ir.graph import PERMUTE, RESHAPE, JointGraph, Node, TensorMeta, is_view
 from autopar.ir.layout import Layout, Shape, is_legal, permute_layout, reshape_layout
 
 Step = tuple[str, tuple[int, ...], tuple[int, ...]]
 """(RESHAPE, shape before, shape after) or (PERMUTE, order, shape after)"""
 Steps = tuple[Step, ...]
+
+
+def step_of(view: Node, metas: Mapping[str, TensorMeta]) -> Step:
+    """What a view does."""
+    after = metas[view.outputs[0]].shape
+    if view.op == PERMUTE:
+        return PERMUTE, tuple(view.args[1]), after
+    return RESHAPE, metas[view.inputs[0]].shape, after
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +53,8 @@ class Roots:
             index = graph.producer.get(value)
             if name != value or index is None or not is_view(graph.nodes[index]):
                 return Alias(name, tuple(reversed(steps)))
-            node = graph.nodes[index]
-            source = node.args[0].name
-            after = graph.metas[value].shape
-            if node.op == RESHAPE:
-                steps.append((RESHAPE, graph.metas[source].shape, after))
-            else:
-                steps.append((PERMUTE, tuple(node.args[1]), after))
-            value = source
+            steps.append(step_of(graph.nodes[index], graph.metas))
+            value = graph.nodes[index].inputs[0]
 
 
 @cache
