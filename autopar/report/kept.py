@@ -30,7 +30,7 @@ def key_of(*parts: Any) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class KeptAnswer:
     """An answer as JSON."""
 
     key: str
@@ -41,7 +41,7 @@ class Answers(Database):
     """Answers by key."""
 
     what, application_id, version = "file of answers", 0x6170_6674, 0
-    tables = {"kept": (Answer, ("key",))}  # noqa: RUF012
+    tables = {"kept": (KeptAnswer, ("key",))}  # noqa: RUF012
     remedy = "give another file"
 
 
@@ -62,4 +62,4 @@ class Kept:
     def put(self, key: str, answer: Any) -> None:
         self.here[key] = answer
         if self.database is not None:
-            self.database.add([Answer(key=key, answer=json.dumps(answer))])
+            self.database.add([KeptAnswer(key=key, answer=json.dumps(answer))])
