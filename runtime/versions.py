@@ -22,6 +22,7 @@ from autopar.ir.program import Program
 from autopar.passes.capture.captured import Captured
 from autopar.passes.capture.concrete import Pinned
 from autopar.passes.capture.leaves import same_value
+from autopar.passes.capture.ledger import Reads
 
 from .agreement import all_equal, telling, together
 from .guard import Guard, report_changed
@@ -205,15 +206,15 @@ class Versions:
     def guard_again(self) -> None:
         """Guard the modules that these modes are of now, and no others."""
         for version in self.versions:
-            version.guard = self._guard(version.state.captured)
+            version.guard = self._guard(version.guard.reads)
         self.chosen = {}
 
-    def _guard(self, captured: Captured) -> Guard:
-        return Guard(self.root, self.loss_fn, captured.reads)
+    def _guard(self, reads: Reads) -> Guard:
+        return Guard(self.root, self.loss_fn, reads)
 
     def _version(self, key: ProgramKey, captured: Captured, state: State) -> _Version:
         """Of a step that a program serves, which may have been captured of another one."""
-        return _Version(key=key, guard=self._guard(captured), pinned=captured.pinned, state=state)
+        return _Version(key=key, guard=self._guard(captured.reads), pinned=captured.pinned, state=state)
 
     def _reads(self, version: _Version, inputs: Inputs) -> bool:
         """Whether a program's numbers are those of these inputs, on all ranks alike."""

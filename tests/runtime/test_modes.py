@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -464,4 +465,32 @@ def adapted() -> None:
 
 def test_gradients_that_forward_takes_while_they_are_disabled() -> None:
     (outcome,) = outcomes(1, adapted)
+    assert outcome.error is None, outcome.traceback
+
+
+class Doubling(nn.Module):
+    """Asks in evaluation alone for what it does not ask for in training, where one program serves both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.twice = nn.Linear(HIDDEN, HIDDEN), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x).square().mean()
+        return y * 2 if not self.training and self.twice else y
+
+
+def copied() -> None:
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("a",))
+    parallel = autopar.parallelize(Doubling(), mesh, (batch(0),))
+    trained = parallel(batch(0))
+    torch.testing.assert_close(parallel.eval()(batch(0)), trained)
+    twin = copy.deepcopy(parallel)
+    twin.twice = True
+    torch.testing.assert_close(twin(batch(0)), 2 * trained)
+    torch.testing.assert_close(parallel(batch(0)), trained)
+
+
+def test_a_copy_knows_what_each_mode_asked_for() -> None:
+    (outcome,) = outcomes(1, copied)
     assert outcome.error is None, outcome.traceback
