@@ -76,10 +76,11 @@ CELLS: Mapping[str, Cell] = {
     "pairs": replace(SLOW, shape="pairs", inter="1gbit", hidden=512, layers=4, batch=8, sequence=64),
     "wide batch": replace(SLOW, hidden=256, layers=2, batch=64, sequence=64),
     "experts": replace(SLOW, hidden=256, layers=2, batch=8, sequence=64, experts=8),
-    "deep": replace(SLOW, hidden=512, layers=8, batch=16, sequence=32),
+    "deep": replace(SLOW, shape="2x2-stages", hidden=512, layers=8, batch=16, sequence=32),
+    "shallow": replace(SLOW, shape="2x2-stages", hidden=256, layers=2, batch=64, sequence=64),
     "deep, slower": replace(SLOW, shape="2x2-slow", inter="200mbit", hidden=512, layers=8, batch=16, sequence=64),
 }
-"""The first four are the cells that the project began with. In the last two stages should win."""
+"""The first four are the cells that the project began with. Stages should win in the deep ones, and not in the shallow one."""
 
 VOCABULARY, HEADS, KEY_VALUE_HEADS = 512, 8, 4
 
