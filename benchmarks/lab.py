@@ -80,7 +80,7 @@ CELLS: Mapping[str, Cell] = {
     "shallow": replace(SLOW, shape="2x2-stages", hidden=256, layers=2, batch=64, sequence=64),
     "deep, slower": replace(SLOW, shape="2x2-slow", inter="200mbit", hidden=512, layers=8, batch=16, sequence=64),
 }
-"""The first four are the cells that the project began with. Stages should win in the deep ones, and not in the shallow one."""
+"""The first four are those that the project began with. Stages should win in the deep ones, and not in the shallow."""
 
 VOCABULARY, HEADS, KEY_VALUE_HEADS = 512, 8, 4
 
