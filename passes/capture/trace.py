@@ -39,7 +39,7 @@ from .functional import Functional
 from .leaves import input_names, leaf_of
 from .overrides import Generators, Overrides
 from .recorder import line_of
-from .refusals import refusal, unread_refusal
+from .refusals import TRAINING_CONSTANTS, refusal, refuse, unread_refusal
 from .repeat import RepeatedStep
 from .saved import watched_hooks
 from .step import ModelStep, Recording
@@ -253,6 +253,9 @@ class _WatchedStep:
                     yield
 
             recording = self.step.record(recorder, watched(), operators)
+            for tensor in recorder.constants.values():  # read where gradients were enabled in a checkpoint's second run
+                if tensor.grad is not None:
+                    refuse(TRAINING_CONSTANTS, name=self.witness.name_of(tensor))
         self.checkpoints = where.checkpoints
         given = {**self.step.held(), **self.step.fakes}
         self.late = tuple(name for name, tensor in given.items() if id(tensor) in where.leaves)

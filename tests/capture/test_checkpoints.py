@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import autopar
+from autopar.passes.capture.errors import CaptureError
 from autopar.passes.capture.trace import capture
 from autopar.passes.checkpoints import checkpoints
 from autopar.planning.plan import Plan
@@ -295,3 +296,25 @@ def _on_ranks() -> None:
 
 def test_a_parallel_module_trains_so_and_a_plan_brings_it_along() -> None:
     run(2, _on_ranks)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_trained_tensor_that_is_no_parameter_read_in_a_checkpoint_alone(reentrant: bool) -> None:
+    """A reentrant one reads it without gradients first, and with them in backward."""
+
+    class Scaled(nn.Module):
+        def __init__(self, trained: bool) -> None:
+            super().__init__()
+            self.layer, self.scales = nn.Linear(4, 4), [torch.ones(4, requires_grad=trained)]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            def scaled(y: torch.Tensor) -> torch.Tensor:
+                return self.layer(y) * self.scales[0]
+
+            return checkpoint(scaled, self.layer(x), use_reentrant=reentrant).square().mean()
+
+    capture(Scaled(trained=False), (torch.randn(2, 4),))
+    model = Scaled(trained=True)
+    with pytest.raises(CaptureError, match=r"scales\[0\] requires a gradient and is no parameter"):
+        capture(model, (torch.randn(2, 4),))
+    assert model.scales[0].grad is None
