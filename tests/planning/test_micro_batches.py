@@ -186,7 +186,7 @@ def held_on_ranks() -> None:
     for name, parameter in beside.named_parameters():
         assert_close(whole(module.get_parameter(name).grad), whole(parameter.grad), name, 1e-4)
     # nothing is held after the reduction
-    gathers = vars(module)["_state"].pending.gathers
+    gathers = vars(module)["_state"].module.pending.gathers
     assert gathers and not any(each.values for each in gathers.values())
     module.eval()
     with torch.no_grad():
