@@ -193,7 +193,7 @@ class _TrainingStep:
 
     def _copied(self, gradients: Sequence[str]) -> list[bool]:
         """Which gradients the module copies at the end: those that are not contiguous, or that share memory with what
-        lives on (`runtime.shared`)."""
+        lives on (`runtime.shared_memory`)."""
         spans: dict[int, list[tuple[int, int]]] = {}
         living = [i.name for i in self.program.inputs]
         living += [o.name for o in self.program.outputs if o.role == "output" and o.name is not None]
