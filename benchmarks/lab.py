@@ -196,7 +196,8 @@ def by_hand(cell: Cell, batch: Mapping[str, Any]) -> dict[str, tuple[Any, Mappin
     outer_part, inner_part = part(world // inner, rank // inner), part(inner, rank % inner)
     if cell.family == "Llama":
         ranks, across, within = flat.get_group(), grid.get_group(OUTER), grid.get_group(INNER)
-        variants["1F1B"] = _Pipeline(cell, ranks, None, 1, batch), {}
+        if cell.layers >= world:  # a stage without a layer has nothing to train
+            variants["1F1B"] = _Pipeline(cell, ranks, None, 1, batch), {}
         variants["1F1B x DDP"] = _Pipeline(cell, across, within, 1, inner_part), {}
         if cell.layers >= 2 * world:
             variants["interleaved"] = _Pipeline(cell, ranks, None, 2, batch), {}
