@@ -113,8 +113,8 @@ class Planner:
 
     def _cut(self) -> None:
         """Sets the axis of stages ("" without one), and into how many micro-batches these cut the batch."""
-        self.axis = axis_of_stages(self.asked, self.mesh)
         asked = self.asked
+        self.axis = axis_of_stages(asked, self.mesh)
         count = first_count(asked, self.batch, self.mesh[self.axis]) if self.axis else int(asked.micro_batches)
         self.training = replace(self.training, micro_batches=count)
 
