@@ -21,14 +21,21 @@ def is_transformed() -> bool:
 
 def is_differentiated(tensor: torch.Tensor) -> bool:
     """Whether a transform of `torch.func` differentiates by it, which functions of `torch.library` have no form for."""
-    return bool(torch._C._functorch.is_gradtrackingtensor(tensor))
+    return any(map(torch._C._functorch.is_gradtrackingtensor, _wrapped(tensor)))
+
+
+def _wrapped(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensor, and what transforms of `torch.func` wrap one in another, from the innermost transform out."""
+    yield tensor
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+        yield tensor
 
 
 def untransformed(tensor: torch.Tensor) -> torch.Tensor:
     """What a transform of `torch.func` wraps; the tensor itself, if none does."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor
+    *_, plain = _wrapped(tensor)
+    return plain
 
 
 def statistics_dtype(x: torch.Tensor) -> torch.dtype:

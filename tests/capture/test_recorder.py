@@ -751,16 +751,33 @@ def test_hooks_of_gradients_see_one_call_at_a_time() -> None:
         assert torch.equal(parallel.layer.weight.grad.full_tensor(), model.layer.weight.grad)  # type: ignore
 
 
+def _attended(x: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(*[x[:, None]] * 3).sin().sum()
+
+
+SLOPES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "grad": torch.func.grad(_attended),
+    "grad of vmap": torch.func.grad(lambda x: torch.vmap(_attended)(x[None]).sum()),
+    "vmap of grad": lambda x: torch.vmap(torch.func.grad(_attended))(x[None])[0],
+    "grad of two vmaps": torch.func.grad(lambda x: torch.vmap(torch.vmap(_attended))(x[None, None]).sum()),
+    "grad of what vmap closes over": torch.func.grad(lambda x: torch.vmap(lambda y: _attended(x * y))(x[0]).sum()),
+}
+
+
 class Sloped(nn.Linear):
     """Reads the slope of attention."""
 
+    def __init__(self, how: str) -> None:
+        super().__init__(8, 8)
+        self.how = how
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        slope = torch.func.grad(lambda r: F.scaled_dot_product_attention(*[r[:, None]] * 3).sin().sum())(x)
-        return (super().forward(x) * slope).square().mean()
+        return (super().forward(x) * SLOPES[self.how](x)).square().mean()
 
 
-def test_attention_that_a_transform_differentiates() -> None:
-    model, x = Sloped(8, 8).double(), torch.randn(4, 6, 8, dtype=torch.float64)
+@pytest.mark.parametrize("how", SLOPES)
+def test_attention_that_a_transform_differentiates(how: str) -> None:
+    model, x = Sloped(how).double(), torch.randn(4, 6, 8, dtype=torch.float64)
     assert check(model, {"a": 2}, (x,), plans=2, steps=2).equal
 
 

@@ -201,6 +201,8 @@ class Scope:
     owner: str = "model"
     keeps: bool = False
     """Whether the shape must stay."""
+    is_transformed: bool = False
+    """Whether a transform of `torch.func` runs it: a parameter whose data were set there ends eager PyTorch itself."""
 
     def run(self, lines: Sequence[str]) -> None:
         exec("\n".join(lines), self.names)
@@ -307,7 +309,9 @@ class _Builder:
             names["self"] = _own_module()
             names["self"].number = 0
         owner = ("layer" if "number" in text else "block") if own_class else scope.owner
-        inner = Scope(names, [match[1]] if own_class else [*scope.values, match[1]], owner, keeps=True)
+        is_transformed = scope.is_transformed or "torch.func." in text or "torch.vmap" in text
+        values = [match[1]] if own_class else [*scope.values, match[1]]
+        inner = Scope(names, values, owner, keeps=True, is_transformed=is_transformed)
         added, last = self._block(body, match[1], inner)
         lines, added.lines["forward"] = added.lines["forward"] or ["pass"], []
         text = _indented(text, match[0], lines)
@@ -328,6 +332,8 @@ class _Builder:
         scope.run([*parts["init"], "self.double()"])
         scope.run(parts["make"])
         before = scope.names[x].shape
+        if scope.is_transformed and any(".data = " in line for line in parts["forward"]):
+            raise Unfit
         scope.run(parts["forward"])
         made = scope.names[y]
         if not isinstance(made, torch.Tensor) or made.dtype != torch.float64 or made.dim() < 2:
