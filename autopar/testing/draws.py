@@ -16,6 +16,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from autopar.compat.dispatch import Watching
+from autopar.compat.tensors import memory_of
 from autopar.ir.emitter import Emitter
 from autopar.ir.graph import JointGraph, Node, Ref, meta_of
 from autopar.ops.kinds import FUNCTIONAL
@@ -93,7 +94,7 @@ class Readers(Draws):  # type: ignore[no-untyped-call]
     def __init__(self, graph: JointGraph) -> None:
         super().__init__(graph, ())
         self.sources: dict[int, frozenset[int]] = {}
-        self.kept: list[torch.UntypedStorage] = []  # an address is one storage's as long as that lives
+        self.kept: list[torch.UntypedStorage] = []  # an identity is one storage's as long as that lives
         self.drawn: frozenset[int] = frozenset()
 
     def drew(self, number: int, results: Any) -> None:
@@ -106,20 +107,20 @@ class Readers(Draws):  # type: ignore[no-untyped-call]
         results = super().__torch_dispatch__(func, types, args, kwargs)
         sources = self.of((args, kwargs)) | self.drawn
         written = [args[position] for position in _written(func) if position < len(args)]
-        for storage in _storages((results, written)):
-            self.kept.append(storage)
-            self.sources[storage.data_ptr()] = self.sources.get(storage.data_ptr(), frozenset()) | sources
+        for tensor in _in_memory((results, written)):
+            self.kept.append(tensor.untyped_storage())
+            self.sources[memory_of(tensor)] = self.sources.get(memory_of(tensor), frozenset()) | sources
         return results
 
     def of(self, tree: Any) -> frozenset[int]:
         """The random operators that tensors depend on."""
-        return frozenset().union(*(self.sources.get(s.data_ptr(), ()) for s in _storages(tree)))
+        return frozenset().union(*(self.sources.get(memory_of(x), ()) for x in _in_memory(tree)))
 
 
-def _storages(tree: Any) -> list[torch.UntypedStorage]:
+def _in_memory(tree: Any) -> list[torch.Tensor]:
+    """The tensors of a tree that have memory."""
     tensors = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-    storages = [tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided]
-    return [storage for storage in storages if storage.nbytes()]
+    return [x for x in tensors if x.layout is torch.strided and x.untyped_storage().nbytes()]
 
 
 def _node(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Node, dict[str, torch.Tensor]]:

@@ -124,6 +124,22 @@ FOUND = (
         (4, 3, 6),
         (({"a": 2, "b": 2}, "dp"), ({"a": 4}, "random 0")),
     ),
+    Found(  # a tangent that is zero has no memory, and what reads draws looked at its address
+        "a random operator whose numbers nobody reads, beside a derivative forward",
+        """
+        self.layer = nn.Linear(6, 6, bias=False)
+
+    def forward(self, x):
+        y = self.layer(x)
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(y, torch.ones_like(y))
+            slope = torch.autograd.forward_ad.unpack_dual(self.layer(dual).tanh()).tangent
+        torch.rand_like(y)
+        return (y + slope).square().mean()
+""",
+        (4, 3, 6),
+        (({"a": 2, "b": 2}, "dp"),),
+    ),
     Found(  # their gradients are additions that belong to no layer, and a step is estimated from few layers
         "layers that repeat in forward alone",
         """
