@@ -127,7 +127,7 @@ def plan(
     first = Planner(model, candidates[0], args, kwargs, loss_fn=loss_fn, request=request)
     with ended_by_interrupts(first.effort.until):
         chosen = first.over(candidates, request)
-    return chosen.answering(lambda: first.on(chosen.mesh, machine))
+    return chosen.answering(lambda: first.on(chosen.mesh, machine).in_time(chosen.training.micro_batches))
 
 
 @presented()

@@ -2,7 +2,8 @@
 
 Axes lie on a cluster from the outermost in, so (2, 512) and (512, 2) are two meshes. Each gets one descent, and the
 best few a thorough search. (Bounds of several axes are too far below the plans to rule out a mesh, and take longer than
-a descent.)
+a descent.) Where ranks of the best wait for others, or nothing fits, stages of a pipeline are looked at in the place of
+its outermost axes, 2, 4, 8, ..., for as long as more of them promise a shorter step; the best gets a thorough search.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from autopar.solve.problem import Infeasible
 
 from .costs import COSTS
 from .plan import Plan
-from .request import Request
+from .provenance import STAGED, UNSTAGED, Candidate
+from .request import AUTO, STAGES, Request
 from .search import Search, SearchResult
 from .steps import NEAR, Estimate
 
@@ -33,6 +35,13 @@ AXES = ("a", "b", "c", "d")
 
 SEARCH_LOOKS = 5
 """Looks at a mesh that a thorough search takes as long as."""
+
+PLAIN = 0.8
+"""What is done of a search when the meshes without stages are."""
+
+STAGES_WORTH = 0.1
+"""Stages are looked at where ranks wait for more of the step: so much of it a pipeline idles, with micro-batches for
+each device as many times as `pipelines.FEW`."""
 
 
 def meshes(devices: int, most: int = EFFORT.mesh_axes, count: int = EFFORT.meshes) -> list[dict[str, int]]:
@@ -69,11 +78,39 @@ def promising(
     return [mesh for _, mesh in sorted(looks, key=lambda one: one[0])[:finalists]]
 
 
+def in_stages(mesh: Mapping[str, int], most: int) -> Iterator[dict[str, int]]:
+    """The meshes of as many devices that have 2, 4, 8, ... stages, at most so many, in the place of parts of the mesh's
+    outermost axes."""
+    stages = 2
+    while stages <= most:
+        left, others = stages, dict[str, int]()
+        for axis, size in mesh.items():
+            part = math.gcd(left, size)
+            left //= part
+            if part < size:
+                others[axis] = size // part
+        if left > 1:
+            return
+        yield {STAGES: stages, **others}
+        stages *= 2
+
+
+class LooksAtStages(Protocol):
+    """What plans pipelines."""
+
+    def quick_seconds(self, request: Request) -> float: ...
+
+
 class OnMeshes(Protocol):
     """A planner, and those of the same model on other meshes."""
 
     cluster: Cluster
     effort: Effort
+    @property
+    def batch(self) -> int: ...
+
+    @property
+    def pipelines(self) -> LooksAtStages: ...
 
     def on(self, mesh_shape: Mapping[str, int], cluster: Any, effort: Effort | None = None) -> OnMeshes: ...
 
@@ -90,7 +127,67 @@ class OnMeshes(Protocol):
 
 def best_over(planner: OnMeshes, candidates: Sequence[Mapping[str, int]], request: Request) -> Plan:
     """The plan with the shortest step on any of these meshes: on those that a quick look finds promising, or, by a
-    preset, on all. Where no time is left, the first that has one. Raises what planning raises if none has."""
+    preset, on all; and in stages, where these may be worth it. Where no time is left, the first that has one. Raises
+    what planning raises if none has."""
+    best, error = None, ValueError("no mesh")
+    try:
+        best = _best_of(planner, candidates, replace(request, stage=request.stage.part(0.0, PLAIN)))
+    except ValueError as raised:
+        error = raised
+    mesh = min(candidates, key=lambda mesh: max(mesh.values())) if best is None else best.mesh
+    if best is None or (may_gain(best) and not planner.effort.is_over):
+        staged = with_stages(planner.on, mesh, planner.batch, request)
+        try:
+            stage = replace(request.stage.part(PLAIN, 1.0), mesh=staged)
+            if staged is not None:
+                found = planner.on(staged, planner.cluster).planned(replace(request, stage=stage))
+                return found if best is None else _shorter(best, found)
+        except ValueError as raised:
+            logger.info("mesh %s: %s", staged, raised)
+    if best is None:
+        raise error
+    return best
+
+
+def _shorter(plan: Plan, staged: Plan) -> Plan:
+    """The shorter of a plan without and one in stages, with the other among its candidates."""
+    best, other, lost = (staged, plan, UNSTAGED) if staged.seconds < plan.seconds else (plan, staged, STAGED)
+    assert best.provenance is not None and plan.provenance is not None
+    rival = Candidate(name=lost, seconds=other.seconds, precision="simulated", bytes=other.bytes)
+    known = tuple(sorted((rival, *plan.provenance.candidates), key=lambda one: one.seconds))
+    winner = STAGED if best is staged else best.provenance.winner
+    return replace(best, provenance=replace(best.provenance, winner=winner, candidates=known))
+
+
+def may_gain(plan: Plan) -> bool:
+    """Whether stages may make a plan's step shorter: where ranks wait, or backward makes anew what memory lacks."""
+    waits = plan.exposed_seconds > STAGES_WORTH * plan.seconds
+    return waits or any(run.recompute for segment in plan.segments for run in segment.runs)
+
+
+def with_stages(
+    on: Callable[[Mapping[str, int], Any], OnMeshes], mesh: Mapping[str, int], most: int, request: Request
+) -> dict[str, int] | None:
+    """A mesh with as many stages, `most` at most, in the place of its outermost axes as promise the shortest step; None
+    where the model takes no stages, or the request is not for them. `on` gives the planner of a mesh on a cluster."""
+    best: tuple[float, dict[str, int] | None] = math.inf, None
+    if request.solver != AUTO or request.micro_batches != 1:
+        return None
+    for staged in in_stages(mesh, most):
+        try:
+            seconds = on(staged, request.cluster).pipelines.quick_seconds(request)
+        except ValueError as raised:
+            logger.info("mesh %s: %s", staged, raised)
+            break
+        logger.info("mesh %s: about %.3f ms", staged, seconds * 1e3)
+        if seconds >= best[0]:
+            break
+        best = seconds, staged
+    return best[1]
+
+
+def _best_of(planner: OnMeshes, candidates: Sequence[Mapping[str, int]], request: Request) -> Plan:
+    """The plan with the shortest step without stages."""
     by_seconds = COSTS[request.cost].by_timeline or COSTS[request.cost].plan is not None
     finalists = len(candidates) if request.preset else min(len(candidates), planner.effort.mesh_finalists)
     looks = 0.0 if request.preset else len(candidates) / (len(candidates) + SEARCH_LOOKS * finalists)

@@ -309,6 +309,20 @@ class Pipelines:
             return plan
         return replace(plan, memory_limit_bytes=usable, memory_limit_from="device", headroom=request.free_part)
 
+    def quick_seconds(self, request: Request) -> float:
+        """About the seconds of a step with a few micro-batches for each device, before anything is cut, the longer the
+        less evenly its layers can be shared; what needs more than the limit counts as so many times longer. Raises
+        ValueError where there is none."""
+        planner = self.planner
+        check_loss(planner.captured.graph)
+        limit = planner.limit(request) or math.inf
+        counts = self._counts() or [planner.batch]
+        count = min(counts, key=lambda count: abs(count - FEW * self.devices))
+        looks = self._looks(planner.in_time(count), replace(request, solver="dp"), planner.limit(request))
+        layers = max((len(repeat.copies) for repeat in planner.segments.repeats), default=self.devices)
+        uneven = math.ceil(layers / self.devices) * self.devices / layers
+        return uneven * min(look.seconds * max(1.0, look.bytes / limit) for look in looks)
+
     def _best(self, request: Request, limit: float | None) -> Made | None:
         counts = self._counts() if is_auto(request) else [self.planner.training.micro_batches]
         looks: list[Look] = []
@@ -320,12 +334,13 @@ class Pipelines:
             looks += self._smaller(looks, request, limit)
         best: Made | None = None
         done = 0
+        looks = [*{(look.micro_batches, look.seconds, look.bytes): look for look in reversed(looks)}.values()]
         looks.sort(key=lambda look: (limit is not None and look.bytes > AIMS[0] * limit, look.seconds))
         for look, stage in zip(looks, request.stage.part(0.4, 1.0).parts(len(looks)), strict=False):
             if best is not None and (done > WORK or self.planner.effort.is_over):
                 break
             done += len(self.planner.captured.graph.nodes)
-            made = self._made_within(look, request, limit)
+            made = self._made_within(look, request, limit, math.inf if best is None else best.step.seconds)
             if made is not None and (best is None or made.step.seconds < best.step.seconds):
                 best = made
                 stage.found(best.step.seconds)
@@ -481,14 +496,15 @@ class Pipelines:
 
     # ---- stages
 
-    def _made_within(self, look: Look, request: Request, limit: float | None) -> Made | None:
-        """The best stages of an assignment that keep the limit, if any do."""
+    def _made_within(self, look: Look, request: Request, limit: float | None, least: float) -> Made | None:
+        """The best stages of an assignment that keep the limit, if any do. No schedule is searched that cannot undercut
+        a step of `least` seconds."""
         on = look.on
         program = on.writer.plain(look.solved.assignment)
         parts, spans = self._pieces(look, program, request)
         beyond = [0.0] * self.devices
         for _ in range(TRIES):
-            found = [*self._made(look, request, parts, spans, program, limit, beyond)]
+            found = [*self._made(look, request, parts, spans, program, limit, beyond, least)]
             if not found:
                 logger.info("%d micro-batches: no cuts within %s bytes", look.micro_batches, limit)
                 return None
@@ -511,6 +527,7 @@ class Pipelines:
         program: Program,
         limit: float | None,
         beyond: Sequence[float],
+        least: float,
     ) -> Iterator[tuple[Made, list[float]]]:
         """Steps of an assignment by the best schedules and a searched one, with cuts whose stages are estimated to keep
         the limit, less what devices need `beyond` estimates; and these estimates."""
@@ -543,12 +560,16 @@ class Pipelines:
                     yield made, [size for size, _ in peaks]
                     best = min(filter(None, (best, made)), key=lambda made: _order(made, limit))
             assert best is not None
-            yield from ((made, [0.0] * self.devices) for made in self._searched(best, request, limit))
+            if limit is None or best.peak <= limit:
+                least = min(least, best.step.seconds)
+            yield from ((made, [0.0] * self.devices) for made in self._searched(best, request, limit, least))
 
-    def _searched(self, made: Made, request: Request, limit: float | None) -> Iterator[Made]:
-        """The step by a schedule that is searched for these stages, if that was asked for, or is soon done."""
+    def _searched(self, made: Made, request: Request, limit: float | None, least: float) -> Iterator[Made]:
+        """The step by a schedule that is searched for these stages, if that was asked for, or is soon done and may
+        undercut a step of `least` seconds."""
         units = 3 * made.look.micro_batches * len(made.step.figures.stages)
-        if request.schedule == "searched" or (request.schedule == AUTO and units <= SEARCHED_UNITS):
+        is_soon_done = request.schedule == AUTO and units <= SEARCHED_UNITS
+        if request.schedule == "searched" or (is_soon_done and made.step.bound_seconds < least):
             try:
                 yield replace(made, step=made.step.figures.step(self.searched(made, limit)))
             except ValueError as error:

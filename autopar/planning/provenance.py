@@ -34,6 +34,9 @@ ELSEWHERE = "another descent"
 EDITED = "edited"
 """The winner of a plan whose decisions a person changed."""
 
+STAGED, UNSTAGED = "search in stages", "search without stages"
+"""Where the mesh is chosen: the best plan with an axis of stages, and the best without."""
+
 TOKENS = ("input_ids", "tokens", "decoder_input_ids", "idx")
 """Inputs whose elements are tokens."""
 

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from autopar.cost.timeline import Communication
 from autopar.planning.plan import Plan, Run, Segment
-from autopar.planning.provenance import EDITED, ELSEWHERE
+from autopar.planning.provenance import EDITED, ELSEWHERE, STAGED, UNSTAGED
 from autopar.planning.texts import digits, mesh_words
 
 from .sections import Row
@@ -16,6 +16,8 @@ STARTS: Mapping[str, str] = {
     "search": "",
     "search again": "at the prices of a timeline",
     ELSEWHERE: "from another start",
+    STAGED: "in stages",
+    UNSTAGED: "without stages",
 }
 """Candidates that are plans of the search, and what sets each apart."""
 

@@ -14,7 +14,7 @@ from torch import nn
 from autopar.cluster.library import named_cluster
 from autopar.cluster.machine import Cluster
 from autopar.ir.garbage import uncollected
-from autopar.planning.meshes import AXES, meshes, promising, quick_seconds
+from autopar.planning.meshes import AXES, may_gain, meshes, promising, quick_seconds, with_stages
 from autopar.planning.planner import Planner
 from autopar.planning.presets import PRESETS
 from autopar.planning.progress import Stage
@@ -140,8 +140,9 @@ def fit(
 ) -> Fit:
     """Which meshes and strategies fit a model on each number of `devices`, and how fast they are, the fastest first.
 
-    Every mesh of at most so many `axes` gets a quick look, and the three that promise most the whole search. The search
-    and every preset are also planned on the mesh that people write by hand: the devices of a machine, and the machines.
+    Every mesh of at most so many `axes` gets a quick look, and the three that promise most the whole search; so does
+    one with stages of a pipeline, where these may be worth it. The search and every preset are also planned on the mesh
+    that people write by hand: the devices of a machine, and the machines.
     `strategies` are solvers and presets; the search and all presets if not given. The global batch is that of the
     inputs, for every size. All other arguments are as for `autopar.plan`. What cannot be planned is a trial with its
     reason, and does not stop the others.
@@ -201,7 +202,7 @@ def _trials(
         by_hand = hand_mesh(machine, size)
         look = partial(_looked, question, request, len(candidates))
         best = promising(candidates, look, finalists) if searches else []
-        yield from question.answers(
+        variants = [
             Variant(
                 name=f"{size:,} devices, {strategy} on {mesh_words(mesh)}",
                 mesh=mesh,
@@ -210,7 +211,31 @@ def _trials(
             )
             for strategy in strategies
             for mesh in _distinct([*(best if strategy in searches else []), by_hand])
-        )
+        ]
+        known = []
+        for answer in question.answers(variants):
+            known.append(answer)
+            yield answer
+        if AUTO in searches:
+            yield from _in_stages(question, request, min(known, key=lambda answer: answer.seconds))
+
+
+def _in_stages(question: Question, request: Request, best: Reply) -> Iterator[Reply]:
+    """The search on a mesh with stages in the place of the outermost axes of the best trial, if they may be worth
+    it."""
+    if best.plan is not None and not may_gain(best.plan):
+        return
+    planner = question.planner
+
+    def compute(stage: Stage) -> dict[str, int] | None:
+        with uncollected():
+            return with_stages(planner.on, best.mesh, planner.batch, replace(request, stage=stage))
+
+    doing = f"{best.devices:,} devices, looking at stages"
+    mesh = question.known(("stages", best.mesh), request, compute, SCAN, doing)
+    if mesh is not None:
+        name = f"{best.devices:,} devices, {AUTO} on {mesh_words(mesh)}"
+        yield question.answer(Variant(name=name, mesh=mesh, request=request, weight=SEARCH))
 
 
 def _looked(question: Question, request: Request, count: int, mesh: Mapping[str, int], below: float) -> float:

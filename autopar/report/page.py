@@ -11,7 +11,7 @@ from itertools import chain
 from rich.console import RenderableType
 
 from autopar.planning.plan import LIMIT_WORDS, ParameterPlan, Plan
-from autopar.planning.provenance import EDITED, Candidate
+from autopar.planning.provenance import EDITED, STAGED, UNSTAGED, Candidate
 from autopar.planning.request import NAMES
 from autopar.planning.texts import (
     bytes_text,
@@ -214,6 +214,9 @@ def _choice(plan: Plan) -> str:
         chosen = f"{', '.join(filter(None, ('found by the search', STARTS[origin.winner])))}{_registered(plan)}"
     else:
         chosen = f"preset {origin.winner}, faster than the searched plan and all other presets"
+    for c in origin.candidates:
+        if c.name in (STAGED, UNSTAGED):
+            chosen += f"; {STARTS[c.name]} a step takes {short_seconds(c.seconds)}"
     limit = plan.memory_limit_bytes
     fitting = [c for c in origin.candidates if limit is None or c.bytes is None or c.bytes <= limit]
     rivals = [c for c in fitting if c.name not in STARTS]

@@ -6,14 +6,17 @@ import functools
 import logging
 import math
 from collections.abc import Mapping
+from pathlib import Path
 
 import models
 import pytest
+import torch
+from torch import nn
 
 import autopar
 from autopar.cluster.library import named_cluster
 from autopar.cluster.machine import Cluster
-from autopar.planning.meshes import meshes, promising
+from autopar.planning.meshes import in_stages, may_gain, meshes, promising
 from autopar.planning.planner import Planner
 from autopar.planning.request import Request
 from autopar.solve.effort import EFFORT
@@ -87,6 +90,74 @@ def test_the_best_few_meshes_at_a_quick_look_are_promising() -> None:
 
     assert promising(candidates, look) == [candidates[1], candidates[0], candidates[2]]
     assert len(known) == len(candidates)
+
+
+# ---- stages of a pipeline
+
+
+@pytest.mark.parametrize("sizes", [(8,), (2, 4), (3, 4), (6, 4), (5,), (4, 2, 2), (1,)])
+def test_stages_take_the_place_of_outermost_axes(sizes: tuple[int, ...]) -> None:
+    mesh = dict(zip("abc", sizes, strict=False))
+    found = list(in_stages(mesh, 8))
+    assert all(math.prod(each.values()) == math.prod(sizes) for each in found)
+    assert [each["pp"] for each in found] == [n for n in (2, 4, 8) if math.prod(math.gcd(n, s) for s in sizes) >= n]
+    for each in found:
+        assert next(iter(each)) == "pp" and all(size > 1 for size in each.values())
+        inner = [axis for axis in each if axis != "pp"]
+        assert inner == sorted(inner)
+    assert len(list(in_stages(mesh, 1))) == 0
+
+
+class Deep(nn.Module):
+    """Layers of which there are as many as devices."""
+
+    def __init__(self, width: int = 256, norm: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+        self.norm = nn.BatchNorm1d(width) if norm else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        y: torch.Tensor = self.norm(x)
+        return y.square().mean()
+
+
+BATCH = (torch.zeros(512, 256),)
+
+SLOW = str(Path(__file__).parents[2] / "benchmarks" / "lab" / "2x2-slow.toml")
+"""Four devices, between which links are slow beside what they compute."""
+
+
+def test_stages_are_chosen_where_they_are_quicker(tmp_path: Path) -> None:
+    model = Deep()
+    plan, flat = autopar.plan(model, 4, BATCH, cluster=SLOW), autopar.plan(model, 4, BATCH, cluster=SLOW, solver="dp")
+    assert plan.pipeline is not None and plan.mesh["pp"] > 1 and plan.provenance is not None
+    assert plan.provenance.winner == "search in stages" and flat.pipeline is None
+    (without,) = (c for c in plan.provenance.candidates if c.name == "search without stages")
+    assert plan.seconds < without.seconds <= flat.seconds * (1 + 1e-6)
+    assert "in stages; without stages a step takes" in " ".join(str(plan).split())
+    assert plan.explain("layers.0").sections  # the plan has its model, in its micro-batches
+    plan.save(tmp_path / "plan.json")
+    again = autopar.read_plan(tmp_path / "plan.json", model, BATCH)
+    assert again.seconds == plan.seconds and again.pipeline == plan.pipeline
+    trials = autopar.fit(model, [4], BATCH, cluster=SLOW, strategies=["auto", "ddp"]).trials
+    assert trials[0].mesh == dict(plan.mesh) and trials[0].seconds == plan.seconds
+    assert not any("pp" in trial.mesh for trial in trials[1:])
+
+
+def test_stages_that_are_slower_are_said() -> None:
+    plan = autopar.plan(Deep(512), 8, (torch.zeros(64, 512),), cluster="dgx-h100")
+    assert plan.pipeline is None and plan.provenance is not None and may_gain(plan)
+    (staged,) = (c for c in plan.provenance.candidates if c.name == "search in stages")
+    assert staged.seconds >= plan.seconds and "; in stages a step takes" in " ".join(str(plan).split())
+
+
+def test_what_takes_no_stages_is_planned_without(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "autopar")
+    plan = autopar.plan(Deep(norm=True), 4, BATCH, cluster=SLOW)
+    assert plan.pipeline is None and may_gain(plan)
+    assert "pp" not in plan.mesh and any("mesh {'pp': 2" in record.getMessage() for record in caplog.records)
 
 
 @pytest.mark.parametrize("given", [0, -8, True, "all", 2.0])
