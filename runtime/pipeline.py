@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -17,6 +17,7 @@ from autopar.ir.layout import Shape
 from autopar.ir.program import Program
 from autopar.ir.schedule import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action, Schedule
 from autopar.ops import lockstep
+from autopar.ops.kinds import ADD_TO
 from autopar.passes.lower.stages import TIME, Half, Message, PipelineStage, Staged, Units, adding, units
 
 from .simulate import Simulated, assemble, coordinates, given_to_ranks
@@ -34,16 +35,24 @@ class Machine(Protocol[V]):
 
 @dataclass(frozen=True)
 class SummedUnit:
-    """A unit, and one that adds what is summed of it to sums: name -> what the sum is called as its input, and as its
-    output."""
+    """A unit, and two that add what is summed of it to sums: name -> what the sum is called as its input, and as its
+    output. The first one adds to what a unit made, which may be a view, or be on its way to another rank; the other one
+    to what an addition made, which it overwrites."""
 
     unit: Program
     adding: Program
+    adding_to: Program
     totals: Mapping[str, tuple[str, str]]
 
     @staticmethod
     def of(unit: Program, summed: Collection[str], others: Collection[str] = ()) -> SummedUnit:
-        return SummedUnit(unit, *adding(unit, summed, others))
+        added, totals = adding(unit, summed, others)
+        sums = {after for _, after in totals.values()}
+        overwriting = [
+            replace(node, op=ADD_TO, args=tuple(reversed(node.args))) if node.name in sums else node
+            for node in added.forward
+        ]
+        return SummedUnit(unit, added, replace(added, forward=tuple(overwriting)), totals)
 
 
 @dataclass(eq=False)
@@ -60,6 +69,8 @@ class StageRun(Generic[V]):
     once: dict[str, V] = field(default_factory=dict)
     """What holds for the whole step: parameters of other stages, what is counted, and what is gathered once."""
     sums: dict[str, V] = field(default_factory=dict)
+    added: set[str] = field(default_factory=set)
+    """The sums that an addition made."""
     kept: dict[int, dict[str, V]] = field(default_factory=lambda: defaultdict(dict))
     """Of each micro-batch, what backward will read."""
     results: dict[int, dict[str, V]] = field(default_factory=lambda: defaultdict(dict))
@@ -81,7 +92,7 @@ class StageRun(Generic[V]):
 
     def begin(self) -> None:
         """Forgets the last step."""
-        self.once, self.sums = {}, {}
+        self.once, self.sums, self.added = {}, {}, set()
         self.kept, self.results = defaultdict(dict), defaultdict(dict)
 
     def count(self) -> None:
@@ -119,15 +130,18 @@ class StageRun(Generic[V]):
 
     def _run(self, part: SummedUnit, values: Mapping[str, V], micro_batch: int, sums: dict[str, V]) -> dict[str, V]:
         """What a unit makes of a micro-batch. What is summed of it is in the sums instead."""
+        unit = part.unit
         begun = {before: sums.pop(name) for name, (before, _) in part.totals.items() if name in sums}
-        unit = part.adding if begun else part.unit
+        if begun:
+            unit = part.adding_to if self.added.issuperset(part.totals) else part.adding
+            self.added.update(part.totals)
         given = {
             i.name: begun.pop(i.name) if i.name in begun else self._value(i.name, values, micro_batch)
             for i in unit.inputs
         }
         made = self.machine.run(unit, given, micro_batch)
         for name, (_, after) in part.totals.items():
-            sums[name] = made.pop(after) if unit is part.adding else made[name]
+            sums[name] = made[name] if unit is part.unit else made.pop(after)
         return made
 
     def _value(self, name: str, values: Mapping[str, V], micro_batch: int) -> V:

@@ -12,6 +12,9 @@ from autopar.ir.program import LAYOUT
 from .aten import SLICE
 
 ADD, CAT, CLONE, EXPAND = "aten.add.Tensor", "aten.cat.default", "aten.clone.default", "aten.expand.default"
+ADD_TO = "aten.add_.Tensor"
+"""Writes its first operand, which nothing else may read."""
+
 SPLIT = "aten.split_with_sizes.default"
 SELECT, STACK = "aten.select.int", "aten.stack.default"
 _SCATTERS = "embedding_dense_backward.default index_add.default index_put.default scatter.src scatter.value"

@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import random
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from autopar.planning.pieces import ForwardPieces, pieces
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
 from autopar.planning.request import Request
-from autopar.runtime.pipeline import simulate_pipeline
+from autopar.runtime.pipeline import StageRun, simulate_pipeline
 from autopar.runtime.simulate import simulate_step
 from autopar.solve.cuts import AS_LONG, Chain, cut
 
@@ -188,6 +189,31 @@ def test_a_planned_pipeline_computes_what_one_device_does(name: str) -> None:
         assert found.keys() == wanted.keys()
         for key, value in wanted.items():
             assert_close(found[key], value, key)
+
+
+def test_an_addition_overwrites_the_sum_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the first micro-batch made may be a view, or be travelling: it is not written."""
+    memory: dict[tuple[int, str], list[set[int]]] = defaultdict(list)
+    run = StageRun._run
+
+    def watched(self: StageRun[Any], part: Any, values: Any, micro_batch: int, sums: Any) -> Any:
+        made = run(self, part, values, micro_batch, sums)
+        for name in part.totals if sums is self.sums else ():
+            memory[self.stage.number, name].append({shard.data_ptr() for shard in sums[name].values()})
+        return made
+
+    monkeypatch.setattr(StageRun, "_run", watched)
+    made = case()
+    args, kwargs = made.batch(0)
+    on = planner({"pp": 2, "dp": 2}, micro_batches=4)
+    plan = on.plan(schedule="1f1b")
+    staged, schedule = on.pipelined(plan)
+    tensors = dict([*made.model.named_parameters(remove_duplicate=False), *made.model.named_buffers()])
+    given = {k: v for k, v in on.captured.bind(args, kwargs).items() if isinstance(v, torch.Tensor)}
+    simulate_pipeline(staged, schedule, {**tensors, **on.captured.constants}, given, None)
+    assert memory
+    for first, second, *others in memory.values():
+        assert len(others) == 2 and first.isdisjoint(second) and all(each == second for each in others)
 
 
 # ---- files
