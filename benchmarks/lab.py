@@ -79,8 +79,13 @@ CELLS: Mapping[str, Cell] = {
     "deep": replace(SLOW, shape="2x2-stages", hidden=512, layers=8, batch=16, sequence=32),
     "shallow": replace(SLOW, shape="2x2-stages", hidden=256, layers=2, batch=64, sequence=64),
     "deep, slower": replace(SLOW, shape="2x2-slow", inter="200mbit", hidden=512, layers=8, batch=16, sequence=64),
+    "two, deep": replace(SLOW, shape="2x1", ranks=1, hidden=512, layers=8, batch=16, sequence=32),
+    "two, deep, slower": replace(SLOW, shape="2x1-slow", inter="200mbit", ranks=1, hidden=512, layers=8, sequence=64),
+    "two, shallow": replace(SLOW, shape="2x1", ranks=1, hidden=128, layers=2, batch=64, sequence=128),
 }
-"""The first four are those that the project began with. Stages should win in the deep ones, and not in the shallow."""
+"""The first four are those that the project began with. Stages should win in the deep ones, and not in the shallow. On
+a machine with two hardware threads two ranks have one each. Where four share them, a rank that waits makes another one
+quicker, and what a pipeline idles costs nothing."""
 
 VOCABULARY, HEADS, KEY_VALUE_HEADS = 512, 8, 4
 
@@ -198,11 +203,14 @@ def by_hand(cell: Cell, batch: Mapping[str, Any]) -> dict[str, tuple[Any, Mappin
         ranks, across, within = flat.get_group(), grid.get_group(OUTER), grid.get_group(INNER)
         if cell.layers >= world:  # a stage without a layer has nothing to train
             variants["1F1B"] = _Pipeline(cell, ranks, None, 1, batch), {}
-        variants["1F1B x DDP"] = _Pipeline(cell, across, within, 1, inner_part), {}
+        if inner > 1:
+            variants["1F1B x DDP"] = _Pipeline(cell, across, within, 1, inner_part), {}
         if cell.layers >= 2 * world:
             variants["interleaved"] = _Pipeline(cell, ranks, None, 2, batch), {}
     if KEY_VALUE_HEADS % world == 0 or cell.family == "BERT":
         variants["TP"] = (tensor_parallel(flat), batch)
+    if inner == 1:
+        return variants
     # replicated parameters of data parallel ranks, as `replicate` of a two-dimensional mesh: FSDP2 without sharding
     variants["FSDP x TP"] = (sharded(tensor_parallel(grid[INNER]), grid[OUTER]), outer_part)
     variants["TP x FSDP"] = (sharded(tensor_parallel(grid[OUTER]), grid[INNER]), inner_part)
@@ -310,6 +318,8 @@ def ours(
     inner = cell.ranks if cell.nodes > 1 else 2
     grid, swapped = {"dp": world // inner, "tp": inner}, {"tp": world // inner, "dp": inner}
     staged = [{"pp": world}, {"pp": world // inner, "dp": inner}, {"pp": world // inner, "tp": inner}]
+    if inner == 1:
+        grid, swapped, staged = {"dp": world}, {"tp": world}, staged[:1]
     meshes = {
         str(mesh): init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
         for mesh in (grid, swapped, {"tp": world}, *staged)
@@ -320,9 +330,7 @@ def ours(
         ("free", grid, "dp"),
         ("ddp", grid, "ddp"),
         ("fsdp", grid, "fsdp"),
-        ("megatron", grid, "megatron"),
-        ("megatron_sp", grid, "megatron_sp"),
-        ("atp", grid, "atp"),
+        *((name, grid, name) for name in ("megatron", "megatron_sp", "atp") if inner > 1),
         ("megatron, swapped", swapped, "megatron"),
         ("megatron, one axis", {"tp": world}, "megatron"),
         *(("stages " + " x ".join(f"{axis} {size}" for axis, size in mesh.items()), mesh, "dp") for mesh in staged),

@@ -13,7 +13,18 @@ import torch.distributed as dist
 from autopar.ir.graph import TensorMeta
 from autopar.ir.layout import Layout, Replicate, Shape, Split, local_meta, owned_digits, owned_indices
 from autopar.ir.program import Program, ProgramOutput
-from autopar.ir.schedule import BACKWARD, FORWARD, INPUTS, RECEIVE, SEND, WEIGHTS, Action, Schedule, with_transfers
+from autopar.ir.schedule import (
+    BACKWARD,
+    EARLY_RECEIVES,
+    FORWARD,
+    INPUTS,
+    RECEIVE,
+    SEND,
+    WEIGHTS,
+    Action,
+    Schedule,
+    with_transfers,
+)
 from autopar.passes.lower.stages import TIME, Handed, Message, PipelineStage, Staged, check_loss, tells_time
 
 from .execute import Executable, Groups
@@ -187,6 +198,7 @@ class StageRanks:
         orders = pipelined.schedule.orders[number]
         self.plan = [(action, self._messages(action)) for action in orders]
         """What is done, each with what it carries, or waits for."""
+        self.receives = [(action, messages) for action, messages in self.plan if action.kind == RECEIVE]
 
     def _kept(self, stage: PipelineStage) -> set[str]:
         return {
@@ -249,18 +261,23 @@ class StageRanks:
             )
 
     def _run(self) -> None:
-        """Does what the schedule says."""
+        """Does what the schedule says. On gloo a message travels from when its receive has begun: some begin early,
+        so that it does so while units run. NCCL would run them in the way of what is sent."""
         there: dict[tuple[Message, int], Callable[[], torch.Tensor]] = {}
+        early = EARLY_RECEIVES if self.line.device.type == "cpu" else 0
+        reached = begun = 0
         for action, messages in self.plan:
             k = action.micro_batch
+            reached += action.kind == RECEIVE
+            for other, expected in self.receives[begun : reached + early]:
+                begun += 1
+                for message in expected:
+                    meta, peer, of = self.metas[message.name], self.devices[other.peer], other.micro_batch
+                    there[message, of] = self.line.receive(words(message, of), meta, peer)
             if action.kind == SEND:
                 for message in messages:
                     self.line.send(words(message, k), there.pop((message, k))(), self.devices[action.peer])
-            elif action.kind == RECEIVE:
-                for message in messages:
-                    meta, peer = self.metas[message.name], self.devices[action.peer]
-                    there[message, k] = self.line.receive(words(message, k), meta, peer)
-            else:
+            elif action.kind != RECEIVE:
                 received = {message.name: there.pop((message, k))() for message in messages}
                 try:
                     made = self.stages[action.stage].run(action, received)

@@ -45,7 +45,9 @@ def fit(measured: Measurements, name: str) -> Cluster:
         algorithms=algorithms,
         groups=_curves(measured),
     )
-    return replace(cluster, step_range=step_range(measured, cluster))
+    known = step_range(measured, cluster)
+    apart = _digits(max(measured.compute.seconds_per_op, measured.compute.seconds_per_op_apart))
+    return replace(cluster, step_range=known, device=replace(cluster.device, seconds_per_op=apart))
 
 
 def step_range(measured: Measurements, cluster: Cluster) -> tuple[float, float]:
@@ -313,6 +315,6 @@ def compute_check(measured: Measurements, cluster: Cluster) -> list[tuple[str, s
     for dtype, m, k, n, seconds in measured.compute.matmuls:
         kind = getattr(torch, dtype)
         moved = device.moving_seconds((m * k + k * n + m * n) * kind.itemsize)
-        predicted = device.seconds_per_op + max(device.compute_seconds(2.0 * m * k * n, kind), moved)
+        predicted = measured.compute.seconds_per_op + max(device.compute_seconds(2.0 * m * k * n, kind), moved)
         rows.append((dtype, f"{m} x {k} x {n}", predicted, seconds))
     return rows

@@ -81,9 +81,12 @@ class Together:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compute:
     """A rank's arithmetic while all ranks are busy. `operators` are (op, flops, bytes read and written, seconds),
-    `matmuls` (dtype, rows, features in, features out, seconds)."""
+    `matmuls` (dtype, rows, features in, features out, seconds). `seconds_per_op` is the fixed cost of an operator that
+    runs again and again, as these do, and `seconds_per_op_apart` that of one behind a large one, as in a program, which
+    found nothing of its code in caches (0: not measured)."""
 
     seconds_per_op: FigureOr0
+    seconds_per_op_apart: FigureOr0 = 0.0
     memory_bytes: Figure
     operators: tuple[tuple[str, FigureOr0, Size, Figure], ...]
     matmuls: tuple[tuple[Dtype, Size, Size, Size, Figure], ...]

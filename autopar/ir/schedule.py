@@ -160,6 +160,10 @@ def _action(text: str) -> Action:
 # ---- running ---------------------------------------------------------------------------------------
 
 
+EARLY_RECEIVES = 4
+"""On gloo, receives of a device that begin before it comes to them."""
+
+
 def chain(stages: int, seconds: float = 0.0) -> dict[Edge, float]:
     """The edges of stages that need the one before alone, each with the seconds that a value is on its way."""
     pairs = [*itertools.pairwise(range(stages))]

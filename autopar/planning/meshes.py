@@ -106,6 +106,7 @@ class OnMeshes(Protocol):
 
     cluster: Cluster
     effort: Effort
+
     @property
     def batch(self) -> int: ...
 

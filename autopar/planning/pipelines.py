@@ -613,7 +613,7 @@ class Pipelines:
         seconds = [collective_seconds("shift", parts.crosses[at], link) for at in cuts]
         edges = {(k, k + 1, "F"): s for k, s in enumerate(seconds)}
         edges |= {(b, a, "B"): s for (a, b, _), s in edges.items()}
-        run = simulate(schedule, PipelineCosts(stages=tuple(costs), transfers=edges))
+        run = simulate(schedule, PipelineCosts(stages=tuple(costs), transfers=edges, shared_links=True))
         more = on.training.micro_batches / schedule.micro_batches - 1
         after = [sum(o for o, at in zip(once, devices, strict=True) if at == d) for d in range(self.devices)]
         return max(ends[-1] + o for ends, o in zip(run.ends, after, strict=True)) + more * max(run.busy_seconds)

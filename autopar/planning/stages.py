@@ -18,7 +18,7 @@ from autopar.cost.timeline import Timeline
 from autopar.files.kinds import Count, Size
 from autopar.ir.layout import local_meta
 from autopar.ir.program import Program
-from autopar.ir.schedule import Edge, Schedule
+from autopar.ir.schedule import EARLY_RECEIVES, Edge, Schedule
 from autopar.passes.lower.stages import PipelineStage, Staged, Units, adding, units
 from autopar.passes.space.space import Space
 from autopar.solve.schedules import PipelineCosts, StageCost
@@ -108,11 +108,13 @@ class Figures:
     stages: tuple[StageFigures, ...]
     transfers: Mapping[Edge, float]
     inputs: int
-    """Bytes of the batch and of buffers, which every device has."""
+    """Bytes of the batch and of buffers, which every device has, and of messages that it is about to receive."""
 
     @cached_property
     def costs(self) -> PipelineCosts:
-        return PipelineCosts(stages=tuple(stage.cost for stage in self.stages), transfers=self.transfers)
+        """Values from one device to another travel one after the other."""
+        costs = tuple(stage.cost for stage in self.stages)
+        return PipelineCosts(stages=costs, transfers=self.transfers, shared_links=True)
 
     def step(self, schedule: Schedule) -> PipelineStep:
         return PipelineStep(figures=self, run=simulate(schedule, self.costs))
@@ -197,6 +199,8 @@ def figures(staged: Staged, space: Space, operators: TimelineCache, device_type:
         for when, some in handed.items()
     }
     given = sum(local_meta(i.meta, i.layout, program.mesh).bytes for i in program.inputs if i.role == "input")
+    if device_type == "cpu":
+        given += EARLY_RECEIVES * max((program.metas[message.name].bytes for message in staged.messages), default=0)
     return Figures(
         staged=staged,
         stages=tuple(

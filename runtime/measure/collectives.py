@@ -114,7 +114,7 @@ def _rounds(
     `most_seconds`. `mine` is this rank's group of each axis, `first` are the axes of which it is the one that works
     alone."""
     # a collective is of a number for each pair of ranks at least
-    elements = max(dist.get_world_size() ** 2, *(case.bytes // 4 for case in cases))
+    elements = max([dist.get_world_size() ** 2, *(case.bytes // 4 for case in cases)])
     buffer = torch.zeros(elements, device=device)
     repeats: dict[Case[Axis], int] = {}
     samples: dict[Case[Axis], list[float]] = {case: [] for case in cases}

@@ -2,6 +2,8 @@
 
 import itertools
 import os
+import statistics
+import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -22,6 +24,9 @@ RING_MOST = 64
 """Times that they are there at most, where they are small."""
 RING_NEAR = 4
 """Times that other operands are there: most of what a program's operators read, one of the last ones produced."""
+KEPT_MOST = 256
+"""Results of an operator that are kept at most while others are made: forward keeps its own for backward, so that what
+it writes lies in memory that no cache holds."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 COLUMNS = 512
 ROWS: Mapping[str, tuple[int, ...]] = {
@@ -33,6 +38,8 @@ ATTENTIONS = ((4, 8, 128, 32), (1, 8, 512, 64))
 """Batch, heads, positions, features of a head; causal."""
 EXPERTS = ((256, 256, 512, 4), (1024, 256, 512, 8))
 """Rows, features in and out, experts."""
+PRODUCT = (128, 512, 1024)
+"""Rows, and features in and out, of what stands between operators that are measured apart."""
 MATMULS = (
     (16, 16, 16),
     (64, 64, 64),
@@ -59,6 +66,7 @@ def measured_compute(device: torch.device, seconds: float, report: Report) -> Co
     one = torch.zeros(1, device=device)
     report(0.0, "operators")
     seconds_per_op = _over_ranks(median_seconds(lambda: one + one, device, seconds=seconds), device)
+    apart = _over_ranks(seconds_apart(lambda: one + one, seconds), device) if device.type == "cpu" else 0.0
     operators = []
     for op, flops, moved, call in _operators(device):
         report(0.0, op)
@@ -73,10 +81,25 @@ def measured_compute(device: torch.device, seconds: float, report: Report) -> Co
             matmuls.append((str(dtype).removeprefix("torch."), m, k, n, _over_ranks(median, device)))
     return Compute(
         seconds_per_op=seconds_per_op,
+        seconds_per_op_apart=apart,
         operators=tuple(operators),
         memory_bytes=_memory_bytes(device),
         matmuls=tuple(matmuls),
     )
+
+
+def seconds_apart(function: Callable[[], object], seconds: float) -> float:
+    """Seconds of a call on a CPU, each behind a product."""
+    a, b = torch.randn(PRODUCT[:2]), torch.randn(PRODUCT[1:])
+    product = in_turn(torch.mm, a, b, copies=copies_beyond_caches(a, b))
+    samples: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(samples) < 3 or time.perf_counter() < end:
+        product()
+        began = time.perf_counter()
+        function()
+        samples.append(time.perf_counter() - began)
+    return statistics.median(samples)
 
 
 def _operators(device: torch.device) -> Iterator[tuple[str, float, int, Callable[[], None]]]:
@@ -116,15 +139,17 @@ def copies_beyond_caches(*operands: torch.Tensor) -> int:
 
 
 def in_turn(run: Callable[..., Any], *operands: torch.Tensor, copies: int = RING_NEAR) -> Callable[[], None]:
-    """A call on the next of some copies of the operands. Its result stays until as many later ones exist. So both are
-    about as far away as those of a program: always the same would be in the nearest cache."""
+    """A call on the next of some copies of the operands. Its result stays until caches hold no more of later ones. So
+    both are about as far away as those of a program: always the same would be in the nearest cache."""
     ring = [tuple(operand.clone() for operand in operands) for _ in range(copies)]
-    results: list[object] = [None] * copies
-    places = itertools.cycle(range(copies))
+    made = run(*operands)
+    size = sum(result.nbytes for result in (made if isinstance(made, tuple) else (made,)))
+    kept = max(copies, min(KEPT_MOST, RING_BYTES[operands[0].device.type] // size))
+    results: list[object] = [None] * kept
+    places, spaces = itertools.cycle(range(copies)), itertools.cycle(range(kept))
 
     def call() -> None:
-        place = next(places)
-        results[place] = run(*ring[place])
+        results[next(spaces)] = run(*ring[next(places)])
 
     return call
 

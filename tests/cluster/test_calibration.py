@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +38,7 @@ from autopar.runtime.measure.operators import (
     arithmetic,
     copies_beyond_caches,
     in_turn,
+    seconds_apart,
 )
 
 pytestmark = pytest.mark.timeout(180)
@@ -281,7 +283,7 @@ def test_weights_come_from_memory() -> None:
 
 @pytest.mark.parametrize("copies", [1, RING_NEAR])
 def test_operators_are_measured_on_operands_that_come_again_later(copies: int) -> None:
-    """Each call has others, and results stay for as long as those take to come again."""
+    """Each call has others, and results stay until caches hold no more of later ones."""
     given: list[int] = []
     made: list[weakref.ref[torch.Tensor]] = []
 
@@ -291,11 +293,23 @@ def test_operators_are_measured_on_operands_that_come_again_later(copies: int) -
         made.append(weakref.ref(result))
         return result
 
-    call = in_turn(negative, torch.zeros(1 << 10), copies=copies)
-    for _ in range(2 * copies):
+    x = torch.zeros(1 << 22)
+    call, kept = in_turn(negative, x, copies=copies), RING_BYTES["cpu"] // x.nbytes
+    given.clear()
+    made.clear()
+    for _ in range(2 * kept):
         call()
-    assert len(set(given)) == copies and given[copies:] == given[:copies]
-    assert [result() is not None for result in made] == [False] * copies + [True] * copies
+    assert len(set(given)) == copies and given[copies:] == given[:-copies]
+    assert [result() is not None for result in made] == [False] * kept + [True] * kept
+
+
+def test_an_operator_of_a_program_finds_nothing_in_caches() -> None:
+    """Its fixed cost is the device's; rates are those of operators that were measured again and again."""
+    measured = measurements(CLUSTER)
+    apart = replace(measured, compute=replace(measured.compute, seconds_per_op_apart=5e-6))
+    one, other = fit(measured, "found"), fit(apart, "found")
+    assert other == replace(one, device=replace(one.device, seconds_per_op=5e-6))
+    assert seconds_apart(lambda: time.sleep(1e-3), 0.01) >= 1e-3
 
 
 @pytest.mark.skipif(bool(lab.missing()), reason=f"a lab needs {', '.join(lab.missing())}")

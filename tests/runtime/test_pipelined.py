@@ -21,13 +21,14 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.compat.redistributing import full_tensor
+from autopar.ir.schedule import EARLY_RECEIVES
 from autopar.planning.at_rest import Decided
 from autopar.planning.reports import Once
 from autopar.planning.request import Request
 from autopar.runtime.modes import Modes, Planning
 from autopar.runtime.module import CallOptions, ParallelModule
 from autopar.runtime.pipeline import StageRun
-from autopar.runtime.pipelined import Pipelined
+from autopar.runtime.pipelined import Pipelined, StageLine
 from autopar.solve.schedules import SCHEDULES, scheduled
 
 zoo = pytest.importorskip("zoo")
@@ -301,6 +302,41 @@ def test_a_stage_that_raises_says_which_and_the_others_end() -> None:
     assert len(waited) == 2
     assert all("of micro-batch 2, from stage 0 to stage 1" in text for text in waited), waited
     assert all("IndexError" in text for text in waited), waited
+
+
+def _begins() -> list[str]:
+    """What this rank begins in a step."""
+    began: list[str] = []
+    receive, run = StageLine.receive, StageRun.run
+
+    def receiving(self: StageLine, what: str, *args: Any) -> Any:
+        began.extend(["receive"] * ("micro-batch" in what))
+        return receive(self, what, *args)
+
+    def running(self: StageRun[Any], *args: Any) -> Any:
+        began.append("run")
+        return run(self, *args)
+
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
+    case, parallel = module("GPT-2", mesh, 8, "gpipe", 1)
+    args, kwargs = case.batch(0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StageLine, "receive", receiving)
+        patch.setattr(StageRun, "run", running)
+        parallel(*args, **kwargs)
+    return began
+
+
+def test_receives_begin_early_on_gloo() -> None:
+    """There a message travels from when its receive has begun; no more wait than a device has room for."""
+    for number, began in enumerate(ranks.run(2, _begins)):
+        values, runs = began.count("receive") // 8, began.count("run")
+        assert values and runs == 16
+        early = EARLY_RECEIVES + number  # the last stage begins with a forward that needs the first of them
+        assert began.index("run") == early * values, began
+        # the first forwards of the last stage, and the first backwards of the first one, begin one more each
+        units = [k for k, each in enumerate(began) if each == "run"][8 * (1 - number) :]
+        assert [began[:at].count("receive") // values for at in units[:4]] == [EARLY_RECEIVES + k for k in (1, 2, 3, 4)]
 
 
 class Layers(torch.nn.Module):
