@@ -12,6 +12,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -137,11 +138,12 @@ def best_over(planner: OnMeshes, candidates: Sequence[Mapping[str, int]], reques
         error = raised
     mesh = min(candidates, key=lambda mesh: max(mesh.values())) if best is None else best.mesh
     if best is None or (may_gain(best) and not planner.effort.is_over):
-        staged = with_stages(planner.on, mesh, planner.batch, request)
+        on = partial(planner.on, cluster=planner.cluster)
+        staged = with_stages(on, mesh, planner.batch, request)
         try:
-            stage = replace(request.stage.part(PLAIN, 1.0), mesh=staged)
             if staged is not None:
-                found = planner.on(staged, planner.cluster).planned(replace(request, stage=stage))
+                stage = replace(request.stage.part(PLAIN, 1.0), mesh=staged)
+                found = on(staged).planned(replace(request, stage=stage))
                 return found if best is None else _shorter(best, found)
         except ValueError as raised:
             logger.info("mesh %s: %s", staged, raised)
@@ -167,16 +169,16 @@ def may_gain(plan: Plan) -> bool:
 
 
 def with_stages(
-    on: Callable[[Mapping[str, int], Any], OnMeshes], mesh: Mapping[str, int], most: int, request: Request
+    on: Callable[[Mapping[str, int]], OnMeshes], mesh: Mapping[str, int], most: int, request: Request
 ) -> dict[str, int] | None:
     """A mesh with as many stages, `most` at most, in the place of its outermost axes as promise the shortest step; None
-    where the model takes no stages, or the request is not for them. `on` gives the planner of a mesh on a cluster."""
+    where the model takes no stages, or the request is not for them. `on` gives the planner of a mesh."""
     best: tuple[float, dict[str, int] | None] = math.inf, None
     if request.solver != AUTO or request.micro_batches != 1:
         return None
     for staged in in_stages(mesh, most):
         try:
-            seconds = on(staged, request.cluster).pipelines.quick_seconds(request)
+            seconds = on(staged).pipelines.quick_seconds(request)
         except ValueError as raised:
             logger.info("mesh %s: %s", staged, raised)
             break

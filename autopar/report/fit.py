@@ -225,11 +225,13 @@ def _in_stages(question: Question, request: Request, best: Reply) -> Iterator[Re
     it."""
     if best.plan is not None and not may_gain(best.plan):
         return
-    planner = question.planner
+
+    def on(mesh: Mapping[str, int]) -> Planner:
+        return question.on(mesh, request)
 
     def compute(stage: Stage) -> dict[str, int] | None:
         with uncollected():
-            return with_stages(planner.on, best.mesh, planner.batch, replace(request, stage=stage))
+            return with_stages(on, best.mesh, question.planner.batch, replace(request, stage=stage))
 
     doing = f"{best.devices:,} devices, looking at stages"
     mesh = question.known(("stages", best.mesh), request, compute, SCAN, doing)
