@@ -37,7 +37,7 @@ AXES = ("a", "b", "c", "d")
 SEARCH_LOOKS = 5
 """Looks at a mesh that a thorough search takes as long as."""
 
-PLAIN = 0.8
+PLAIN = 0.9
 """What is done of a search when the meshes without stages are."""
 
 STAGES_WORTH = 0.1

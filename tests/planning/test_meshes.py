@@ -109,11 +109,11 @@ def test_stages_take_the_place_of_outermost_axes(sizes: tuple[int, ...]) -> None
 
 
 class Deep(nn.Module):
-    """Layers of which there are as many as devices."""
+    """Layers whose weights are larger than what goes from one to the next."""
 
-    def __init__(self, width: int = 256, norm: bool = False) -> None:
+    def __init__(self, width: int = 256, layers: int = 8, norm: bool = False) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
         self.norm = nn.BatchNorm1d(width) if norm else nn.Identity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -123,7 +123,7 @@ class Deep(nn.Module):
         return y.square().mean()
 
 
-BATCH = (torch.zeros(512, 256),)
+BATCH = (torch.zeros(256, 256),)
 
 SLOW = str(Path(__file__).parents[2] / "benchmarks" / "lab" / "2x2-slow.toml")
 """Four devices, between which links are slow beside what they compute."""
@@ -147,7 +147,7 @@ def test_stages_are_chosen_where_they_are_quicker(tmp_path: Path) -> None:
 
 
 def test_stages_that_are_slower_are_said() -> None:
-    plan = autopar.plan(Deep(512), 8, (torch.zeros(64, 512),), cluster="dgx-h100")
+    plan = autopar.plan(Deep(512, layers=4), 8, (torch.zeros(64, 512),), cluster="dgx-h100")
     assert plan.pipeline is None and plan.provenance is not None and may_gain(plan)
     (staged,) = (c for c in plan.provenance.candidates if c.name == "search in stages")
     assert staged.seconds >= plan.seconds and "; in stages a step takes" in " ".join(str(plan).split())
