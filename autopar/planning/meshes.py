@@ -3,7 +3,7 @@
 Axes lie on a cluster from the outermost in, so (2, 512) and (512, 2) are two meshes. Each gets one descent, and the
 best few a thorough search. (Bounds of several axes are too far below the plans to rule out a mesh, and take longer than
 a descent.) Where ranks of the best wait for others, or nothing fits, stages of a pipeline are looked at in the place of
-its outermost axes, 2, 4, 8, ..., for as long as more of them promise a shorter step; the best gets a thorough search.
+its outermost axes, 2, 4, 8, ..., as long as more of them promise a shorter step. The best two get a thorough search.
 """
 
 from __future__ import annotations
@@ -139,14 +139,17 @@ def best_over(planner: OnMeshes, candidates: Sequence[Mapping[str, int]], reques
     mesh = min(candidates, key=lambda mesh: max(mesh.values())) if best is None else best.mesh
     if best is None or (may_gain(best) and not planner.effort.is_over):
         on = partial(planner.on, cluster=planner.cluster)
-        staged = with_stages(on, mesh, planner.batch, request)
-        try:
-            if staged is not None:
-                stage = replace(request.stage.part(PLAIN, 1.0), mesh=staged)
-                found = on(staged).planned(replace(request, stage=stage))
-                return found if best is None else _shorter(best, found)
-        except ValueError as raised:
-            logger.info("mesh %s: %s", staged, raised)
+        meshes = with_stages(on, mesh, planner.batch, request)
+        found: list[Plan] = []
+        for staged, stage in zip(meshes, request.stage.part(PLAIN, 1.0).parts(len(meshes)), strict=True):
+            try:
+                found.append(on(staged).planned(replace(request, stage=replace(stage, mesh=staged))))
+                logger.info("mesh %s, thoroughly: %.3f ms", staged, found[-1].seconds * 1e3)
+            except ValueError as raised:
+                logger.info("mesh %s: %s", staged, raised)
+        if found:
+            shortest = min(found, key=lambda plan: plan.seconds)
+            return shortest if best is None else _shorter(best, shortest)
     if best is None:
         raise error
     return best
@@ -170,23 +173,22 @@ def may_gain(plan: Plan) -> bool:
 
 def with_stages(
     on: Callable[[Mapping[str, int]], OnMeshes], mesh: Mapping[str, int], most: int, request: Request
-) -> dict[str, int] | None:
-    """A mesh with as many stages, `most` at most, in the place of its outermost axes as promise the shortest step; None
-    where the model takes no stages, or the request is not for them. `on` gives the planner of a mesh."""
-    best: tuple[float, dict[str, int] | None] = math.inf, None
+) -> list[dict[str, int]]:
+    """The two meshes with as many stages, `most` at most, in the place of its outermost axes as promise the shortest
+    steps; none where the model takes no stages, or the request is not for them. `on` gives the planner of a mesh."""
+    looks: list[tuple[float, dict[str, int]]] = []
     if request.solver != AUTO or request.micro_batches != 1:
-        return None
+        return []
     for staged in in_stages(mesh, most):
         try:
-            seconds = on(staged).pipelines.quick_seconds(request)
+            looks.append((on(staged).pipelines.quick_seconds(request), staged))
         except ValueError as raised:
             logger.info("mesh %s: %s", staged, raised)
             break
-        logger.info("mesh %s: about %.3f ms", staged, seconds * 1e3)
-        if seconds >= best[0]:
+        logger.info("mesh %s: about %.3f ms", staged, looks[-1][0] * 1e3)
+        if looks[-1][0] > min(seconds for seconds, _ in looks):
             break
-        best = seconds, staged
-    return best[1]
+    return [staged for _, staged in sorted(looks, key=lambda look: look[0])[:2]]
 
 
 def _best_of(planner: OnMeshes, candidates: Sequence[Mapping[str, int]], request: Request) -> Plan:

@@ -140,8 +140,8 @@ def fit(
 ) -> Fit:
     """Which meshes and strategies fit a model on each number of `devices`, and how fast they are, the fastest first.
 
-    Every mesh of at most so many `axes` gets a quick look, and the three that promise most the whole search; so does
-    one with stages of a pipeline, where these may be worth it. The search and every preset are also planned on the mesh
+    Every mesh of at most so many `axes` gets a quick look, and the three that promise most the whole search; so do
+    two with stages of a pipeline, where these may be worth it. The search and every preset are also planned on the mesh
     that people write by hand: the devices of a machine, and the machines.
     `strategies` are solvers and presets; the search and all presets if not given. The global batch is that of the
     inputs, for every size. All other arguments are as for `autopar.plan`. What cannot be planned is a trial with its
@@ -221,7 +221,7 @@ def _trials(
 
 
 def _in_stages(question: Question, request: Request, best: Reply) -> Iterator[Reply]:
-    """The search on a mesh with stages in the place of the outermost axes of the best trial, if they may be worth
+    """The search on the meshes with stages in the place of the outermost axes of the best trial, if they may be worth
     it."""
     if best.plan is not None and not may_gain(best.plan):
         return
@@ -229,13 +229,12 @@ def _in_stages(question: Question, request: Request, best: Reply) -> Iterator[Re
     def on(mesh: Mapping[str, int]) -> Planner:
         return question.on(mesh, request)
 
-    def compute(stage: Stage) -> dict[str, int] | None:
+    def compute(stage: Stage) -> list[dict[str, int]]:
         with uncollected():
             return with_stages(on, best.mesh, question.planner.batch, replace(request, stage=stage))
 
     doing = f"{best.devices:,} devices, looking at stages"
-    mesh = question.known(("stages", best.mesh), request, compute, SCAN, doing)
-    if mesh is not None:
+    for mesh in question.known(("stages", best.mesh), request, compute, SCAN, doing):
         name = f"{best.devices:,} devices, {AUTO} on {mesh_words(mesh)}"
         yield question.answer(Variant(name=name, mesh=mesh, request=request, weight=SEARCH))
 
