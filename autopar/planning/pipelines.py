@@ -501,10 +501,10 @@ class Pipelines:
         a step of `least` seconds."""
         on = look.on
         program = on.writer.plain(look.solved.assignment)
-        parts, spans = self._pieces(look, program, request)
+        pieces_of = self._pieces(look, program, request)
         beyond = [0.0] * self.devices
         for _ in range(TRIES):
-            found = [*self._made(look, request, parts, spans, program, limit, beyond, least)]
+            found = [*self._made(look, request, pieces_of, program, limit, beyond, least)]
             if not found:
                 logger.info("%d micro-batches: no cuts within %s bytes", look.micro_batches, limit)
                 return None
@@ -522,8 +522,7 @@ class Pipelines:
         self,
         look: Look,
         request: Request,
-        parts: ForwardPieces,
-        spans: list[Span] | None,
+        pieces_of: tuple[ForwardPieces, list[Span] | None],
         program: Program,
         limit: float | None,
         beyond: Sequence[float],
@@ -531,7 +530,7 @@ class Pipelines:
     ) -> Iterator[tuple[Made, list[float]]]:
         """Steps of an assignment by the best schedules and a searched one, with cuts whose stages are estimated to keep
         the limit, less what devices need `beyond` estimates; and these estimates."""
-        on, m = look.on, look.micro_batches
+        on, m, (parts, spans) = look.on, look.micro_batches, pieces_of
         most = math.inf if limit is None else limit
         found: list[tuple[float, tuple[int, ...], Scheduler, int]] = []
         for row, chunks in self._schedules(request, spans is not None, len(parts.names)):
