@@ -315,13 +315,13 @@ class Pipelines:
         ValueError where there is none."""
         planner = self.planner
         check_loss(planner.captured.graph)
-        limit = planner.limit(request) or math.inf
+        limit = planner.limit(request)
         counts = self._counts() or [planner.batch]
         count = min(counts, key=lambda count: abs(count - FEW * self.devices))
-        looks = self._looks(planner.in_time(count), replace(request, solver="dp"), planner.limit(request))
+        looks = self._looks(planner.in_time(count), replace(request, solver="dp"), limit)
         layers = max((len(repeat.copies) for repeat in planner.segments.repeats), default=self.devices)
         uneven = math.ceil(layers / self.devices) * self.devices / layers
-        return uneven * min(look.seconds * max(1.0, look.bytes / limit) for look in looks)
+        return uneven * min(look.seconds * max(1.0, look.bytes / (limit or math.inf)) for look in looks)
 
     def _best(self, request: Request, limit: float | None) -> Made | None:
         counts = self._counts() if is_auto(request) else [self.planner.training.micro_batches]

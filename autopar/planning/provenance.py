@@ -58,8 +58,8 @@ class Provenance:
     `flops` are the arithmetic of one step of the whole model, and `ideal_seconds` what it takes at the peak of all
     devices, if their maker publishes one (`Device.has_peak`). `cluster` are the lines of the cluster's file. `winner`
     names the candidate that was chosen: "search", "search again" (a descent's end at the prices of a candidate's
-    timeline), or a preset. `effort_seconds` were given to the search, if any were, and `is_cut` says
-    that it ended with them, or with an interrupt."""
+    timeline), those in and without stages (`STAGED`), or a preset. `effort_seconds` were given to the search, if any
+    were, and `is_cut` says that it ended with them, or with an interrupt."""
 
     dtype: str
     inputs: Mapping[str, str]
