@@ -82,7 +82,7 @@ def fingerprint(graph: JointGraph, nodes: Sequence[int]) -> str:
             lines.append(f"{node.op} {', '.join(map(str, call.inputs))}")
             for operand, name in enumerate(node.inputs):
                 lines += sorted(f"{operand} from {source}: {mapping}" for source, mapping in paths.get(name, {}))
-            output = node.outputs[0]
+            output = next(name for name in node.outputs if name)  # a gradient that nobody needs has no name
             paths[output] = {(len(lines), identity(metas[output].shape)): None}
         elif any(name in paths for name in node.inputs):
             for output, maps in zip(node.outputs, dependency(call, rule), strict=True):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from generator import END, KINDS, OPERATORS, START, Program, built, drawn, eager, shrunk, why_invalid, without
+from generator import END, KINDS, OPERATORS, START, STRIDES, Program, built, drawn, eager, shrunk, why_invalid, without
 from generator_kinds import filled, sections
 from generator_programs import FAILURES, MODULE, Hang, Programmed, again, one_rank, outcomes, row, within
 
@@ -268,6 +268,42 @@ def test_a_program_without_some_kinds_is_one_too() -> None:
     assert program.tree is not None
     rest = built(without(program.tree, frozenset(KINDS)))
     assert not why_invalid(rest) and not rest.kinds & KINDS.keys()
+
+
+MISREAD = """
+import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(1, 1)
+        self.norm = nn.BatchNorm2d(6)
+
+    def forward(self, x):
+        return self.norm(self.first(x)).LAYOUT.sin()
+
+
+def loss_of(output):
+    return output.square().mean()
+
+
+def make():
+    torch.manual_seed(0)
+    return Model().double()
+
+
+def batch(step):
+    g = torch.Generator().manual_seed(step)
+    return dict(x=torch.randn(5, 6, 4, 1, dtype=torch.float64, generator=g))
+"""
+
+
+@pytest.mark.parametrize("layout, reason", [("clone()", ""), ("transpose(1, 3).contiguous()", STRIDES)])
+def test_a_program_says_nothing_where_a_kernel_misreads_strides(layout: str, reason: str) -> None:
+    """The backward of a batch norm takes such a gradient for another on the CPU."""
+    assert why_invalid(Program(MISREAD.replace("LAYOUT", layout))) == reason
 
 
 def test_what_fails_is_shrunk_to_the_statement_that_does() -> None:

@@ -308,6 +308,25 @@ def test_copies_of_a_layer_have_one_fingerprint() -> None:
     assert len({fingerprint(graph, copy) for copy in repeated.copies}) == 1
 
 
+class TakesItsGradient(nn.Module):
+    """Forward takes the gradient of a convolution's weight, and not that of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.last = nn.Conv1d(2, 2, 3), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.conv(x)
+        (gradient,) = torch.autograd.grad(y.square().sum(), self.conv.weight, create_graph=True)
+        return self.last(y).square().mean() + gradient.square().mean()
+
+
+def test_a_contraction_whose_first_result_nobody_needs_has_a_fingerprint() -> None:
+    graph = capture(TakesItsGradient(), (torch.randn(3, 2, 6),)).graph
+    assert any(node.outputs[0] == "" and not node.backward for node in graph.nodes)
+    assert len(fingerprint(graph, range(len(graph.nodes)))) == 8
+
+
 def gemma2(layers: int) -> JointGraph:
     config = transformers.Gemma2Config(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4,

@@ -36,6 +36,7 @@ from generator_python import PYTHON
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autopar.ops.rules import RULES
 from autopar.testing.steps import StepResult, errors
 
 KINDS: dict[str, Kind] = {**OPERATORS, **PYTHON}
@@ -466,8 +467,12 @@ DIVERGED = 100.0
 """Of parameters, at which steps are too large for the program."""
 
 
+STRIDES = "a kernel misreads strides"
+"""Why a program is invalid, where PyTorch's own kernels are wrong."""
+
+
 def why_invalid(program: Program) -> str:
-    """Why a program tells nothing: it does not run in eager, or rounding decides what it computes."""
+    """Why a program tells nothing: it does not run in eager, or rounding or memory layouts decide what it computes."""
     try:
         one, other = eager(program), eager(program, 1e-13)
     except Exception as error:
@@ -480,6 +485,13 @@ def why_invalid(program: Program) -> str:
             return "it diverges"
         if not max(errors(as_result(a), as_result(b)).values()) <= 1e-10:
             return "rounding decides"
+    try:
+        with _LaidOut():
+            other = eager(program)
+    except Exception:  # torch.cond runs under no mode of any kind
+        other = one
+    if not all(max(errors(as_result(a), as_result(b)).values()) <= 1e-10 for a, b in zip(one, other, strict=True)):
+        return STRIDES
     if not program.is_plain and draws(program):
         return "it draws, and has a loop of its own"
     return ""
@@ -490,6 +502,19 @@ def as_result(step: Step) -> StepResult:
         outputs={"loss": step.loss}, gradients=step.gradients, buffers=step.buffers, parameters=step.parameters,
         loss="loss",
     )  # fmt: skip
+
+
+class _LaidOut(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Gives kernels their operands in the memory layouts that they need: some misread others, in eager as well."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        entry = RULES.get(str(func))
+        needed = entry.strides if entry is not None else {}
+        arguments = [argument.name for argument in func._schema.arguments] if needed else []
+        laid_out = [needed[n](a) if n in needed and a is not None else a for n, a in zip(arguments, args, strict=False)]
+        return func(*laid_out, *args[len(laid_out) :], **(kwargs or {}))
 
 
 class _Drawn(TorchDispatchMode):  # type: ignore[no-untyped-call]
