@@ -485,13 +485,11 @@ def why_invalid(program: Program) -> str:
             return "it diverges"
         if not max(errors(as_result(a), as_result(b)).values()) <= 1e-10:
             return "rounding decides"
-    try:
+    if "torch.cond" not in program.source:  # which runs under no mode of any kind
         with _LaidOut():
             other = eager(program)
-    except Exception:  # torch.cond runs under no mode of any kind
-        other = one
-    if not all(max(errors(as_result(a), as_result(b)).values()) <= 1e-10 for a, b in zip(one, other, strict=True)):
-        return STRIDES
+        if not all(max(errors(as_result(a), as_result(b)).values()) <= 1e-10 for a, b in zip(one, other, strict=True)):
+            return STRIDES
     if not program.is_plain and draws(program):
         return "it draws, and has a loop of its own"
     return ""
@@ -506,8 +504,6 @@ def as_result(step: Step) -> StepResult:
 
 class _LaidOut(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Gives kernels their operands in the memory layouts that they need: some misread others, in eager as well."""
-
-    supports_higher_order_operators = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         entry = RULES.get(str(func))
