@@ -8,6 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
+from autopar.cluster.collectives import collective_seconds
+from autopar.cluster.links import Link
 from autopar.ir.graph import WAIT
 from autopar.ir.layout import local_meta
 from autopar.ir.program import LAYOUT, Program
@@ -40,13 +42,14 @@ class ForwardPieces:
     kept: Sequence[float]
     crosses: Sequence[float]
 
-    def chain(self, micro_batches: int) -> Chain:
+    def chain(self, micro_batches: int, link: Link) -> Chain:
+        """The pieces as they are cut, over a link."""
         parts = zip(self.forward, self.inputs, self.weights, self.once, strict=True)
         return Chain(
             seconds=[micro_batches * (f + i + w) + once for f, i, w, once in parts],
             rest_bytes=self.rest,
             held_bytes=self.held,
-            crosses=self.crosses,
+            crosses=[micro_batches * collective_seconds("shift", size, link) for size in self.crosses],
         )
 
     def costs(self, cuts: Sequence[int]) -> tuple[list[StageCost], list[float]]:
@@ -86,7 +89,8 @@ def pieces(
 @dataclass(eq=False)
 class _Pieces:
     """Figures by the place in forward that an operator stands at, or that its part of backward belongs to: the last one
-    that has all of forward that it reads, up to where its gradients are from."""
+    that has all of forward that it reads, up to where its gradients are from, or that of the parameter whose gradient
+    it is."""
 
     kinds: Kinds
     seconds: Mapping[str, float]
@@ -112,11 +116,15 @@ class _Pieces:
                 if name in kinds.trained:
                     self.first[name] = min(self.first.get(name, self.size), *here)
                     self.last[name] = max(self.last.get(name, 0), *here)
+        leading = kinds.leading({name: self.first.get(name, 0) for name in kinds.parameters.values()})
         for node in self.program.backward:
             read = [kinds.viewed(name) for name in node.inputs]
             behind = [self.back[name] for name in read if name in self.back]
-            saved = [self.last[name] for name in read if name in self.last and not kinds.is_late(name)]
-            place = min([*behind, *saved], default=self.size - 1)
+            saved = [name for name in read if name in self.last and not kinds.is_late(name)]
+            place = min([*behind, *(self.last[name] for name in saved)], default=self.size - 1)
+            home = leading.get(node.name, self.size)
+            if home < place and all(self.first[name] <= home for name in saved):
+                place = home
             self.back |= dict.fromkeys(filter(None, node.outputs), place)
 
     def pieces(self, wanted: Collection[int]) -> ForwardPieces:

@@ -265,6 +265,7 @@ class Kinds:
     def __init__(self, program: Program) -> None:
         self.program, self.nodes = program, program.nodes
         self.made, self.read = producers(self.nodes), readers(self.nodes)
+        self.parameters = {i.target: i.name for i in program.inputs if i.role == "parameter"}
         self.varying = {i.name for i in program.inputs if varies(i, program)}
         self.trained = reached(self.nodes, (i.name for i in program.inputs if i.role == "parameter"))
         begun = [node.name for node in self.nodes if _in_time(node)]
@@ -298,9 +299,8 @@ class Kinds:
             if not _in_time(node):
                 continue
             is_forward = k < len(self.program.forward)
-            is_end = node.name in self.late or node.name in self.tail
             is_count = is_forward and node.name not in self.trained
-            if not (node.collective == "all_reduce" and node.args[1] == "sum" and (is_end or is_count)):
+            if not (node.collective == "all_reduce" and node.args[1] == "sum" and (self.is_end(node) or is_count)):
                 raise ValueError(
                     f"{node.module or 'the model'} needs all micro-batches of a step at once ({node.op} for "
                     f"{node.serves}), and a pipeline has one after the other: take a layer or loss that treats each "
@@ -311,11 +311,30 @@ class Kinds:
             if o.role == "update" or (o.role == "mutation" and o.name in self.varying):
                 raise ValueError(f"{o.target} is written by each micro-batch, and a pipeline writes once a step")
 
+    def leading(self, homes: Mapping[str, int]) -> dict[str, int]:
+        """Value of which a sum leads to the gradient of a parameter, and to nothing else -> where that parameter is."""
+        found = {
+            o.name: homes[self.parameters[o.target]]
+            for o in self.program.outputs
+            if o.role == "gradient" and o.name is not None and o.target in self.parameters
+        }
+        others = {o.name for o in self.program.outputs if o.name not in found}
+        for node in reversed(self.program.backward):
+            ends = [found[name] for name in node.outputs if name in found]
+            if ends and (self.is_end(node) or node.op in LAYOUT):
+                for name in node.inputs:
+                    found.setdefault(name, ends[0])
+            elif not self.is_end(node):
+                others.update(node.inputs)
+        return {name: home for name, home in found.items() if name not in others}
+
+    def is_end(self, node: Node) -> bool:
+        return node.name in self.tail or node.name in self.late
+
     def is_of_stage(self, node: Node) -> bool:
         """Whether a stage computes it of each micro-batch: it varies, and depends on a parameter. What lays a value out
         is done where that is read."""
-        of_end = node.name in self.tail or node.name in self.late or node.name in self.early
-        if of_end or node.op in LAYOUT:
+        if self.is_end(node) or node.name in self.early or node.op in LAYOUT:
             return False
         return any(name in self.varying and name in self.trained for name in node.outputs)
 
@@ -342,12 +361,11 @@ class _Cutter(Kinds):
         self.cuts, self.numbers = cuts, range(len(cuts) + 1)
         self.given = {i.name: i for i in program.inputs}
         self.tangents = {i.name for i in program.inputs if i.role == "tangent"}
-        self.parameters = {i.target: i.name for i in program.inputs if i.role == "parameter"}
         self.stage_of: dict[str, int] = {}
         self._place_forward()
         self.there = self._availability()
         self.homes = {name: min(self.there[name]) for name in self.parameters.values()}
-        leading = self._leading()
+        leading = self.leading(self.homes)
         self._place_backward(leading)
         self._put_off(leading)
         self.messages: dict[Message, None] = {}
@@ -391,23 +409,6 @@ class _Cutter(Kinds):
                     there[name] |= here
         return {name: stages or set(self.numbers) for name, stages in there.items()}
 
-    def _leading(self) -> dict[str, int]:
-        """Value of which a sum leads to the gradient of a parameter, and to nothing else -> the stage that holds it."""
-        homes = {
-            o.name: self.homes[self.parameters[o.target]]
-            for o in self.program.outputs
-            if o.role == "gradient" and o.name is not None and o.target in self.parameters
-        }
-        others = {o.name for o in self.program.outputs if o.name not in homes}
-        for node in reversed(self.program.backward):
-            ends = [homes[name] for name in node.outputs if name in homes]
-            if ends and (self._is_end(node) or node.op in LAYOUT):
-                for name in node.inputs:
-                    homes.setdefault(name, ends[0])
-            elif not self._is_end(node):
-                others.update(node.inputs)
-        return {name: home for name, home in homes.items() if name not in others}
-
     def _place_backward(self, leading: Mapping[str, int]) -> None:
         for node in self.program.backward:
             if not self.is_of_stage(node):
@@ -417,8 +418,9 @@ class _Cutter(Kinds):
             most = min((number for number in behind if number is not None), default=self.numbers[-1])
             saved = [self.there[name] for name in read if name in self.there and not self.is_late(name)]
             fitting = [number for number in range(most + 1) if saved and all(number in at for at in saved)]
-            if not saved and node.name in leading:
-                fitting = [min(most, leading[node.name])]
+            home = leading.get(node.name)
+            if home is not None and (not saved or home in fitting):  # so that no sum goes there
+                fitting = [min(most, home)]
             self.stage_of[node.name] = max(fitting, default=most)
 
     def _put_off(self, leading: Collection[str]) -> None:
@@ -431,9 +433,6 @@ class _Cutter(Kinds):
         for node in self.program.backward:
             if node.op in LAYOUT and node.name in leading and not self.tail.isdisjoint(node.inputs):
                 self.tail.add(node.name)
-
-    def _is_end(self, node: Node) -> bool:
-        return node.name in self.tail or node.name in self.late
 
     def _place(self, name: str | None) -> int | None:
         """The stage that computes a value, if that is one."""
@@ -588,7 +587,7 @@ class _Cutter(Kinds):
                     continue
                 if node.name in totals:
                     waiting += node.inputs
-                elif not once or self._is_end(node) or self.varying.isdisjoint(filter(None, node.outputs)):
+                elif not once or self.is_end(node) or self.varying.isdisjoint(filter(None, node.outputs)):
                     chosen.add(node.name)
                     waiting += node.inputs
             return tuple(reading(node, totals) for node in half if node.name in chosen)
