@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from autopar.cluster.library import named_cluster
 from autopar.planning.planner import Planner
 from autopar.planning.request import Request
 
@@ -67,6 +68,8 @@ class Case:
     schedule: str
     dtype: torch.dtype
     source: str
+    node: int = 0
+    """Devices that the run took of a node, where not all."""
 
 
 CASES = {
@@ -88,7 +91,7 @@ CASES = {
     "DeepSeek-V3": Case(
         model=deepseek_v3, layer="model.layers", layers=61, cluster="gb200-nvl72",
         mesh={"pp": 8, "dp": 32}, batch=2048, sequence=4096, micro_batches=64, schedule="1f1b",
-        dtype=torch.bfloat16, source="torchtitan #4016, 256 GB200: TP 1, PP 8, EP 32",
+        dtype=torch.bfloat16, source="torchtitan #4016, 256 GB200: TP 1, PP 8, EP 32", node=64,
     ),
     "GPT-2.6B": Case(
         model=lambda: gpt(32, 2560, 32, 1024), layer="transformer.h", layers=32, cluster="v100-nvlink",
@@ -109,7 +112,10 @@ def measured(name: str) -> dict[str, Any]:
         model = case.model().to(case.dtype)
         ids = torch.zeros(case.batch, case.sequence, dtype=torch.long)
     started = time.perf_counter()
-    request = Request(cluster=case.cluster, micro_batches="auto")
+    cluster = named_cluster(case.cluster)
+    if case.node:
+        cluster = replace(cluster, levels=(*cluster.levels[:-1], replace(cluster.levels[-1], size=case.node)))
+    request = Request(cluster=cluster, micro_batches="auto")
     planner = Planner(model, case.mesh, (), {"input_ids": ids, "labels": ids}, request=request)
     row: dict[str, Any] = {"name": name, "source": case.source, "capture_seconds": time.perf_counter() - started}
     stages = case.mesh["pp"]

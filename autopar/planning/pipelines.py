@@ -17,13 +17,14 @@ import logging
 import math
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import combinations, islice, pairwise
+from itertools import combinations, pairwise
 from typing import Protocol
 
 from autopar.cluster.collectives import NEVER_SECONDS, collective_seconds
+from autopar.cluster.links import Link
 from autopar.cluster.machine import Cluster
 from autopar.cluster.staged import StagedCluster
 from autopar.cost.memory import Peak
@@ -229,10 +230,21 @@ class Look:
     pinned: Pins
     seconds: float = 0.0
     bytes: float = 0.0
+    rest_bytes: float = 0.0
+    """At the least, a device has so many of them at rest."""
 
     @property
     def micro_batches(self) -> int:
         return self.on.training.micro_batches
+
+    @property
+    def recomputes(self) -> bool:
+        return any(map(any, self.solved.assignment.recompute))
+
+    @property
+    def key(self) -> tuple[int, float, float]:
+        """Looks with one key are alike."""
+        return self.micro_batches, self.seconds, self.bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,6 +288,8 @@ class Pipelines:
         self.planner, self.axis, self.devices = planner, planner.axis, planner.mesh[planner.axis]
         self.smallest = math.inf
         """The least bytes of a device that were reached."""
+        self.accounts: dict[tuple[int, Assignment], Account] = {}
+        """Of assignments, by their numbers of micro-batches."""
 
     def planned(self, request: Request) -> Plan:
         """The plan with the shortest step. Raises ValueError where nothing can be cut so, and `Infeasible` where no
@@ -318,26 +332,50 @@ class Pipelines:
         limit = planner.limit(request)
         counts = self._counts() or [planner.batch]
         count = min(counts, key=lambda count: abs(count - FEW * self.devices))
-        looks = self._looks(planner.in_time(count), replace(request, solver="dp"), limit)
+        looks = self._looks(planner.in_time(count), replace(request, solver="dp"), limit, math.inf)
         layers = max((len(repeat.copies) for repeat in planner.segments.repeats), default=self.devices)
         uneven = math.ceil(layers / self.devices) * self.devices / layers
         return uneven * min(look.seconds * max(1.0, look.bytes / (limit or math.inf)) for look in looks)
 
     def _best(self, request: Request, limit: float | None) -> Made | None:
+        """The best stages of all numbers of micro-batches. Within a limit, assignments that need less and less are
+        searched until the stages of one keep it."""
         counts = self._counts() if is_auto(request) else [self.planner.training.micro_batches]
         looks: list[Look] = []
         for count, _ in zip(counts, request.stage.part(0.0, 0.4).parts(len(counts)), strict=True):
-            looks += self._looks(self.planner.in_time(count), request, limit)
+            looks += self._looks(self.planner.in_time(count), request, limit, _quickest(looks, limit))
         # where micro-batches need one another in all assignments, stages refuse by name
         looks = [look for look in looks if look.seconds * self.devices < NEVER_SECONDS] or looks[:1]
-        if limit is not None:
-            looks += self._smaller(looks, request, limit)
-        best: Made | None = None
-        done = 0
-        looks = [*{(look.micro_batches, look.seconds, look.bytes): look for look in reversed(looks)}.values()]
-        looks.sort(key=lambda look: (limit is not None and look.bytes > AIMS[0] * limit, look.seconds))
-        for look, stage in zip(looks, request.stage.part(0.4, 1.0).parts(len(looks)), strict=False):
-            if best is not None and (done > WORK or self.planner.effort.is_over):
+        return self._best_of(looks, request, limit, None) if limit is None else self._kept(looks, request, limit)
+
+    def _kept(self, looks: Sequence[Look], request: Request, limit: float) -> Made | None:
+        """The best that keeps a limit: of what is estimated to, with what is found near the quickest; of what is found
+        near that with less and less memory; of what is estimated to need more; and of what all options come to."""
+        possible, near = [look for look in looks if look.rest_bytes <= limit], list[Look]()
+        for look in sorted(looks, key=lambda look: look.seconds):
+            if len(near) < NEAR and not look.recomputes and look.seconds < _quickest([*possible, *near], limit):
+                near += self._within(look, request, AIMS[0] * limit, self._near(look))
+        fitting = [look for look in possible if look.bytes <= AIMS[0] * limit]
+        best = self._best_of([*fitting, *near], request, limit, None)
+        for aim in AIMS[1:]:
+            starts = [look for look in near if _may_beat(look, best)]
+            near = [found for look in starts for found in self._within(look, request, aim * limit, self._near(look))]
+            best = self._best_of(near, request, limit, best)
+        best = self._best_of([look for look in possible if look not in fitting], request, limit, best)
+        for aim in AIMS:
+            if best is None:
+                quickest = min(looks, key=lambda look: look.seconds)
+                best = self._best_of([*self._within(quickest, request, aim * limit, None)], request, limit, None)
+        return best
+
+    def _best_of(self, looks: Sequence[Look], request: Request, limit: float | None, best: Made | None) -> Made | None:
+        """The best stages of these assignments, the quickest first, if they beat the best of others: as far as there is
+        work left, and further where an estimate promises much."""
+        done, known = 0, best
+        ranked = sorted({look.key: look for look in reversed(looks)}.values(), key=lambda look: look.seconds)
+        for look, stage in zip(ranked, request.stage.part(0.4, 1.0).parts(len(ranked)), strict=False):
+            is_over = done > TRIES * WORK or (best is not None and self.planner.effort.is_over)
+            if is_over or ((known is not None or done > WORK) and not _may_beat(look, best)):
                 break
             done += len(self.planner.captured.graph.nodes)
             made = self._made_within(look, request, limit, math.inf if best is None else best.step.seconds)
@@ -345,29 +383,6 @@ class Pipelines:
                 best = made
                 stage.found(best.step.seconds)
         return best
-
-    def _smaller(self, looks: Sequence[Look], request: Request, limit: float) -> list[Look]:
-        """What is found near the quickest assignments, each within less and less of the memory."""
-        free = [look for look in looks if not any(map(any, look.solved.assignment.recompute))]
-        smaller: list[Look] = []
-        found = (
-            each
-            for look in sorted(free, key=lambda look: look.seconds)[: 2 * NEAR]
-            if (each := [*self._ever_smaller(look, request, limit)])
-        )
-        for each in islice(found, NEAR):
-            smaller += each
-        return smaller
-
-    def _ever_smaller(self, look: Look, request: Request, limit: float) -> Iterator[Look]:
-        """What is found near an assignment, and near that, until nothing needs less."""
-        for aim in AIMS:
-            if look.bytes > aim * limit:
-                found = [*self._within(look, request, aim * limit)]
-                if not found:
-                    return
-                yield from found
-                look = found[0]
 
     def _counts(self) -> list[int]:
         """Numbers of micro-batches: a batch's divisors near the stages, twice as many, and so on; first those whose
@@ -386,10 +401,10 @@ class Pipelines:
 
     # ---- assignments
 
-    def _looks(self, on: StagePlanner, request: Request, limit: float | None) -> Iterator[Look]:
-        """The cheapest assignment for a number of micro-batches, and what presets leave at its cheapest; and, within a
-        limit, those that recompute a part of the copies of each layer: the first ones, whose stages have the most in
-        flight."""
+    def _looks(self, on: StagePlanner, request: Request, limit: float | None, least: float) -> Iterator[Look]:
+        """The cheapest assignment for a number of micro-batches, and what presets leave at its cheapest, unless no step
+        is shorter than `least` seconds; and, where a limit asks for it, those that recompute a part of the copies of
+        each layer: the first ones, whose stages have the most in flight."""
         space = on.space
         context = Context(space, self.planner.searches.blocks())
         pinned = _both(time_pins(context), pins(space, _placed(request, self.axis)))
@@ -412,49 +427,65 @@ class Pipelines:
             seen.append(solved.assignment)
             look = self._estimate(Look(on=on, solved=solved, pinned=pinned))
             yield look
+            if look.seconds >= least:
+                if preset is None:
+                    return
+                continue
+            variants = [look]
             for part in parts:
+                if limit is None or variants[-1].bytes <= AIMS[-1] * limit:
+                    break
                 assignment = solved.assignment
                 recompute = tuple(
                     tuple(is_able and k < math.ceil(part * len(copies)) for k in range(len(copies)))
                     for is_able, copies in zip(again, assignment.copies, strict=True)
                 )
                 variant = replace(solved, assignment=replace(assignment, recompute=recompute))
-                yield self._estimate(replace(look, solved=variant))
+                variants.append(self._estimate(replace(look, solved=variant)))
+                yield variants[-1]
+            least = min(least, _quickest(variants, limit))
+
+    def _account(self, on: StagePlanner, assignment: Assignment) -> Account:
+        key = on.training.micro_batches, assignment
+        if key not in self.accounts:
+            self.accounts[key] = account(on.space, assignment)
+        return self.accounts[key]
 
     def _estimate(self, look: Look) -> Look:
-        items, m = account(look.on.space, look.solved.assignment), look.micro_batches
+        items, m = self._account(look.on, look.solved.assignment), look.micro_batches
         bubble = 1 + (self.devices - 1) / m / 2
-        size = self._bytes(look.on, look.solved.assignment, items)
-        return replace(look, seconds=items.seconds / self.devices * bubble, bytes=size)
+        return replace(
+            look, seconds=items.seconds / self.devices * bubble, bytes=self._bytes(look.on, look.solved.assignment),
+            rest_bytes=_rest_bytes(items) / self.devices,
+        )  # fmt: skip
 
-    def _bytes(self, on: StagePlanner, assignment: Assignment, items: Account) -> float:
+    def _bytes(self, on: StagePlanner, assignment: Assignment) -> float:
         """About what a device needs: its share of what is at rest, and of the micro-batches in flight, which are the
         fewer the later its stage, and of which stages before `recomputed` keep the less."""
         copies = [again for number in range(len(assignment.copies)) for again in assignment.again(number)]
         part = sum(copies) / max(1, len(copies))
-        of_all = account(on.space, replace(assignment, recompute=())) if part else items
+        items, of_all = (self._account(on, one) for one in (assignment, replace(assignment, recompute=())))
         held, kept = (of.activation_bytes / on.space.in_flight for of in (items, of_all))
         less = (held - (1 - part) * kept) / part if part else kept
         shares = [min(1.0, max(0.0, part * self.devices - k)) for k in range(self.devices)]
         flights = [min(on.training.micro_batches, self.devices - k) for k in range(self.devices)]
-        resting: float = items.parameter_bytes + items.gradient_bytes + items.optimizer_bytes
         apart = [
             on.space.decided(site, assignment.rest[name]).bytes
             for name, site in on.space.rest.sites.items()
             if site.kind == "parameter"
         ]  # outside of layers, where a stage has one of those that are large
-        resting += (self.devices - 1) * max(apart, default=0.0) - sum(apart) + max(apart, default=0.0)
+        resting = _rest_bytes(items) - sum(apart) + self.devices * max(apart, default=0.0)
         most = max(n * (share * less + (1 - share) * kept) for n, share in zip(flights, shares, strict=True))
         return (resting + most) / self.devices
 
-    def _within(self, look: Look, request: Request, limit: float) -> Iterator[Look]:
-        """An assignment of which a device needs no more than the limit, if there is one near another: with parameters
-        at rest in more parts, and layers recomputed."""
-        on, allowed = look.on, self._near(look)
+    def _within(self, look: Look, request: Request, limit: float, allowed: Allowed | None) -> Iterator[Look]:
+        """An assignment of which a device needs no more than the limit, if there is one of the options that are allowed
+        (None: all) with layers recomputed."""
+        on = look.on
 
         def sized(assignment: Assignment, accuracy: Accuracy) -> Size:
             """Of all devices together, as the sum of bytes that is searched."""
-            return Size(self.devices * self._bytes(on, assignment, account(on.space, assignment)))
+            return Size(self.devices * self._bytes(on, assignment))
 
         search = Search(
             ProblemBuilder(on.space), request.exact_solver, self.devices * limit, logger.info, pins=look.pinned,
@@ -466,8 +497,7 @@ class Pipelines:
             solved: Solved = on.seconds.timed("limit", search.within, sized)
         except Infeasible as error:
             logger.info("%d micro-batches: %s", look.micro_batches, error)
-            if math.isinf(self.smallest):
-                self.smallest = error.smallest_bytes
+            self.smallest = min(self.smallest, error.smallest_bytes / self.devices)
             return
         yield self._estimate(replace(look, solved=solved))
 
@@ -531,15 +561,17 @@ class Pipelines:
         """Steps of an assignment by the best schedules and a searched one, with cuts whose stages are estimated to keep
         the limit, less what devices need `beyond` estimates; and these estimates."""
         on, m, (parts, spans) = look.on, look.micro_batches, pieces_of
-        most = math.inf if limit is None else limit
+        assert isinstance(on.cluster, StagedCluster)
+        link = on.cluster.between_stages(on.space.mesh)
+        chain, most = parts.chain(m, link), math.inf if limit is None else limit
         found: list[tuple[float, tuple[int, ...], Scheduler, int]] = []
         for row, chunks in self._schedules(request, spans is not None, len(parts.names)):
             few = min(m, FEW * self.devices)
             schedule = scheduled(row.name, self.devices, few, chunks=chunks)
             flight = [min(m, n) if n < few else m for n in schedule.in_flight(range(schedule.stages))]
             limits = [(most - beyond[device]) / chunks for device in schedule.devices]
-            if (places := cut(parts.chain(m), flight, limits, spans)) is not None:
-                found.append((self._estimated(parts, places, schedule, on), tuple(places), row, chunks))
+            if (places := cut(chain, flight, limits, spans)) is not None:
+                found.append((self._estimated(parts, places, schedule, link, m), tuple(places), row, chunks))
         if not found and self.devices > len(parts.names):
             raise ValueError(
                 f"the mesh has {self.devices} stages on {self.axis!r}, and {on.facts.name} can be cut into "
@@ -602,18 +634,18 @@ class Pipelines:
                 if several and chunks * self.devices <= most and not (is_pinned and chunks > 1):
                     yield row, chunks
 
-    def _estimated(self, parts: ForwardPieces, cuts: Sequence[int], schedule: Schedule, on: StagePlanner) -> float:
+    def _estimated(
+        self, parts: ForwardPieces, cuts: Sequence[int], schedule: Schedule, link: Link, micro_batches: int
+    ) -> float:
         """The seconds of a step before anything is cut, from a schedule of the first micro-batches: with each of the
         others the busiest device goes on for as long as with those."""
         costs, once = parts.costs(cuts)
-        cluster, devices = on.cluster, schedule.devices
-        assert isinstance(cluster, StagedCluster)
-        link = cluster.between_stages(on.space.mesh)
+        devices = schedule.devices
         seconds = [collective_seconds("shift", parts.crosses[at], link) for at in cuts]
         edges = {(k, k + 1, "F"): s for k, s in enumerate(seconds)}
         edges |= {(b, a, "B"): s for (a, b, _), s in edges.items()}
         run = simulate(schedule, PipelineCosts(stages=tuple(costs), transfers=edges, shared_links=True))
-        more = on.training.micro_batches / schedule.micro_batches - 1
+        more = micro_batches / schedule.micro_batches - 1
         after = [sum(o for o, at in zip(once, devices, strict=True) if at == d) for d in range(self.devices)]
         return max(ends[-1] + o for ends, o in zip(run.ends, after, strict=True)) + more * max(run.busy_seconds)
 
@@ -777,6 +809,21 @@ class Pipelines:
         """The stages of a plan, and their schedule of units."""
         made = self.again(plan)
         return made.step.figures.staged, made.step.run.schedule
+
+
+def _may_beat(look: Look, best: Made | None) -> bool:
+    """Whether stages of a look may well have a shorter step than the best."""
+    return best is None or CLOSE * look.seconds < best.step.seconds
+
+
+def _rest_bytes(items: Account) -> float:
+    return items.parameter_bytes + items.gradient_bytes + items.optimizer_bytes
+
+
+def _quickest(looks: Iterable[Look], limit: float | None) -> float:
+    """The shortest step of those that are estimated to keep a limit."""
+    most = math.inf if limit is None else AIMS[0] * limit
+    return min((look.seconds for look in looks if look.bytes <= most), default=math.inf)
 
 
 def _order(made: Made, limit: float | None) -> tuple[bool, float]:
