@@ -60,30 +60,43 @@ def solve_dp(
     library = Library(meter, orders=FEW_ORDERS if messages_follow else ALL_ORDERS)
     try:
         cheapest = priced(problem, library, 0.0)
-        solution, bound, price, exact = cheapest, cheapest.score.objective, 0.0, True
     except TooWide:
         if bytes_limit is not None:
             raise
-        choice, bound = _relaxed(problem, library, bounded)
-        solution, exact = Priced(choice=choice, score=evaluate(problem, choice), price=0.0), False
-        price = 0.0
-    if bytes_limit is not None and solution.score.bytes > bytes_limit:
-        choice, at = within_limit(problem, library, bytes_limit)
-        if bounded and _joint_options(problem) <= TRIED_OPTIONS:
-            return replace(solve_exhaustive(problem, bytes_limit=bytes_limit), price=at.price)
-        solution = Priced(choice=choice, score=evaluate(problem, choice), price=at.price)
-        bound, price, exact = at.lower_bound, at.price, False
-    objective = solution.score.objective
-    return Solution(
-        choice=solution.choice,
-        score=solution.score,
-        lower_bound=objective if exact else min(bound, objective),
-        price=price,
-    )
+        return solve_relaxed(problem, library, bounded=bounded)
+    if bytes_limit is None or cheapest.score.bytes <= bytes_limit:
+        return Solution(choice=cheapest.choice, score=cheapest.score, lower_bound=cheapest.score.objective)
+    choice, at = within_limit(problem, library, bytes_limit)
+    if bounded and _joint_options(problem) <= TRIED_OPTIONS:
+        return replace(solve_exhaustive(problem, bytes_limit=bytes_limit), price=at.price)
+    score = evaluate(problem, choice)
+    return Solution(choice=choice, score=score, lower_bound=min(at.lower_bound, score.objective), price=at.price)
 
 
-def _relaxed(problem: Problem, library: Library, bounded: bool) -> tuple[Choice, float]:
-    weights = 1.0, TIE_BREAK_SECONDS_PER_BYTE
+def solve_relaxed(
+    problem: Problem, library: Library, *, bytes_limit: float | None = None, bounded: bool = True
+) -> Solution:
+    """As `solve_dp`, by message passing, which answers with whatever work is left: without any, node after node takes
+    the state that costs least beside those taken before. A limit gives bytes a price, as there, and `lower_bound` is
+    that without a limit.
+
+    Raises `Infeasible` where nothing that it comes to is within the limit, `TooWide` where it comes to nothing, or the
+    table of one tensor is too large.
+    """
+    bounds: list[float] = []
+
+    def solve_at(price: float) -> Choice:
+        weights = (0.0, 1.0) if math.isinf(price) else (1.0, TIE_BREAK_SECONDS_PER_BYTE + price)
+        choice, bound = _relaxed(problem, weights, library, bounded)
+        bounds.append(bound)
+        return choice
+
+    choice, at = within(problem, math.inf if bytes_limit is None else bytes_limit, solve_at)
+    score = evaluate(problem, choice)
+    return Solution(choice=choice, score=score, lower_bound=min(bounds[0], score.objective), price=at.price)
+
+
+def _relaxed(problem: Problem, weights: tuple[float, float], library: Library, bounded: bool) -> tuple[Choice, float]:
     if not bounded:
         try:
             return relaxed(problem, weights, library, folded=True)[0], 0.0

@@ -16,8 +16,8 @@ import numpy as np
 
 from .effort import ELIMINATED_WORK, VISIT_WORK, Meter
 from .elimination import EliminationOrder, eliminate, schedule
-from .flat import Costs, Factor, flattened, priced
-from .network import Leads, network
+from .flat import Costs, Factor, flattened
+from .network import Leads
 from .pricing import Library
 from .problem import Choice, Problem, TooWide
 from .rows import Floats, Ints
@@ -204,21 +204,6 @@ def _taken(table: Floats, state: Ints | None, axis: int, at: np.intp) -> tuple[F
     if axis < table.ndim:
         return table.take([at], axis=axis), None if state is None else state.take([at], axis=axis)
     return np.where(state == at, table, np.inf), state
-
-
-def lower_bound(problem: Problem, weights: tuple[float, float], meter: Meter | None = None) -> float:
-    """What no choice undercuts of `weights[0]` * seconds + `weights[1]` * bytes, after some sweeps. For a problem
-    without repeats."""
-    effort = (meter or Meter()).effort
-    graph = network(problem, (), effort.tensor_entries)
-    relaxation = Relaxation(priced(graph, weights), graph.sizes, meter)
-    bound = relaxation.bound()
-    for _ in range(effort.message_sweeps[0]):
-        if not relaxation.may_sweep():
-            break
-        relaxation.sweep()
-        bound = max(bound, relaxation.bound())
-    return bound
 
 
 def relaxed(
