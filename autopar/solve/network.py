@@ -16,6 +16,10 @@ LARGE_UNION = 20_000
 """Pairs of states of two readers above which the narrowest pair of readers is united instead."""
 
 
+Weights = tuple[float, float]
+"""What a second costs, and a byte."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostTable:
     """What a joint state of `nodes` costs: seconds and bytes, each with one array axis a node, 0 where blocked."""
@@ -25,21 +29,10 @@ class CostTable:
     bytes: Floats
     blocked: Bools | None = None
 
-    def priced(self, weights: Floats) -> Floats:
-        """[price, *nodes]: weights[k, 0] * seconds + weights[k, 1] * bytes, infinite where blocked."""
-        spread = (len(weights), *(1,) * len(self.nodes))
-        cost = weights[:, 0].reshape(spread) * self.seconds + weights[:, 1].reshape(spread) * self.bytes
-        if self.blocked is not None:
-            cost[:, self.blocked] = np.inf
-        return np.asarray(cost)
-
-    def cost(self, states: Ints) -> tuple[Floats, Floats]:
-        """Seconds, infinite where blocked, and bytes of joint states [node of the network, sample]."""
-        at = tuple(states[node] for node in self.nodes)
-        seconds = self.seconds[at]
-        if self.blocked is not None:
-            seconds = np.where(self.blocked[at], np.inf, seconds)
-        return seconds, self.bytes[at]
+    def priced(self, weights: Weights) -> Floats:
+        """[*nodes]: weights[0] * seconds + weights[1] * bytes, infinite where blocked."""
+        cost = weights[0] * self.seconds + weights[1] * self.bytes
+        return np.asarray(cost if self.blocked is None else np.where(self.blocked, np.inf, cost))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,14 +60,9 @@ class Rule:
     nodes: tuple[int, ...]
     leads: Leads
 
-    def priced(self, weights: Floats) -> Floats:
-        """[price, *nodes]: the same at each price."""
-        costs = self.leads.costs
-        return np.broadcast_to(costs, (len(weights), *costs.shape))
-
-    def cost(self, states: Ints) -> tuple[Floats, Floats]:
-        """As `CostTable.cost`."""
-        return self.leads.of(*states[list(self.nodes)]), np.zeros(states.shape[1])
+    def priced(self, weights: Weights) -> Floats:
+        """[*nodes]: the same at each price."""
+        return self.leads.costs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,16 +76,6 @@ class Network:
     sizes: tuple[int, ...]
     options: tuple[Ints, ...]
     tables: tuple[CostTable | Rule, ...]
-
-    def cost(self, states: Ints) -> tuple[Floats, Floats]:
-        """Seconds and bytes of joint states [node, sample], infinite seconds where blocked."""
-        seconds = np.zeros(states.shape[1])
-        size = np.zeros(states.shape[1])
-        for table in self.tables:
-            more_seconds, more_bytes = table.cost(states)
-            seconds += more_seconds
-            size += more_bytes
-        return seconds, size
 
 
 def network(problem: Problem, borders: Iterable[int], entries: int = LIMITS.tensor_entries) -> Network:

@@ -1,4 +1,4 @@
-"""A problem and its repeats, eliminated at a batch of prices of memory."""
+"""A problem and its repeats, eliminated at a price of memory."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import numpy as np
 from .effort import ELIMINATED_WORK, VISIT_WORK, Meter
 from .elimination import ALL_ORDERS, Eliminated, EliminationOrder, eliminate, schedule
 from .expand import border_states
-from .network import Network, network
+from .network import Network, Weights, network
 from .problem import Choice, Problem, Repeat, TooWide, restricted
 from .rows import Bools, Floats, Ints
 
 
 def product(first: Floats, second: Floats) -> Floats:
-    """c[k, l, r] = min over m of first[k, l, m] + second[k, m, r]."""
-    prices, rows, inner = first.shape
-    result = np.full((prices, rows, second.shape[2]), np.inf)
+    """c[l, r] = min over m of first[l, m] + second[m, r]."""
+    rows, inner = first.shape
+    result = np.full((rows, second.shape[1]), np.inf)
     total = np.empty_like(result)
     for m in range(inner):
-        np.add(first[:, :, m, None], second[:, m, None, :], out=total)
+        np.add(first[:, m, None], second[m, None, :], out=total)
         np.minimum(result, total, out=result)
     return result
 
@@ -35,8 +35,8 @@ def head_of(count: int) -> int:
 
 
 class Powers:
-    """The min-plus powers of one square matrix [price, left, right], each price by itself, by repeated squaring: counts
-    share factors, and `products` counts the matrix products so far."""
+    """The min-plus powers of one square matrix [left, right] by repeated squaring: counts share factors, and `products`
+    counts the matrix products so far."""
 
     def __init__(self, matrix: Floats) -> None:
         self._powers: dict[int, Floats] = {1: matrix}
@@ -52,7 +52,7 @@ class Powers:
             self._powers[count] = product(self.matrix(head), self.matrix(count - head))
         return self._powers[count]
 
-    def path(self, count: int, price: int, left: int, right: int) -> list[int]:
+    def path(self, count: int, left: int, right: int) -> list[int]:
         """The count + 1 border states of the cheapest chain of `count` copies from `left` to `right`."""
         self.matrix(count)
         path = [left]
@@ -63,7 +63,7 @@ class Powers:
                 path.append(end)
                 continue
             head = head_of(length)
-            totals = self._powers[head][price, start] + self._powers[length - head][price, :, end]
+            totals = self._powers[head][start] + self._powers[length - head][:, end]
             middle = int(totals.argmin())
             pending += [(length - head, middle, end), (head, start, middle)]
         return path
@@ -98,7 +98,6 @@ class Library:
         self.meter, self.orders = meter or Meter(), orders
         self._compiled: dict[tuple[int, tuple[int, ...]], Compiled] = {}
         self._networks: dict[tuple[int, tuple[int, ...]], tuple[Problem, Network]] = {}
-        self._bare: dict[int, Problem] = {}
         self._branches: dict[int, tuple[Problem, tuple[Problem, ...]]] = {}
 
     def branches(self, problem: Problem) -> tuple[Problem, ...]:
@@ -142,7 +141,7 @@ class Library:
         return self._networks[key][1]
 
     def largest(self, problem: Problem) -> int:
-        """Entries of the largest table for one price, in the problem and in the bodies of its repeats."""
+        """Entries of the largest table, in the problem and in the bodies of its repeats."""
         bodies = [(repeat.body, (*repeat.body_left, *repeat.body_right)) for repeat in problem.repeats]
         own = (
             self.compiled(branch, keep).schedule.largest
@@ -150,14 +149,6 @@ class Library:
             for branch in self.branches(part)
         )
         return max([*own, *(self.largest(repeat.body) for repeat in problem.repeats)])
-
-    def bare(self, problem: Problem) -> Problem:
-        """The problem without its repeats, always the same object."""
-        if not problem.repeats:
-            return problem
-        if id(problem) not in self._bare:
-            self._bare[id(problem)] = replace(problem, repeats=())
-        return self._bare[id(problem)]
 
 
 def grid(sizes: Sequence[int]) -> Ints:
@@ -236,27 +227,24 @@ class Branched:
     def table(self) -> Floats:
         tables = [eliminated.table for _, eliminated in self.parts]
         if self.place is not None:
-            return np.stack(tables, axis=1 + self.place)
+            return np.stack(tables, axis=self.place)
         return tables[0] if len(tables) == 1 else np.asarray(np.minimum.reduce(tables))
 
-    def chosen(self, prices: Ints, kept: Ints) -> Ints:
-        """The branch that is cheapest, at prices [sample] and given the options [variable, sample] of those kept."""
+    def chosen(self, kept: Sequence[int]) -> int:
+        """The branch that is cheapest, given the options of those kept."""
         if self.place is not None:
-            return np.asarray(kept[self.place])
-        if len(self.parts) == 1:
-            return np.zeros(len(prices), dtype=np.int64)
-        costs = np.stack([eliminated.table[(prices, *kept)] for _, eliminated in self.parts])
-        return np.asarray(costs.argmin(axis=0))
+            return kept[self.place]
+        return int(np.argmin([eliminated.table[tuple(kept)] for _, eliminated in self.parts]))
 
 
 class Pricing:
-    """Everything eliminated under one batch of prices: `weights[k]` = (per second, per byte).
+    """Everything eliminated at one price of memory: `weights` are what a second and a byte cost.
 
     A repeated body is eliminated once whatever the count, and its matrix powers are shared by all
     repeats of that body.
     """
 
-    def __init__(self, library: Library, weights: Floats) -> None:
+    def __init__(self, library: Library, weights: Weights) -> None:
         self.library = library
         self.weights = weights
         self._eliminated: dict[tuple[int, tuple[int, ...]], Eliminated] = {}
@@ -265,20 +253,8 @@ class Pricing:
         self._copies: dict[tuple[int, tuple[int, ...], tuple[int, ...]], Choice] = {}
 
     def table(self, problem: Problem, keep: Sequence[int]) -> Floats:
-        """[price, *kept variables, in order]: the least cost."""
+        """[*kept variables, in order]: the least cost."""
         return self._parts(problem, keep).table
-
-    def costs(self, problem: Problem, keep: Sequence[int], prices: Ints, kept: Ints) -> tuple[Floats, Floats]:
-        """Seconds and bytes of the cheapest choices at prices [sample], given the options [variable, sample] of those
-        kept; infinite seconds where there is none."""
-        parts = self._parts(problem, keep)
-        seconds, size = np.empty(len(prices)), np.empty(len(prices))
-        of_part = parts.chosen(prices, kept)
-        for number, (branch, eliminated) in enumerate(parts.parts):
-            at = np.flatnonzero(of_part == number)
-            states = eliminated.states(prices[at], kept[parts.others][:, at])
-            seconds[at], size[at] = self.library.compiled(branch, parts.keep).network.cost(states)
-        return seconds, size
 
     def _parts(self, problem: Problem, keep: Sequence[int]) -> Branched:
         kept = tuple(sorted(set(keep)))
@@ -295,68 +271,67 @@ class Pricing:
         key = (id(problem), compiled.schedule.keep)
         if key not in self._eliminated:
             entries, visits = compiled.schedule.entries, sum(len(step.inputs) for step in compiled.schedule.steps)
-            if not self.library.meter.takes(ELIMINATED_WORK * entries * len(self.weights) + VISIT_WORK * visits):
+            if not self.library.meter.takes(ELIMINATED_WORK * entries + VISIT_WORK * visits):
                 raise TooWide(f"elimination would make {entries} entries, and the search's budget is spent")
             for repeat in problem.repeats:
                 products = (repeat.count - 1).bit_length()
-                sums = len(self.weights) * products * border_states(problem, repeat) ** 3
+                sums = products * border_states(problem, repeat) ** 3
                 if sums > self.library.meter.effort.product_sums:
                     raise TooWide(f"{products} products of the matrix of {repeat.name} would take {sums} sums")
             tables = [table.priced(self.weights) for table in compiled.network.tables]
             for joint in compiled.repeats:
                 matrix = self.powers(joint.repeat).matrix(joint.repeat.count)
-                tables.append(matrix[:, joint.left, joint.right].reshape(-1, *joint.shape))
-            self._eliminated[key] = eliminate(compiled.schedule, tables, len(self.weights))
+                tables.append(matrix[joint.left, joint.right].reshape(joint.shape))
+            self._eliminated[key] = eliminate(compiled.schedule, tables)
         return self._eliminated[key]
 
     def powers(self, repeat: Repeat) -> Powers:
-        """The powers of the body's matrix [price, left, right]."""
+        """The powers of the body's matrix [left, right]."""
         key = (id(repeat.body), repeat.body_left, repeat.body_right)
         if key not in self._powers:
             keep = tuple(sorted({*repeat.body_left, *repeat.body_right}))
             assigned, clash = border_pairs(repeat, keep)
             shape = [len(repeat.body.variables[v].options) for v in keep]
-            flat = self.table(repeat.body, keep).reshape(len(self.weights), -1)
+            flat = self.table(repeat.body, keep).reshape(-1)
             index = ravel([assigned[v] for v in keep], shape)
-            matrix = flat[:, np.broadcast_to(index, clash.shape)]
-            matrix[:, clash] = np.inf
+            matrix = flat[np.broadcast_to(index, clash.shape)]
+            matrix[clash] = np.inf
             self._powers[key] = Powers(matrix)
         return self._powers[key]
 
-    def choice(self, problem: Problem, keep: Sequence[int], kept: Sequence[int], price: int) -> Choice:
-        """The cheapest choice at a price, given the options of the kept variables. Equal copies are one object."""
-        key = (id(problem), tuple(sorted(set(keep))), (price, *kept))
+    def choice(self, problem: Problem, keep: Sequence[int] = (), kept: Sequence[int] = ()) -> Choice:
+        """The cheapest choice, given the options of the kept variables. Equal copies are one object."""
+        key = (id(problem), tuple(sorted(set(keep))), tuple(kept))
         if key not in self._copies:
             parts = self._parts(problem, keep)
-            at, of_kept = np.array([price]), np.array(kept, dtype=np.int64).reshape(-1, 1)
-            number = int(parts.chosen(at, of_kept)[0])
+            number = parts.chosen(kept)
             branch, eliminated = parts.parts[number]
-            states = eliminated.states(at, of_kept[parts.others])
+            states = eliminated.states(np.array(kept, dtype=np.int64).reshape(-1, 1)[parts.others])
             of_network = self.library.compiled(branch, parts.keep).network.options
             options = tuple(int(of[state]) for of, state in zip(of_network, states[:, 0], strict=False))
             if problem.branch is not None:
                 options = (*options[: problem.branch], number, *options[problem.branch + 1 :])
-            repeats = tuple(self._chain(problem, repeat, options, price) for repeat in problem.repeats)
+            repeats = tuple(self._chain(problem, repeat, options) for repeat in problem.repeats)
             self._copies[key] = Choice(options=options, repeats=repeats)
         return self._copies[key]
 
-    def _chain(self, problem: Problem, repeat: Repeat, options: tuple[int, ...], price: int) -> tuple[Choice, ...]:
+    def _chain(self, problem: Problem, repeat: Repeat, options: tuple[int, ...]) -> tuple[Choice, ...]:
         left, right = ends_of(problem, repeat, options)
-        path = self.powers(repeat).path(repeat.count, price, left, right)
-        return tuple(self.copy(repeat, at, after, price) for at, after in pairwise(path))
+        path = self.powers(repeat).path(repeat.count, left, right)
+        return tuple(self.copy(repeat, at, after) for at, after in pairwise(path))
 
-    def copy(self, repeat: Repeat, left: int, right: int, price: int) -> Choice:
+    def copy(self, repeat: Repeat, left: int, right: int) -> Choice:
         keep = tuple(sorted({*repeat.body_left, *repeat.body_right}))
         assigned, _ = border_pairs(repeat, keep)
-        return self.choice(repeat.body, keep, [int(assigned[v][left, right]) for v in keep], price)
+        return self.choice(repeat.body, keep, [int(assigned[v][left, right]) for v in keep])
 
-    def copy_between(self, repeat: Repeat, borders: Sequence[tuple[int, ...]], price: int) -> Choice | None:
+    def copy_between(self, repeat: Repeat, borders: Sequence[tuple[int, ...]]) -> Choice | None:
         """The cheapest copy between two borders, given by the options of their variables; None if there is none."""
         sizes = [len(repeat.body.variables[v].options) for v in repeat.body_left]
         left, right = (int(ravel([np.array([option]) for option in border], sizes)[0]) for border in borders)
-        if np.isinf(self.powers(repeat).matrix(1)[price, left, right]):
+        if np.isinf(self.powers(repeat).matrix(1)[left, right]):
             return None
-        return self.copy(repeat, left, right, price)
+        return self.copy(repeat, left, right)
 
 
 def priced_at(problem: Problem, price: float) -> Problem:

@@ -17,7 +17,7 @@ import numpy as np
 from .effort import ELIMINATED_WORK, VISIT_WORK, Meter
 from .elimination import EliminationOrder, eliminate, schedule
 from .flat import Costs, Factor, flattened
-from .network import Leads
+from .network import Leads, Weights
 from .pricing import Library
 from .problem import Choice, Problem, TooWide
 from .rows import Floats, Ints
@@ -207,7 +207,7 @@ def _taken(table: Floats, state: Ints | None, axis: int, at: np.intp) -> tuple[F
 
 
 def relaxed(
-    problem: Problem, weights: tuple[float, float], library: Library | None = None, *, folded: bool = False
+    problem: Problem, weights: Weights, library: Library | None = None, *, folded: bool = False
 ) -> tuple[Choice, float]:
     """A choice of a small `weights[0]` * seconds + `weights[1]` * bytes, and a lower bound of that.
 
@@ -322,10 +322,10 @@ class _Near:
 
     def optimum(self, plan: _Plan) -> tuple[float, float, Ints]:
         """How far its states were taken from, what it costs, and the states [node, 1]."""
-        result = eliminate(plan.schedule, [_restricted(*factor, plan.kept)[None] for factor in self.factors], 1)
-        at = result.states(np.zeros(1, dtype=np.int64), np.zeros((0, 1), dtype=np.int64))
+        result = eliminate(plan.schedule, [_restricted(*factor, plan.kept) for factor in self.factors])
+        at = result.states(np.zeros((0, 1), dtype=np.int64))
         states = np.array([kept[state] for kept, state in zip(plan.kept, at, strict=True)])
-        return plan.reach, float(result.table[0]), states
+        return plan.reach, float(result.table), states
 
 
 def _wide(nodes: tuple[int, ...], kept: Sequence[Ints]) -> tuple[int, ...]:
