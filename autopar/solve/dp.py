@@ -17,13 +17,14 @@ from .problem import (
     Infeasible,
     Problem,
     Repeat,
+    Scored,
     Solution,
     TooWide,
     check,
     evaluate,
 )
 from .relax import relaxed
-from .within import Borders, Edge, Scored, within
+from .within import Borders, Edge, within
 
 TRIED_OPTIONS = 20_000
 """A problem whose parts have so few joint options is tried in full where a limit binds."""

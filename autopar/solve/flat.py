@@ -13,7 +13,7 @@ import numpy as np
 from networkx.utils import UnionFind
 
 from .elimination import EliminationStep, Joined, reduction, run, trace_back
-from .network import Leads, Network, Rule, Weights
+from .network import Leads, Network, Weights
 from .pricing import Library
 from .problem import Choice, Problem, Repeat
 from .rows import Floats, Ints
@@ -27,7 +27,7 @@ PERIOD = 2
 Costs = Floats | Leads
 
 Factor = tuple[tuple[int, ...], Costs]
-"""Nodes, and what each of their joint states costs."""
+"""A table of a network at a price: nodes, and what each of their joint states costs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +97,7 @@ def _given(states: Ints, nodes: Ints) -> Ints:
 
 def priced(network: Network, weights: Weights) -> list[Factor]:
     """The tables at `weights[0]` * seconds + `weights[1]` * bytes."""
-    return [(of.nodes, of.leads if isinstance(of, Rule) else of.priced(weights)) for of in network.tables]
+    return [(nodes, of if isinstance(of, Leads) else of.priced(weights)) for nodes, of in network.tables]
 
 
 def flattened(problem: Problem, weights: Weights, library: Library, *, most: int, folded: bool = False) -> Flat:

@@ -57,8 +57,8 @@ def _eliminated(problem: Problem, start: Choice, held: Collection[int]) -> tuple
     for v in held:
         problem = restricted(problem, v, start.options[v])
     graph = network(problem, ())
-    tables = [table.priced((1.0, TIE_BREAK_SECONDS_PER_BYTE)) for table in graph.tables]
-    plan = schedule(graph.sizes, tuple(table.nodes for table in graph.tables), ())
+    tables = [table.priced((1.0, TIE_BREAK_SECONDS_PER_BYTE)) for _, table in graph.tables]
+    plan = schedule(graph.sizes, tuple(nodes for nodes, _ in graph.tables), ())
     eliminated = eliminate(plan, tables)
     if np.isinf(eliminated.table):
         raise Infeasible("no choice of options gives every tensor in the layouts that its readers want")

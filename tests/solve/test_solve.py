@@ -359,7 +359,7 @@ def many_readers() -> Problem:
 
 def test_a_tensor_with_many_readers_is_a_chain_of_accumulators() -> None:
     problem = many_readers()
-    assert max(table.priced((1.0, 1.0)).size for table in network(problem, ()).tables) < 3**9 / 50
+    assert max(table.priced((1.0, 1.0)).size for _, table in network(problem, ()).tables) < 3**9 / 50
     assert_all_agree(problem)
 
 
@@ -367,7 +367,7 @@ def test_a_tensor_whose_table_is_too_large_is_left_to_who_needs_none() -> None:
     """Rather than all memory being taken."""
     problem = many_readers()
     exact = solve(problem, "dp").score.objective
-    widest = max(table.priced((1.0, 1.0)).size for table in network(problem, ()).tables)
+    widest = max(table.priced((1.0, 1.0)).size for _, table in network(problem, ()).tables)
     meter = Meter(effort=Effort(tensor_entries=widest - 1))
     with pytest.raises(
         TooWide, match=f"a tensor would need a table of .* entries, more than {widest - 1}: use the ilp"
