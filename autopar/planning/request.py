@@ -50,7 +50,7 @@ LimitFrom = Literal["given", "device", "lifted", "none"]
 lifted it, or since the cluster does not say what memory its devices have."""
 
 NAMES: Mapping[str, tuple[str, ...]] = {
-    "solver": (AUTO, "dp", "ilp", "exhaustive", "greedy", "beam"),
+    "solver": (AUTO, "dp", "ilp", "exhaustive"),
     "preset": ("ddp", "fsdp", "megatron", "megatron_sp", "atp", "par4d", "meshslice"),
     "cost": ("analytical", "serial", "volume", "hybrid", "profiled"),
     "optimizer": ("adamw", "adamw_fp32", "sgd", "sgd_momentum"),

@@ -3,12 +3,12 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from autopar.passes.space.choices import SiteChoice
 from autopar.passes.space.problem import Allowed, Assignment, ProblemBuilder
+from autopar.solve.dp import solve_relaxed
 from autopar.solve.effort import Effort, Meter, Purse
-from autopar.solve.pricing import priced_at
+from autopar.solve.pricing import Library, priced_at
 from autopar.solve.problem import Infeasible, Problem, Score, Solution, evaluate, in_runs
 from autopar.solve.solvers import TooWide, solve
 
@@ -32,9 +32,9 @@ class Solved:
         return self.work <= work if self.cut_at is None else self.cut_at == work
 
 
-LAST_RESORTS = ("dp", "greedy")
-"""Solvers of a problem that is too wide for the one that was asked for. The second takes any, operator by operator.
-None of 467 problems of 24 golden plans came to it, and none of DeepSeek-V3, T5, Whisper, CLIP and Falcon-H1."""
+LAST_RESORT = "dp"
+"""Solves what is too wide for the solver that was asked for. What is too wide for it under a limit, or comes when no
+work is left, is solved by message passing alone, which always ends (`solve_relaxed`)."""
 
 Question = tuple[tuple[tuple[str, tuple[SiteChoice, ...]], ...], str, float, float | None, bool, bool, bool]
 """All that a solve depends on: each site's allowed options, the solver, the price of memory, its limit, whether to
@@ -73,7 +73,7 @@ class Solves:
         `purse` pays for cached solutions too, so that answers do not depend on earlier questions. Without a
         `last_resort`, it raises TooWide for a problem that the solver cannot solve, and where the purse is empty.
 
-        A problem that is too wide for its solver, or has no work left, is solved by `LAST_RESORTS`; `narrow`: it raises
+        A problem that is too wide for its solver, or has no work left, is solved by `LAST_RESORT`; `narrow`: it raises
         `TooWide` instead. Where recomputation makes a problem too wide, a price of memory leads to a solution without.
         """
         if purse.is_empty and not last_resort:
@@ -140,13 +140,13 @@ class Solves:
     def _solution(
         self, problem: Problem, solver: str, bytes_limit: float | None, bounded: bool, last_resort: bool, meter: Meter
     ) -> Solution:
-        """By the solver; if the problem is too wide for it, and there is a last resort, by `LAST_RESORTS`."""
-        ways = dict.fromkeys((solver, *(LAST_RESORTS if last_resort else ())))
-        for way, after in pairwise((*ways, "")):
+        """By the solver; if the problem is too wide for it, and there is a last resort, by `LAST_RESORT`, and then by
+        message passing."""
+        for way in dict.fromkeys((solver, LAST_RESORT)):
             try:
                 return solve(problem, way, bytes_limit=bytes_limit, bounded=bounded, meter=meter)
             except TooWide as error:
-                if not after:
+                if not last_resort:
                     raise
-                self.log(f"too wide for {way}, solved by {after}: {error}")
-        raise AssertionError("the last way returns or raises")
+                self.log(f"too wide for {way}, solved otherwise: {error}")
+        return solve_relaxed(problem, Library(meter), bytes_limit=bytes_limit, bounded=bounded)

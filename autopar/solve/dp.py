@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-
-import numpy as np
+from dataclasses import replace
 
 from .effort import Meter
 from .elimination import ALL_ORDERS, FEW_ORDERS
 from .exhaustive import solve_exhaustive
 from .expand import expanded_options
+from .network import Weights
 from .pricing import Library, Pricing
 from .problem import (
     TIE_BREAK_SECONDS_PER_BYTE,
@@ -18,14 +17,13 @@ from .problem import (
     Infeasible,
     Problem,
     Repeat,
-    Score,
+    Scored,
     Solution,
     TooWide,
     check,
     evaluate,
 )
 from .relax import relaxed
-from .rows import Floats
 from .within import Borders, Edge, within
 
 TRIED_OPTIONS = 20_000
@@ -59,31 +57,44 @@ def solve_dp(
     messages_follow = bytes_limit is None and not bounded and meter.effort.message_entries > 0
     library = Library(meter, orders=FEW_ORDERS if messages_follow else ALL_ORDERS)
     try:
-        cheapest = priced(problem, library, 0.0)
-        solution, bound, price, exact = cheapest, cheapest.score.objective, 0.0, True
+        score, choice = priced(problem, library, 0.0)
     except TooWide:
         if bytes_limit is not None:
             raise
-        choice, bound = _relaxed(problem, library, bounded)
-        solution, exact = Priced(choice=choice, score=evaluate(problem, choice), price=0.0), False
-        price = 0.0
-    if bytes_limit is not None and solution.score.bytes > bytes_limit:
-        choice, at = within_limit(problem, library, bytes_limit)
-        if bounded and _joint_options(problem) <= TRIED_OPTIONS:
-            return replace(solve_exhaustive(problem, bytes_limit=bytes_limit), price=at.price)
-        solution = Priced(choice=choice, score=evaluate(problem, choice), price=at.price)
-        bound, price, exact = at.lower_bound, at.price, False
-    objective = solution.score.objective
-    return Solution(
-        choice=solution.choice,
-        score=solution.score,
-        lower_bound=objective if exact else min(bound, objective),
-        price=price,
-    )
+        return solve_relaxed(problem, library, bounded=bounded)
+    if bytes_limit is None or score.bytes <= bytes_limit:
+        return Solution(choice=choice, score=score, lower_bound=score.objective)
+    choice, at = within_limit(problem, library, bytes_limit)
+    if bounded and _joint_options(problem) <= TRIED_OPTIONS:
+        return replace(solve_exhaustive(problem, bytes_limit=bytes_limit), price=at.price)
+    score = evaluate(problem, choice)
+    return Solution(choice=choice, score=score, lower_bound=min(at.lower_bound, score.objective), price=at.price)
 
 
-def _relaxed(problem: Problem, library: Library, bounded: bool) -> tuple[Choice, float]:
-    weights = 1.0, TIE_BREAK_SECONDS_PER_BYTE
+def solve_relaxed(
+    problem: Problem, library: Library, *, bytes_limit: float | None = None, bounded: bool = True
+) -> Solution:
+    """As `solve_dp`, by message passing, which answers with whatever work is left: without any, node after node takes
+    the state that costs least beside those taken before. A limit gives bytes a price, as there, and `lower_bound` is
+    that without a limit.
+
+    Raises `Infeasible` where nothing that it comes to is within the limit, `TooWide` where it comes to nothing, or the
+    table of one tensor is too large.
+    """
+    bounds: list[float] = []
+
+    def solve_at(price: float) -> Choice:
+        weights = (0.0, 1.0) if math.isinf(price) else (1.0, TIE_BREAK_SECONDS_PER_BYTE + price)
+        choice, bound = _relaxed(problem, weights, library, bounded)
+        bounds.append(bound)
+        return choice
+
+    choice, at = within(problem, math.inf if bytes_limit is None else bytes_limit, solve_at)
+    score = evaluate(problem, choice)
+    return Solution(choice=choice, score=score, lower_bound=min(bounds[0], score.objective), price=at.price)
+
+
+def _relaxed(problem: Problem, weights: Weights, library: Library, bounded: bool) -> tuple[Choice, float]:
     if not bounded:
         try:
             return relaxed(problem, weights, library, folded=True)[0], 0.0
@@ -94,40 +105,17 @@ def _relaxed(problem: Problem, library: Library, bounded: bool) -> tuple[Choice,
     return relaxed(problem, weights, library)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Priced:
-    choice: Choice
-    score: Score
-    price: float
-    """seconds per byte beyond the tie-break"""
-
-
-def _weights(*prices: float) -> Floats:
-    return np.array([[1.0, TIE_BREAK_SECONDS_PER_BYTE + price] for price in prices])
-
-
-def _scored(problem: Problem, choice: Choice, price: float, objective: float) -> Priced:
-    """A choice with its score, which must agree with the objective of the elimination."""
+def priced(problem: Problem, library: Library, price: float) -> Scored:
+    """The choice with the least seconds + (tie-break + price) * bytes, or `Infeasible`."""
+    pricing = Pricing(library, (1.0, TIE_BREAK_SECONDS_PER_BYTE + price))
+    objective = float(pricing.table(problem, ()))
+    if math.isinf(objective):
+        raise Infeasible("no choice of options gives every tensor in the layouts that its readers want")
+    choice = pricing.choice(problem)
     score = evaluate(problem, choice)
     evaluated = score.objective + price * score.bytes
     assert math.isclose(evaluated, objective, rel_tol=1e-9, abs_tol=1e-18), (evaluated, objective)
-    return Priced(choice=choice, score=score, price=price)
-
-
-def priced(problem: Problem, library: Library, price: float) -> Priced:
-    """The choice with the least seconds + (tie-break + price) * bytes, or `Infeasible`."""
-    pricing = Pricing(library, _weights(price))
-    objective = float(pricing.table(problem, ())[0])
-    if math.isinf(objective):
-        raise Infeasible("no choice of options gives every tensor in the layouts that its readers want")
-    return _scored(problem, pricing.choice(problem, (), (), 0), price, objective)
-
-
-def smallest_bytes(problem: Problem, library: Library) -> Priced:
-    """The choice that needs the fewest bytes."""
-    pricing = Pricing(library, np.array([[0.0, 1.0]]))
-    choice = pricing.choice(problem, (), (), 0)
-    return Priced(choice=choice, score=evaluate(problem, choice), price=math.inf)
+    return score, choice
 
 
 def within_limit(problem: Problem, library: Library, bytes_limit: float) -> tuple[Choice, Edge]:
@@ -135,12 +123,14 @@ def within_limit(problem: Problem, library: Library, bytes_limit: float) -> tupl
     pricings: dict[float, Pricing] = {}
 
     def solve_at(price: float) -> Choice:
-        return (smallest_bytes(problem, library) if math.isinf(price) else priced(problem, library, price)).choice
+        if math.isinf(price):
+            return Pricing(library, (0.0, 1.0)).choice(problem)
+        return priced(problem, library, price)[1]
 
     def between(price: float, repeat: Repeat, borders: Borders) -> Choice | None:
         if price not in pricings:
-            pricings[price] = Pricing(library, _weights(price))
-        return pricings[price].copy_between(repeat, borders, 0)
+            pricings[price] = Pricing(library, (1.0, TIE_BREAK_SECONDS_PER_BYTE + price))
+        return pricings[price].copy_between(repeat, borders)
 
     return within(problem, bytes_limit, solve_at, between)
 

@@ -50,7 +50,7 @@ class Effort(Limits):
     border_states: int = 256
     """In which copies of a repeat may meet: matrices over more take longer than all copies written out."""
     product_sums: float = 5e8
-    """In the products of the matrix of a repeat, at all prices of memory together: about a second of one core."""
+    """In the products of the matrix of a repeat: about a second of one core."""
     written_options: int = 20_000
     """Of all copies of a problem: up to so many, those that meet in more states are written out, and messages pass
     through all of them where no choice with a repeated middle is found."""
@@ -62,14 +62,13 @@ class Effort(Limits):
     """Nodes whose elimination makes smaller tables are eliminated before messages pass."""
     message_narrow_entries: int = 30_000_000
     """Of all tables of what is left near the bound: that is eliminated."""
-    program_columns: int = 200_000
-    """Of an integer program."""
+    program_columns: int = 500_000
+    """Of an integer program, in which all copies are written out: 32 layers of Llama take up to 180,000, and 80 of them
+    450,000."""
     program_work: float = 2e7
     """Columns times nodes of branch and bound."""
     program_iterations: int = 1_000_000
     """Of the simplex method."""
-    program_expanded_options: int = 4_000
-    """A problem whose copies have fewer options in all is written out flat as an integer program."""
     program_joint_states: int = 128
     """A tensor with fewer joint states of all its readers has a variable for each in the integer program."""
 

@@ -1,7 +1,6 @@
-"""Min-sum variable elimination over a `Network`, for several prices of memory at once.
+"""Min-sum variable elimination over a `Network`.
 
-`eliminate` removes the nodes one after the other and leaves a table over those that are kept. All
-tables carry a leading axis of prices, so that a sweep over prices costs little more than one price.
+`eliminate` removes the nodes one after the other and leaves a table over those that are kept.
 """
 
 import heapq
@@ -142,7 +141,7 @@ SLICE_ENTRIES = 4_000_000
 """Entries above which a table is summed in slices, of which only the minima are kept."""
 
 Joined = tuple[Floats, ...]
-"""The tables that one step adds up, [price, node, *scope], of size 1 where they do not depend on a node."""
+"""The tables that one step adds up, [node, *scope], of size 1 where they do not depend on a node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,21 +151,21 @@ class EliminationStep:
     node: int
     scope: tuple[int, ...]
     inputs: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]
-    """(table, permutation, shape to broadcast from), the price axis first, the node's axis second"""
+    """(table, permutation, shape to broadcast from), the node's axis first"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EliminationOrder:
-    """The order of elimination and its transposes, computed once and run for every batch of prices."""
+    """The order of elimination and its transposes, computed once and run at every price of memory."""
 
     sizes: tuple[int, ...]
     keep: tuple[int, ...]
     steps: tuple[EliminationStep, ...]
     rest: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]
     largest: int
-    """entries of the largest table for one price"""
+    """entries of the largest table"""
     entries: int
-    """of all tables for one price"""
+    """of all tables"""
 
 
 def schedule(
@@ -260,71 +259,57 @@ def _aligned(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The permutation, and then the shape, that bring a table over `scope` to broadcast over `axes`."""
     present = [axis for axis in axes if axis in scope]
-    permutation = (0, *(scope.index(axis) + 1 for axis in present))
-    return permutation, (-1, *(sizes[axis] if axis in scope else 1 for axis in axes))
+    permutation = tuple(scope.index(axis) for axis in present)
+    return permutation, tuple(sizes[axis] if axis in scope else 1 for axis in axes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eliminated:
-    """The result of an `EliminationOrder`: `table[k, *keep]` is the least cost at price k, `joined[i]` what step i
-    added up."""
+    """The result of an `EliminationOrder`: `table[*keep]` is the least cost, `joined[i]` what step i added up."""
 
     schedule: EliminationOrder
     table: Floats
     joined: tuple[Joined, ...]
 
-    def states(self, prices: Ints, kept: Ints) -> Ints:
-        """The states [node, sample] of all nodes, at prices [sample], given those kept [node of keep, sample]."""
-        result = np.zeros((len(self.schedule.sizes), len(prices)), dtype=np.int64)
+    def states(self, kept: Ints) -> Ints:
+        """The states [node, sample] of all nodes, given those kept [node of keep, sample]."""
+        result = np.zeros((len(self.schedule.sizes), kept.shape[1]), dtype=np.int64)
         for node, at in zip(self.schedule.keep, kept, strict=True):
             result[node] = at
-        trace_back(self.schedule.steps, self.joined, prices, result)
+        trace_back(self.schedule.steps, self.joined, result)
         return result
 
 
-def eliminate(plan: EliminationOrder, tables: Sequence[Floats], prices: int) -> Eliminated:
-    """Run a schedule over tables [price, *scope]. Ties go to the lowest state."""
-    if prices > 1 and plan.largest * prices > LIMITS.table_entries:
-        half = prices // 2
-        first = eliminate(plan, [table[:half] for table in tables], half)
-        second = eliminate(plan, [table[half:] for table in tables], prices - half)
-        return Eliminated(
-            schedule=plan,
-            table=np.concatenate((first.table, second.table)),
-            joined=tuple(
-                tuple(np.concatenate(pair) for pair in zip(*parts, strict=True))
-                for parts in zip(first.joined, second.joined, strict=True)
-            ),
-        )
+def eliminate(plan: EliminationOrder, tables: Sequence[Floats]) -> Eliminated:
+    """Run a schedule over tables [*scope]. Ties go to the lowest state."""
     live: list[Floats | None] = list(tables)
-    joined = run(plan.steps, live, plan.sizes, prices)
-    result = np.zeros((prices, *(plan.sizes[node] for node in plan.keep)))
+    joined = run(plan.steps, live, plan.sizes)
+    result = np.zeros([plan.sizes[node] for node in plan.keep])
     for table in _taken(live, plan.rest):
         result += table
     return Eliminated(schedule=plan, table=result, joined=joined)
 
 
-def run(
-    steps: Iterable[EliminationStep], live: list[Floats | None], sizes: Sequence[int], prices: int
-) -> tuple[Joined, ...]:
+def run(steps: Iterable[EliminationStep], live: list[Floats | None], sizes: Sequence[int]) -> tuple[Joined, ...]:
     """Take the steps: tables that were used up become None, new ones are appended. Returns what each step added up."""
     joined = []
     for step in steps:
         tables = tuple(_taken(live, step.inputs))
-        live.append(_minima(tables, (prices, *(sizes[node] for node in (step.node, *step.scope)))))
+        live.append(_minima(tables, tuple(sizes[node] for node in (step.node, *step.scope))))
         joined.append(tables)
     return tuple(joined)
 
 
-def trace_back(steps: Sequence[EliminationStep], joined: Sequence[Joined], prices: Ints, states: Ints) -> None:
+def trace_back(steps: Sequence[EliminationStep], joined: Sequence[Joined], states: Ints) -> None:
     """Fill in the states [node, sample] of the nodes that the steps eliminated, from those of the others."""
     for step, tables in zip(reversed(steps), reversed(joined), strict=True):
         at = [states[other] for other in step.scope]
-        costs = np.zeros((len(prices), 1))
+        costs = np.zeros((1, states.shape[1]))
         for table in tables:
-            there = tuple(state if size > 1 else 0 for state, size in zip(at, table.shape[2:], strict=True))
-            costs = costs + table[(prices, slice(None), *there)]
-        states[step.node] = costs.argmin(axis=1)
+            there = tuple(state if size > 1 else 0 for state, size in zip(at, table.shape[1:], strict=True))
+            of_node = table[(slice(None), *there)]
+            costs = costs + of_node.reshape(len(of_node), -1)
+        states[step.node] = costs.argmin(axis=0)
 
 
 def _taken(live: list[Floats | None], inputs: Iterable[tuple[int, tuple[int, ...], tuple[int, ...]]]) -> list[Floats]:
@@ -338,14 +323,14 @@ def _taken(live: list[Floats | None], inputs: Iterable[tuple[int, tuple[int, ...
 
 
 def _minima(tables: Sequence[Floats], shape: tuple[int, ...]) -> Floats:
-    """The minima [price, *scope] of the sum of tables over its dim 1. A large sum is taken in slices along dim 2."""
-    if math.prod(shape) > SLICE_ENTRIES and len(shape) > 2:
-        least = np.empty((shape[0], *shape[2:]))
-        for i in range(shape[2]):
-            parts = [table[:, :, 0 if table.shape[2] == 1 else i] for table in tables]
-            least[:, i] = _minima(parts, (*shape[:2], *shape[3:]))
+    """The minima [*scope] of the sum of tables over its dim 0. A large sum is taken in slices along dim 1."""
+    if math.prod(shape) > SLICE_ENTRIES and len(shape) > 1:
+        least = np.empty(shape[1:])
+        for i in range(shape[1]):
+            parts = [table[:, 0 if table.shape[1] == 1 else i] for table in tables]
+            least[i] = _minima(parts, (shape[0], *shape[2:]))
         return least
-    total = np.zeros((shape[0], *(1 for _ in shape[1:])))
+    total = np.zeros([1] * len(shape))
     for table in sorted(tables, key=np.size):  # small ones are added up while they are small
         total = total + table
-    return np.asarray(np.broadcast_to(total, shape).min(axis=1))
+    return np.asarray(np.broadcast_to(total, shape).min(axis=0))

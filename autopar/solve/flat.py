@@ -13,7 +13,7 @@ import numpy as np
 from networkx.utils import UnionFind
 
 from .elimination import EliminationStep, Joined, reduction, run, trace_back
-from .network import Leads, Network, Rule
+from .network import Leads, Network, Weights
 from .pricing import Library
 from .problem import Choice, Problem, Repeat
 from .rows import Floats, Ints
@@ -27,7 +27,7 @@ PERIOD = 2
 Costs = Floats | Leads
 
 Factor = tuple[tuple[int, ...], Costs]
-"""Nodes, and what each of their joint states costs."""
+"""A table of a network at a price: nodes, and what each of their joint states costs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,7 @@ class Flat:
         """The choice of each sample, given states [node, sample] of the nodes that were not eliminated. Copies that
         choose together are one object."""
         states = states.copy()
-        trace_back(self.steps, self.joined, np.zeros(states.shape[1], dtype=np.int64), states)
+        trace_back(self.steps, self.joined, states)
         options = np.array([of[states[v]] for v, of in zip(self.variables, self.options, strict=True)])
         parts: list[list[tuple[Choice, ...]]] = [[] for _ in range(states.shape[1])]
         for copies in self.repeats:
@@ -95,15 +95,12 @@ def _given(states: Ints, nodes: Ints) -> Ints:
     return np.asarray(np.where(nodes[:, None] >= 0, states[nodes], 0))
 
 
-def priced(network: Network, weights: tuple[float, float]) -> list[Factor]:
+def priced(network: Network, weights: Weights) -> list[Factor]:
     """The tables at `weights[0]` * seconds + `weights[1]` * bytes."""
-    prices = np.array([weights])
-    return [(of.nodes, of.leads if isinstance(of, Rule) else of.priced(prices)[0]) for of in network.tables]
+    return [(nodes, of if isinstance(of, Leads) else of.priced(weights)) for nodes, of in network.tables]
 
 
-def flattened(
-    problem: Problem, weights: tuple[float, float], library: Library, *, most: int, folded: bool = False
-) -> Flat:
+def flattened(problem: Problem, weights: Weights, library: Library, *, most: int, folded: bool = False) -> Flat:
     """The problem at `weights[0]` * seconds + `weights[1]` * bytes. Nodes are eliminated as long as tables have at most
     `most` entries.
 
@@ -187,8 +184,8 @@ class _Whole:
         factors = [_merged(tuple(at[node] for node in scope), costs) for scope, costs in self.factors]
         steps, left = reduction(tuple(sizes), tuple(scope for scope, _ in factors), most, {at[v] for v in borders})
         used = {table for step in steps for table, _, _ in step.inputs}
-        live = [_dense(costs)[None] if number in used else None for number, (_, costs) in enumerate(factors)]
-        joined = run(steps, live, sizes, 1)
+        live = [_dense(costs) if number in used else None for number, (_, costs) in enumerate(factors)]
+        joined = run(steps, live, sizes)
         numbers = np.array([*at, -1])
         return Flat(
             sizes=tuple(sizes),
@@ -210,7 +207,7 @@ def _left(number: int, factors: Sequence[Factor], live: Sequence[Floats | None])
         return factors[number][1]
     table = live[number]
     assert table is not None
-    return np.asarray(table[0])
+    return table
 
 
 def _merged(scope: tuple[int, ...], costs: Costs) -> Factor:

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import reduce
-from itertools import pairwise, product
+from itertools import product
 
 import numpy as np
 from ortools.math_opt import model_pb2
 from ortools.math_opt.python import mathopt
 from ortools.math_opt.solvers import highs_pb2
 
-from .dp import priced, within_limit
 from .effort import EFFORT, Effort, Meter
-from .expand import expand, expanded_options
-from .pricing import Library, Pricing, border_pairs, grid
+from .expand import expand
 from .problem import (
     TIE_BREAK_SECONDS_PER_BYTE,
     Choice,
     Infeasible,
     Problem,
-    Repeat,
     Solution,
     Tensor,
     TooWide,
@@ -33,8 +30,6 @@ from .rows import Floats, Row, tensor_rows, undominated, united
 
 GAP_WITHOUT_LIMIT = 1e-9
 GAP_WITH_LIMIT = 1e-4
-PRICES = (0.0, 0.25, 0.5, 0.9, 1.1, 2.0, 4.0, math.inf)
-"""Times that of the limit: at them a body offers its cheapest copies to the paths, under a memory limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,12 +75,7 @@ def solve_ilp(
     set includes a mask sum to at least the options of each reader that want the mask; those whose set
     includes a layout sum to at most all options that want it: with binary options exactly the true
     state is left. One row of bytes. Objective: seconds + tie-break * bytes over all of them, scaled.
-    Repeats: written out flat while that has few options (`Effort.program_expanded_options`), or where a body cannot
-    be eliminated. Otherwise each repeat is a
-    path through layers of border states: a binary per copy and pair of border states, which costs
-    what the elimination of the body gives it; flow is conserved at each border state. Under a memory limit
-    there are several for each pair, the cheapest at several prices of memory (`PRICES`): the
-    optimum is then that over these, and the lower bound is the Lagrangian one. Tie-break: less memory.
+    Repeats are written out: no elimination has a part in what checks it. Tie-break: less memory.
     Gap: 1e-9 relative without a limit, `limited_gap` with one; `lower_bound` is the bound that HiGHS proved, with
     whatever gap is left when the effort of the `meter` is spent; its work is not counted.
 
@@ -93,110 +83,38 @@ def solve_ilp(
     """
     effort = (meter or Meter()).effort
     check(problem)
-    bodies: list[Bodies] | None = None
-    lagrangian_bound: float | None = None
-    if expanded_options(problem) > effort.program_expanded_options:
-        try:
-            bodies, lagrangian_bound = _bodies(problem, bytes_limit, effort)
-        except TooWide:
-            bodies = None  # a body that cannot be eliminated is written out, as a small one is
-    if bodies is None:
-        expanded = expand(problem)
-        encoding = Encoding(expanded.problem, [], effort)
-        objective, lower, values = optimise(encoding.program, bytes_limit, limited_gap, effort)
-        choice = expanded.layout.choice(encoding.choice(values))
-    else:
-        encoding = Encoding(problem, bodies, effort)
-        objective, lower, values = optimise(encoding.program, bytes_limit, limited_gap, effort)
-        choice = encoding.choice(values)
-        lower = lower if lagrangian_bound is None else lagrangian_bound
+    expanded = expand(problem)
+    encoding = Encoding(expanded.problem, effort)
+    objective, lower, values = optimise(encoding.program, bytes_limit, limited_gap, effort)
+    choice = expanded.layout.choice(encoding.choice(values))
     score = evaluate(problem, choice)
     assert math.isclose(score.objective, objective, rel_tol=1e-9, abs_tol=1e-18), (score.objective, objective)
     return Solution(choice=choice, score=score, lower_bound=min(lower, score.objective))
 
 
-def _bodies(problem: Problem, bytes_limit: float | None, effort: Effort) -> tuple[list[Bodies], float | None]:
-    """What each repeat's body offers, and the Lagrangian bound where that may not be all."""
-    library = Library(Meter(effort=effort))
-    cheapest = None if bytes_limit is None else priced(problem, library, 0.0)
-    bound, weights = None, [(1.0, TIE_BREAK_SECONDS_PER_BYTE)]
-    if bytes_limit is not None and cheapest is not None and cheapest.score.bytes > bytes_limit:
-        _, at = within_limit(problem, library, bytes_limit)
-        prices = [TIE_BREAK_SECONDS_PER_BYTE + times * at.price for times in PRICES]
-        weights = [(0.0, 1.0) if math.isinf(price) else (1.0, price) for price in prices]
-        bound = at.lower_bound
-    pricing = Pricing(library, np.array(weights))
-    return [Bodies(repeat, pricing) for repeat in problem.repeats], bound
-
-
-class Bodies:
-    """The copies that a repeat's body offers: for each pair of border states, the cheapest at each price."""
-
-    def __init__(self, repeat: Repeat, pricing: Pricing) -> None:
-        self.repeat, self.pricing = repeat, pricing
-        keep = tuple(sorted({*repeat.body_left, *repeat.body_right}))
-        assigned, _ = border_pairs(repeat, keep)
-        prices, lefts, rights = np.nonzero(np.isfinite(pricing.powers(repeat).matrix(1)))
-        if repeat.body.repeats:
-            at_all = zip(lefts.tolist(), rights.tolist(), prices.tolist(), strict=True)
-            scores = [evaluate(repeat.body, self.choice(*at)) for at in at_all]
-            seconds, size = np.array([s.seconds for s in scores]), np.array([s.bytes for s in scores])
-        else:
-            kept = np.array([assigned[v][lefts, rights] for v in keep], dtype=np.int64).reshape(len(keep), len(prices))
-            seconds, size = pricing.costs(repeat.body, keep, prices, kept)
-        offered: dict[tuple[int, int], list[tuple[float, float, int]]] = {}
-        for at in np.lexsort((size, seconds, rights, lefts)).tolist():
-            here = offered.setdefault((int(lefts[at]), int(rights[at])), [])
-            if not here or size[at] < here[-1][1]:
-                here.append((float(seconds[at]), float(size[at]), int(prices[at])))
-        self.edges = [
-            ((left, right, number), of_seconds, of_bytes)
-            for (left, right), of in offered.items()
-            for of_seconds, of_bytes, number in of
-        ]
-        self.states = math.prod(len(repeat.body.variables[v].options) for v in repeat.body_left)
-
-    def choice(self, left: int, right: int, price: int) -> Choice:
-        return self.pricing.copy(self.repeat, left, right, price)
-
-
 class Encoding:
-    """The integer program of a problem, and how to read a choice out of its solution."""
+    """The integer program of a problem without repeats, and how to read a choice out of its solution."""
 
-    def __init__(self, problem: Problem, bodies: Sequence[Bodies], effort: Effort = EFFORT) -> None:
-        self.problem, self.effort = problem, effort
+    def __init__(self, problem: Problem, effort: Effort = EFFORT) -> None:
+        self.effort = effort
         self.program = IntegerProgram()
-        borders = {v for repeat in problem.repeats for v in (*repeat.left, *repeat.right)}
         rows = tensor_rows(problem)
         self.options: list[dict[int, int]] = []
         for index, variable in enumerate(problem.variables):
-            kept = (
-                range(len(variable.options))
-                if index in borders
-                else undominated(
-                    variable.seconds, variable.bytes, [row[index] for row in rows if index in row]
-                ).tolist()
-            )
+            kept = undominated(variable.seconds, variable.bytes, [row[index] for row in rows if index in row])
             columns = {
                 option: self.program.column(
                     seconds=variable.seconds[option], bytes=variable.bytes[option], integer=True
                 )
-                for option in kept
+                for option in kept.tolist()
             }
             self.program.row(1, 1, columns.values())
             self.options.append(columns)
         for tensor, row in zip(problem.tensors, rows, strict=True):
             self._add_tensor(tensor, row)
-        self._paths = [self._add_repeat(repeat, body) for repeat, body in zip(problem.repeats, bodies, strict=True)]
 
     def choice(self, values: Floats) -> Choice:
-        options = tuple(max(columns, key=lambda o: values[columns[o]]) for columns in self.options)
-        repeats = []
-        for path in self._paths:
-            taken = [next(edge for edge, column in layer.items() if values[column] > 0.5) for layer in path.layers]
-            choices = {edge: path.body.choice(*edge) for edge in dict.fromkeys(taken)}
-            repeats.append(tuple(choices[edge] for edge in taken))
-        return Choice(options=options, repeats=tuple(repeats))
+        return Choice(options=tuple(max(columns, key=lambda o: values[columns[o]]) for columns in self.options))
 
     def _classes(self, variable: int, row: list[Row]) -> dict[Row, list[int]]:
         classes: dict[Row, list[int]] = {}
@@ -251,42 +169,6 @@ class Encoding:
                         wanting.setdefault(layout, []).extend(columns)
         for layout, columns in wanting.items():
             self.program.row(-math.inf, 0, (c for (_, had), c in states.items() if had >> layout & 1), columns)
-
-    def _add_repeat(self, repeat: Repeat, body: Bodies) -> Path:
-        """A path of `count` edges through border states, joined to the options of the parent's borders."""
-        layers = [
-            {edge: self.program.column(seconds=seconds, bytes=size, integer=True) for edge, seconds, size in body.edges}
-            for _ in range(repeat.count)
-        ]
-        for before, after in pairwise(layers):
-            for state in range(body.states):
-                self.program.row(
-                    0,
-                    0,
-                    (column for (_, right, _), column in before.items() if right == state),
-                    (column for (left, _, _), column in after.items() if left == state),
-                )
-        for border, layer, side in ((repeat.left, layers[0], 0), (repeat.right, layers[-1], 1)):
-            states = grid([len(self.problem.variables[v].options) for v in border])
-            for v, options in zip(border, states, strict=True):
-                for option, chosen in self.options[v].items():
-                    joined = [column for edge, column in layer.items() if options[edge[side]] == option]
-                    self.program.row(0, 0, joined, [chosen])
-            if not border:
-                self.program.row(1, 1, layer.values())
-        return Path(layers=tuple(layers), body=body)
-
-
-Edge = tuple[int, int, int]
-"""left border state, right border state, number of the price"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Path:
-    """One column for every edge of every copy."""
-
-    layers: tuple[dict[Edge, int], ...]
-    body: Bodies
 
 
 def optimise(

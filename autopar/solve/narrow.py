@@ -57,11 +57,11 @@ def _eliminated(problem: Problem, start: Choice, held: Collection[int]) -> tuple
     for v in held:
         problem = restricted(problem, v, start.options[v])
     graph = network(problem, ())
-    tables = [table.priced(np.array([[1.0, TIE_BREAK_SECONDS_PER_BYTE]])) for table in graph.tables]
-    plan = schedule(graph.sizes, tuple(table.nodes for table in graph.tables), ())
-    eliminated = eliminate(plan, tables, 1)
-    if np.isinf(eliminated.table[0]):
+    tables = [table.priced((1.0, TIE_BREAK_SECONDS_PER_BYTE)) for _, table in graph.tables]
+    plan = schedule(graph.sizes, tuple(nodes for nodes, _ in graph.tables), ())
+    eliminated = eliminate(plan, tables)
+    if np.isinf(eliminated.table):
         raise Infeasible("no choice of options gives every tensor in the layouts that its readers want")
-    states = eliminated.states(np.zeros(1, dtype=np.int64), np.zeros((0, 1), dtype=np.int64))
+    states = eliminated.states(np.zeros((0, 1), dtype=np.int64))
     found = [int(options[state[0]]) for options, state in zip(graph.options, states, strict=False)]
     return tuple(start.options[v] if v in held else option for v, option in enumerate(found))

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from .problem import Problem, Tensor, TooWide
+from .problem import Problem, Tensor, TooWide, Variable
 from .rows import Bools, Floats, Ints, Row, tensor_rows, undominated, united
 from .work import LIMITS
 
@@ -16,30 +16,22 @@ LARGE_UNION = 20_000
 """Pairs of states of two readers above which the narrowest pair of readers is united instead."""
 
 
+Weights = tuple[float, float]
+"""What a second costs, and a byte."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostTable:
-    """What a joint state of `nodes` costs: seconds and bytes, each with one array axis a node, 0 where blocked."""
+    """What joint states of some nodes cost: seconds and bytes, each with one array axis a node, 0 where blocked."""
 
-    nodes: tuple[int, ...]
     seconds: Floats
     bytes: Floats
     blocked: Bools | None = None
 
-    def priced(self, weights: Floats) -> Floats:
-        """[price, *nodes]: weights[k, 0] * seconds + weights[k, 1] * bytes, infinite where blocked."""
-        spread = (len(weights), *(1,) * len(self.nodes))
-        cost = weights[:, 0].reshape(spread) * self.seconds + weights[:, 1].reshape(spread) * self.bytes
-        if self.blocked is not None:
-            cost[:, self.blocked] = np.inf
-        return np.asarray(cost)
-
-    def cost(self, states: Ints) -> tuple[Floats, Floats]:
-        """Seconds, infinite where blocked, and bytes of joint states [node of the network, sample]."""
-        at = tuple(states[node] for node in self.nodes)
-        seconds = self.seconds[at]
-        if self.blocked is not None:
-            seconds = np.where(self.blocked[at], np.inf, seconds)
-        return seconds, self.bytes[at]
+    def priced(self, weights: Weights) -> Floats:
+        """weights[0] * seconds + weights[1] * bytes, infinite where blocked."""
+        cost = weights[0] * self.seconds + weights[1] * self.bytes
+        return np.asarray(cost if self.blocked is None else np.where(self.blocked, np.inf, cost))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,22 +51,13 @@ class Leads:
         """Costs of joint states."""
         return np.where(self.state[states[:-1]] == states[-1], 0.0, np.inf)
 
+    def priced(self, weights: Weights) -> Floats:
+        """The same at each price."""
+        return self.costs
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
-    """A table of what all `nodes` but the last lead it to."""
 
-    nodes: tuple[int, ...]
-    leads: Leads
-
-    def priced(self, weights: Floats) -> Floats:
-        """[price, *nodes]: the same at each price."""
-        costs = self.leads.costs
-        return np.broadcast_to(costs, (len(weights), *costs.shape))
-
-    def cost(self, states: Ints) -> tuple[Floats, Floats]:
-        """As `CostTable.cost`."""
-        return self.leads.of(*states[list(self.nodes)]), np.zeros(states.shape[1])
+Table = tuple[tuple[int, ...], CostTable | Leads]
+"""Nodes, and what each of their joint states costs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,17 +70,7 @@ class Network:
 
     sizes: tuple[int, ...]
     options: tuple[Ints, ...]
-    tables: tuple[CostTable | Rule, ...]
-
-    def cost(self, states: Ints) -> tuple[Floats, Floats]:
-        """Seconds and bytes of joint states [node, sample], infinite seconds where blocked."""
-        seconds = np.zeros(states.shape[1])
-        size = np.zeros(states.shape[1])
-        for table in self.tables:
-            more_seconds, more_bytes = table.cost(states)
-            seconds += more_seconds
-            size += more_bytes
-        return seconds, size
+    tables: tuple[Table, ...]
 
 
 def network(problem: Problem, borders: Iterable[int], entries: int = LIMITS.tensor_entries) -> Network:
@@ -122,82 +95,101 @@ def network(problem: Problem, borders: Iterable[int], entries: int = LIMITS.tens
         else undominated(variable.seconds, variable.bytes, rows_of[index])
         for index, variable in enumerate(problem.variables)
     )
-    sizes = [len(kept) for kept in options]
-    tables: list[CostTable | Rule] = [
-        CostTable(
-            nodes=(index,) if sizes[index] > 1 else (),
-            seconds=_states(variable.seconds, options[index]),
-            bytes=_states(variable.bytes, options[index]),
-        )
-        for index, variable in enumerate(problem.variables)
-        if any(variable.seconds) or any(variable.bytes)
-    ]
-    classes: dict[tuple[int, ...], int] = {}
+    growing = _Growing(options, entries)
+    for index, variable in enumerate(problem.variables):
+        growing.add_variable(index, variable)
     for tensor, row in zip(problem.tensors, rows, strict=True):
-        _add_tensor(tensor, row, options, sizes, tables, classes, entries)
-    return Network(sizes=tuple(sizes), options=options, tables=tuple(tables))
+        growing.add_tensor(tensor, row)
+    return Network(sizes=tuple(growing.sizes), options=options, tables=tuple(growing.tables))
 
 
-def _states(values: tuple[float, ...], kept: Ints) -> Floats:
-    array = np.asarray(values, dtype=np.float64)[kept]
-    return array if len(kept) > 1 else array.reshape(())
+Part = tuple[int, list[Row]]
+"""A node, and the row of each of its states."""
 
 
-def _add_tensor(
-    tensor: Tensor,
-    rows: dict[int, list[Row]],
-    options: tuple[Ints, ...],
-    sizes: list[int],
-    tables: list[CostTable | Rule],
-    classes: dict[tuple[int, ...], int],
-    entries: int,
-) -> None:
-    """Append the nodes and tables of one tensor to `sizes`, `tables` and `classes`.
+class _Growing:
+    """The nodes and the tables of a network to which variables and tensors are added."""
 
-    Readers are united two by two, in their order, by accumulator nodes whose states are the sets that
-    they want together: a balanced tree, so that a branch of the graph that ends in two neighbours
-    shows the rest of it only the little set that it wants, and trees of tensors with like readers are alike.
-    Where that makes large tables, the two neighbours with the fewest states are united.
-    """
-    distinct = {v: list(dict.fromkeys(row[option] for option in options[v])) for v, row in rows.items()}
-    base: Row = (None, 0)
-    for only in (kinds[0] for kinds in distinct.values() if len(kinds) == 1):
-        base = united(base, only)
-    parts: list[tuple[int, list[Row]]] = []
-    """node, and the row of each of its states"""
-    for variable, row in rows.items():
-        kinds = distinct[variable]
-        if len(kinds) == 1:
-            continue
-        partition = np.array([kinds.index(row[option]) for option in options[variable]], dtype=np.int64)
-        if 2 * len(kinds) <= len(partition):
-            parts.append((_class_node(variable, partition, len(kinds), sizes, tables, classes), kinds))
-        else:
-            parts.append((variable, [row[option] for option in options[variable]]))
-    producer = 1 if tensor.producer in distinct and len(distinct[tensor.producer]) > 1 else 0
-    head, readers = parts[:producer], parts[producer:]
-    while len(head) + len(readers) > 3:
-        joint = [len(one[1]) * len(other[1]) for one, other in itertools.pairwise(readers)]
-        if max(joint[::2]) <= LARGE_UNION:
-            pairs = [readers[at : at + 2] for at in range(0, len(readers), 2)]
-            readers = [
-                _union(pair[0], pair[1], sizes, tables, entries) if len(pair) == 2 else pair[0] for pair in pairs
-            ]
-        else:
-            at = joint.index(min(joint))
-            readers[at : at + 2] = [_union(readers[at], readers[at + 1], sizes, tables, entries)]
-    axes = head + readers
-    _allow(entries, *(len(kinds) for _, kinds in axes))
-    states = [base]
-    index = np.zeros((), dtype=np.int64)
-    for _, kinds in axes:
-        step, states = _unions(states, kinds)
-        index = step[index]
-    final = [None if layout is None else tensor.costs.get((layout, mask)) for layout, mask in states]
-    seconds = np.array([0.0 if cost is None else cost[0] for cost in final])
-    size = np.array([0.0 if cost is None else cost[1] for cost in final])
-    blocked = np.array([cost is None for cost in final])
-    _add_table(tables, tuple(node for node, _ in axes), index, seconds, size, blocked)
+    def __init__(self, options: tuple[Ints, ...], entries: int) -> None:
+        self.options, self.entries = options, entries
+        self.sizes = [len(kept) for kept in options]
+        self.tables: list[Table] = []
+        self.classes: dict[tuple[int, ...], int] = {}
+
+    def add_variable(self, index: int, variable: Variable) -> None:
+        if any(variable.seconds) or any(variable.bytes):
+            kept = self.options[index]
+            nodes, shape = ((index,), (len(kept),)) if len(kept) > 1 else ((), ())
+            seconds, size = (np.asarray(of, dtype=np.float64)[kept] for of in (variable.seconds, variable.bytes))
+            self.tables.append((nodes, CostTable(seconds=seconds.reshape(shape), bytes=size.reshape(shape))))
+
+    def add_tensor(self, tensor: Tensor, rows: dict[int, list[Row]]) -> None:
+        """Readers are united two by two, in their order, by accumulator nodes whose states are the sets that
+        they want together: a balanced tree, so that a branch of the graph that ends in two neighbours
+        shows the rest of it only the little set that it wants, and trees of tensors with like readers are alike.
+        Where that makes large tables, the two neighbours with the fewest states are united.
+        """
+        distinct = {v: list(dict.fromkeys(row[option] for option in self.options[v])) for v, row in rows.items()}
+        base: Row = (None, 0)
+        for only in (kinds[0] for kinds in distinct.values() if len(kinds) == 1):
+            base = united(base, only)
+        parts = [self._part(v, rows[v], kinds) for v, kinds in distinct.items() if len(kinds) > 1]
+        producer = 1 if tensor.producer in distinct and len(distinct[tensor.producer]) > 1 else 0
+        head, readers = parts[:producer], parts[producer:]
+        while len(head) + len(readers) > 3:
+            joint = [len(one[1]) * len(other[1]) for one, other in itertools.pairwise(readers)]
+            if max(joint[::2]) <= LARGE_UNION:
+                pairs = [readers[at : at + 2] for at in range(0, len(readers), 2)]
+                readers = [self._union(*pair) if len(pair) == 2 else pair[0] for pair in pairs]
+            else:
+                at = joint.index(min(joint))
+                readers[at : at + 2] = [self._union(readers[at], readers[at + 1])]
+        axes = head + readers
+        self._allow(*(len(kinds) for _, kinds in axes))
+        states = [base]
+        index = np.zeros((), dtype=np.int64)
+        for _, kinds in axes:
+            step, states = _unions(states, kinds)
+            index = step[index]
+        final = [None if layout is None else tensor.costs.get((layout, mask)) for layout, mask in states]
+        seconds = np.array([0.0 if cost is None else cost[0] for cost in final])[index]
+        size = np.array([0.0 if cost is None else cost[1] for cost in final])[index]
+        blocked = np.asarray(np.array([cost is None for cost in final])[index])
+        if blocked.any() or seconds.any() or size.any():
+            costs = CostTable(seconds=seconds, bytes=size, blocked=blocked if blocked.any() else None)
+            self.tables.append((tuple(node for node, _ in axes), costs))
+
+    def _part(self, variable: int, row: list[Row], kinds: list[Row]) -> Part:
+        """The node of a variable, or that of the classes of its options, which the tensors share that tell the same
+        ones apart."""
+        options = self.options[variable]
+        if 2 * len(kinds) > len(options):
+            return variable, [row[option] for option in options]
+        partition = np.array([kinds.index(row[option]) for option in options], dtype=np.int64)
+        key = (variable, *partition.tolist())
+        if key not in self.classes:
+            self.classes[key] = self._led_to((variable,), partition, len(kinds))
+        return self.classes[key], kinds
+
+    def _union(self, a: Part, b: Part) -> Part:
+        """A new node for what two nodes want together."""
+        step, states = _unions(a[1], b[1])
+        self._allow(*step.shape, len(states))
+        return self._led_to((a[0], b[0]), step, len(states)), states
+
+    def _led_to(self, nodes: tuple[int, ...], state: Ints, size: int) -> int:
+        """A new node, to whose states those of others lead."""
+        self.sizes.append(size)
+        node = len(self.sizes) - 1
+        self.tables.append(((*nodes, node), Leads(state=state, size=size)))
+        return node
+
+    def _allow(self, *shape: int) -> None:
+        if math.prod(shape) > self.entries:
+            raise TooWide(
+                f"a tensor would need a table of {math.prod(shape)} entries, more than {self.entries}: "
+                "use the ilp solver, or give its readers fewer options"
+            )
 
 
 def _unions(ones: Sequence[Row], others: Sequence[Row]) -> tuple[Ints, list[Row]]:
@@ -217,56 +209,3 @@ def _cached_unions(ones: tuple[Row, ...], others: tuple[Row, ...]) -> tuple[Ints
         else:
             step.append([states.setdefault((layout, mask | more), len(states)) for _, more in others])
     return np.array(step, dtype=np.int64), tuple(states)
-
-
-def _allow(entries: int, *shape: int) -> None:
-    if math.prod(shape) > entries:
-        raise TooWide(
-            f"a tensor would need a table of {math.prod(shape)} entries, more than {entries}: "
-            "use the ilp solver, or give its readers fewer options"
-        )
-
-
-def _union(
-    a: tuple[int, list[Row]], b: tuple[int, list[Row]], sizes: list[int], tables: list[CostTable | Rule], entries: int
-) -> tuple[int, list[Row]]:
-    """A new node for what two nodes want together."""
-    step, states = _unions(a[1], b[1])
-    _allow(entries, *step.shape, len(states))
-    sizes.append(len(states))
-    node = len(sizes) - 1
-    tables.append(Rule(nodes=(a[0], b[0], node), leads=Leads(state=step, size=len(states))))
-    return node, states
-
-
-def _class_node(
-    variable: int,
-    partition: Ints,
-    count: int,
-    sizes: list[int],
-    tables: list[CostTable | Rule],
-    classes: dict[tuple[int, ...], int],
-) -> int:
-    """The node of the classes of a variable's options, shared by the tensors that tell the same ones apart."""
-    key = (variable, *partition.tolist())
-    if key not in classes:
-        sizes.append(count)
-        classes[key] = len(sizes) - 1
-        tables.append(Rule(nodes=(variable, classes[key]), leads=Leads(state=partition, size=count)))
-    return classes[key]
-
-
-def _add_table(
-    tables: list[CostTable | Rule], nodes: tuple[int, ...], index: Ints, seconds: Floats, size: Floats, blocked: Bools
-) -> None:
-    at_blocked = blocked[index]
-    if not at_blocked.any() and not seconds.any() and not size.any():
-        return
-    tables.append(
-        CostTable(
-            nodes=nodes,
-            seconds=seconds[index],
-            bytes=size[index],
-            blocked=np.asarray(at_blocked) if at_blocked.any() else None,
-        )
-    )

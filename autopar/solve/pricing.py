@@ -1,4 +1,4 @@
-"""A problem and its repeats, eliminated at a batch of prices of memory."""
+"""A problem and its repeats, eliminated at a price of memory."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import numpy as np
 from .effort import ELIMINATED_WORK, VISIT_WORK, Meter
 from .elimination import ALL_ORDERS, Eliminated, EliminationOrder, eliminate, schedule
 from .expand import border_states
-from .network import Network, network
+from .network import Network, Weights, network
 from .problem import Choice, Problem, Repeat, TooWide, restricted
-from .rows import Bools, Floats, Ints
+from .rows import Floats, Ints
 
 
 def product(first: Floats, second: Floats) -> Floats:
-    """c[k, l, r] = min over m of first[k, l, m] + second[k, m, r]."""
-    prices, rows, inner = first.shape
-    result = np.full((prices, rows, second.shape[2]), np.inf)
+    """c[l, r] = min over m of first[l, m] + second[m, r]."""
+    rows, inner = first.shape
+    result = np.full((rows, second.shape[1]), np.inf)
     total = np.empty_like(result)
     for m in range(inner):
-        np.add(first[:, :, m, None], second[:, m, None, :], out=total)
+        np.add(first[:, m, None], second[m, None, :], out=total)
         np.minimum(result, total, out=result)
     return result
 
@@ -35,8 +35,8 @@ def head_of(count: int) -> int:
 
 
 class Powers:
-    """The min-plus powers of one square matrix [price, left, right], each price by itself, by repeated squaring: counts
-    share factors, and `products` counts the matrix products so far."""
+    """The min-plus powers of one square matrix [left, right] by repeated squaring: counts share factors, and `products`
+    counts the matrix products so far."""
 
     def __init__(self, matrix: Floats) -> None:
         self._powers: dict[int, Floats] = {1: matrix}
@@ -52,7 +52,7 @@ class Powers:
             self._powers[count] = product(self.matrix(head), self.matrix(count - head))
         return self._powers[count]
 
-    def path(self, count: int, price: int, left: int, right: int) -> list[int]:
+    def path(self, count: int, left: int, right: int) -> list[int]:
         """The count + 1 border states of the cheapest chain of `count` copies from `left` to `right`."""
         self.matrix(count)
         path = [left]
@@ -63,7 +63,7 @@ class Powers:
                 path.append(end)
                 continue
             head = head_of(length)
-            totals = self._powers[head][price, start] + self._powers[length - head][price, :, end]
+            totals = self._powers[head][start] + self._powers[length - head][:, end]
             middle = int(totals.argmin())
             pending += [(length - head, middle, end), (head, start, middle)]
         return path
@@ -73,7 +73,6 @@ class Powers:
 class Compiled:
     """A problem as a network and the schedule that eliminates everything but `schedule.keep`."""
 
-    problem: Problem
     network: Network
     schedule: EliminationOrder
     repeats: tuple[Meeting, ...]
@@ -98,7 +97,6 @@ class Library:
         self.meter, self.orders = meter or Meter(), orders
         self._compiled: dict[tuple[int, tuple[int, ...]], Compiled] = {}
         self._networks: dict[tuple[int, tuple[int, ...]], tuple[Problem, Network]] = {}
-        self._bare: dict[int, Problem] = {}
         self._branches: dict[int, tuple[Problem, tuple[Problem, ...]]] = {}
 
     def branches(self, problem: Problem) -> tuple[Problem, ...]:
@@ -127,9 +125,9 @@ class Library:
             problem, {*keep, *(v for repeat in problem.repeats for v in (*repeat.left, *repeat.right))}
         )
         joints = tuple(_joint(repeat, factors.sizes) for repeat in problem.repeats)
-        scopes = (*(table.nodes for table in factors.tables), *(joint.nodes for joint in joints))
+        scopes = (*(nodes for nodes, _ in factors.tables), *(joint.nodes for joint in joints))
         plan = schedule(factors.sizes, scopes, keep, self.meter, orders=self.orders)
-        return Compiled(problem=problem, network=factors, schedule=plan, repeats=joints)
+        return Compiled(network=factors, schedule=plan, repeats=joints)
 
     def network(self, problem: Problem, borders: Collection[int] = ()) -> Network:
         """The factor graph, which is there also where every order of elimination is too wide."""
@@ -142,7 +140,7 @@ class Library:
         return self._networks[key][1]
 
     def largest(self, problem: Problem) -> int:
-        """Entries of the largest table for one price, in the problem and in the bodies of its repeats."""
+        """Entries of the largest table, in the problem and in the bodies of its repeats."""
         bodies = [(repeat.body, (*repeat.body_left, *repeat.body_right)) for repeat in problem.repeats]
         own = (
             self.compiled(branch, keep).schedule.largest
@@ -150,14 +148,6 @@ class Library:
             for branch in self.branches(part)
         )
         return max([*own, *(self.largest(repeat.body) for repeat in problem.repeats)])
-
-    def bare(self, problem: Problem) -> Problem:
-        """The problem without its repeats, always the same object."""
-        if not problem.repeats:
-            return problem
-        if id(problem) not in self._bare:
-            self._bare[id(problem)] = replace(problem, repeats=())
-        return self._bare[id(problem)]
 
 
 def grid(sizes: Sequence[int]) -> Ints:
@@ -170,11 +160,11 @@ def grid(sizes: Sequence[int]) -> Ints:
     return states
 
 
-def ravel(states: Sequence[Ints], sizes: Sequence[int]) -> Ints:
+def ravel(states: Sequence[Ints | int], sizes: Sequence[int]) -> Ints:
     """The inverse of `grid`: the index of joint states."""
-    index = np.zeros(states[0].shape if states else (1,), dtype=np.int64)
+    index = np.zeros((), dtype=np.int64)
     for state, size in zip(states, sizes, strict=True):
-        index = index * size + state
+        index = np.asarray(index * size + state)
     return index
 
 
@@ -191,39 +181,13 @@ def _joint(repeat: Repeat, sizes: Sequence[int]) -> Meeting:
     )
 
 
-def ends_of(problem: Problem, repeat: Repeat, options: Sequence[int]) -> tuple[int, int]:
-    """The states of the borders of a repeat, left and right, where its parent chose these options."""
-    sizes = [len(problem.variables[v].options) for v in repeat.left]
-    left, right = ([np.array([options[v]]) for v in border] for border in (repeat.left, repeat.right))
-    return int(ravel(left, sizes)[0]), int(ravel(right, sizes)[0])
-
-
-def border_pairs(repeat: Repeat, keep: Sequence[int]) -> tuple[dict[int, Ints], Bools]:
-    """For all pairs [left state, right state] the state of each kept body variable, and whether they clash."""
-    sizes = {v: len(repeat.body.variables[v].options) for v in keep}
-    left = grid([sizes[v] for v in repeat.body_left])
-    right = grid([sizes[v] for v in repeat.body_right])
-    shape = (left.shape[1], right.shape[1])
-    clash = np.zeros(shape, dtype=np.bool_)
-    assigned: dict[int, Ints] = {}
-    for v, states in [
-        *((v, state[:, None]) for v, state in zip(repeat.body_left, left, strict=True)),
-        *((v, state[None, :]) for v, state in zip(repeat.body_right, right, strict=True)),
-    ]:
-        if v in assigned:
-            clash |= assigned[v] != states
-        else:
-            assigned[v] = np.broadcast_to(states, shape)
-    return assigned, clash
-
-
 @dataclass(frozen=True, kw_only=True)
 class Branched:
     """A problem eliminated down to the variables that are kept, branch by branch. `keep` are those but for the variable
     that it branches on, and `place` is where that one stands among all that are kept, if it does."""
 
     keep: tuple[int, ...]
-    parts: tuple[tuple[Problem, Eliminated], ...]
+    parts: tuple[tuple[Network, Eliminated], ...]
     place: int | None
 
     @property
@@ -236,127 +200,112 @@ class Branched:
     def table(self) -> Floats:
         tables = [eliminated.table for _, eliminated in self.parts]
         if self.place is not None:
-            return np.stack(tables, axis=1 + self.place)
+            return np.stack(tables, axis=self.place)
         return tables[0] if len(tables) == 1 else np.asarray(np.minimum.reduce(tables))
 
-    def chosen(self, prices: Ints, kept: Ints) -> Ints:
-        """The branch that is cheapest, at prices [sample] and given the options [variable, sample] of those kept."""
+    def chosen(self, kept: Sequence[int]) -> int:
+        """The branch that is cheapest, given the options of those kept."""
         if self.place is not None:
-            return np.asarray(kept[self.place])
-        if len(self.parts) == 1:
-            return np.zeros(len(prices), dtype=np.int64)
-        costs = np.stack([eliminated.table[(prices, *kept)] for _, eliminated in self.parts])
-        return np.asarray(costs.argmin(axis=0))
+            return kept[self.place]
+        return int(np.argmin([eliminated.table[tuple(kept)] for _, eliminated in self.parts]))
 
 
 class Pricing:
-    """Everything eliminated under one batch of prices: `weights[k]` = (per second, per byte).
+    """Everything eliminated at one price of memory: `weights` are what a second and a byte cost.
 
     A repeated body is eliminated once whatever the count, and its matrix powers are shared by all
     repeats of that body.
     """
 
-    def __init__(self, library: Library, weights: Floats) -> None:
+    def __init__(self, library: Library, weights: Weights) -> None:
         self.library = library
         self.weights = weights
-        self._eliminated: dict[tuple[int, tuple[int, ...]], Eliminated] = {}
         self._branched: dict[tuple[int, tuple[int, ...]], Branched] = {}
         self._powers: dict[tuple[int, tuple[int, ...], tuple[int, ...]], Powers] = {}
         self._copies: dict[tuple[int, tuple[int, ...], tuple[int, ...]], Choice] = {}
 
     def table(self, problem: Problem, keep: Sequence[int]) -> Floats:
-        """[price, *kept variables, in order]: the least cost."""
+        """[*kept variables, in order]: the least cost."""
         return self._parts(problem, keep).table
-
-    def costs(self, problem: Problem, keep: Sequence[int], prices: Ints, kept: Ints) -> tuple[Floats, Floats]:
-        """Seconds and bytes of the cheapest choices at prices [sample], given the options [variable, sample] of those
-        kept; infinite seconds where there is none."""
-        parts = self._parts(problem, keep)
-        seconds, size = np.empty(len(prices)), np.empty(len(prices))
-        of_part = parts.chosen(prices, kept)
-        for number, (branch, eliminated) in enumerate(parts.parts):
-            at = np.flatnonzero(of_part == number)
-            states = eliminated.states(prices[at], kept[parts.others][:, at])
-            seconds[at], size[at] = self.library.compiled(branch, parts.keep).network.cost(states)
-        return seconds, size
 
     def _parts(self, problem: Problem, keep: Sequence[int]) -> Branched:
         kept = tuple(sorted(set(keep)))
         key = (id(problem), kept)
         if key not in self._branched:
             others = tuple(v for v in kept if v != problem.branch)
-            parts = tuple((branch, self._eliminate(branch, others)) for branch in self.library.branches(problem))
+            parts = tuple(self._eliminate(branch, others) for branch in self.library.branches(problem))
             place = kept.index(problem.branch) if problem.branch in kept else None
             self._branched[key] = Branched(keep=others, parts=parts, place=place)
         return self._branched[key]
 
-    def _eliminate(self, problem: Problem, keep: Sequence[int]) -> Eliminated:
-        compiled = self.library.compiled(problem, keep)
-        key = (id(problem), compiled.schedule.keep)
-        if key not in self._eliminated:
-            entries, visits = compiled.schedule.entries, sum(len(step.inputs) for step in compiled.schedule.steps)
-            if not self.library.meter.takes(ELIMINATED_WORK * entries * len(self.weights) + VISIT_WORK * visits):
-                raise TooWide(f"elimination would make {entries} entries, and the search's budget is spent")
-            for repeat in problem.repeats:
-                products = (repeat.count - 1).bit_length()
-                sums = len(self.weights) * products * border_states(problem, repeat) ** 3
-                if sums > self.library.meter.effort.product_sums:
-                    raise TooWide(f"{products} products of the matrix of {repeat.name} would take {sums} sums")
-            tables = [table.priced(self.weights) for table in compiled.network.tables]
-            for joint in compiled.repeats:
-                matrix = self.powers(joint.repeat).matrix(joint.repeat.count)
-                tables.append(matrix[:, joint.left, joint.right].reshape(-1, *joint.shape))
-            self._eliminated[key] = eliminate(compiled.schedule, tables, len(self.weights))
-        return self._eliminated[key]
+    def _eliminate(self, problem: Problem, keep: Sequence[int]) -> tuple[Network, Eliminated]:
+        compiled, meter = self.library.compiled(problem, keep), self.library.meter
+        entries, visits = compiled.schedule.entries, sum(len(step.inputs) for step in compiled.schedule.steps)
+        if not meter.takes(ELIMINATED_WORK * entries + VISIT_WORK * visits):
+            raise TooWide(f"elimination would make {entries} entries, and the search's budget is spent")
+        for repeat in problem.repeats:
+            products = (repeat.count - 1).bit_length()
+            sums = products * border_states(problem, repeat) ** 3
+            if sums > meter.effort.product_sums:
+                raise TooWide(f"{products} products of the matrix of {repeat.name} would take {sums} sums")
+        tables = [table.priced(self.weights) for _, table in compiled.network.tables]
+        for joint in compiled.repeats:
+            matrix = self.powers(joint.repeat).matrix(joint.repeat.count)
+            tables.append(matrix[joint.left, joint.right].reshape(joint.shape))
+        return compiled.network, eliminate(compiled.schedule, tables)
 
     def powers(self, repeat: Repeat) -> Powers:
-        """The powers of the body's matrix [price, left, right]."""
+        """The powers of the body's matrix [left, right]."""
         key = (id(repeat.body), repeat.body_left, repeat.body_right)
         if key not in self._powers:
-            keep = tuple(sorted({*repeat.body_left, *repeat.body_right}))
-            assigned, clash = border_pairs(repeat, keep)
-            shape = [len(repeat.body.variables[v].options) for v in keep]
-            flat = self.table(repeat.body, keep).reshape(len(self.weights), -1)
-            index = ravel([assigned[v] for v in keep], shape)
-            matrix = flat[:, np.broadcast_to(index, clash.shape)]
-            matrix[:, clash] = np.inf
+            keep = sorted({*repeat.body_left, *repeat.body_right})
+            sizes = {v: len(repeat.body.variables[v].options) for v in keep}
+            left, right = (grid([sizes[v] for v in border]) for border in (repeat.body_left, repeat.body_right))
+            clash = np.zeros((left.shape[1], right.shape[1]), dtype=np.bool_)
+            states: dict[int, Ints] = {}
+            for v, state in zip(
+                (*repeat.body_left, *repeat.body_right), (*left[:, :, None], *right[:, None, :]), strict=True
+            ):
+                clash |= states.setdefault(v, state) != state
+            index = ravel([states[v] for v in keep], [sizes[v] for v in keep])
+            matrix = self.table(repeat.body, keep).reshape(-1)[np.broadcast_to(index, clash.shape)]
+            matrix[clash] = np.inf
             self._powers[key] = Powers(matrix)
         return self._powers[key]
 
-    def choice(self, problem: Problem, keep: Sequence[int], kept: Sequence[int], price: int) -> Choice:
-        """The cheapest choice at a price, given the options of the kept variables. Equal copies are one object."""
-        key = (id(problem), tuple(sorted(set(keep))), (price, *kept))
+    def choice(self, problem: Problem, keep: Sequence[int] = (), kept: Sequence[int] = ()) -> Choice:
+        """The cheapest choice, given the options of the kept variables. Equal copies are one object."""
+        key = (id(problem), tuple(sorted(set(keep))), tuple(kept))
         if key not in self._copies:
             parts = self._parts(problem, keep)
-            at, of_kept = np.array([price]), np.array(kept, dtype=np.int64).reshape(-1, 1)
-            number = int(parts.chosen(at, of_kept)[0])
-            branch, eliminated = parts.parts[number]
-            states = eliminated.states(at, of_kept[parts.others])
-            of_network = self.library.compiled(branch, parts.keep).network.options
-            options = tuple(int(of[state]) for of, state in zip(of_network, states[:, 0], strict=False))
+            number = parts.chosen(kept)
+            network, eliminated = parts.parts[number]
+            states = eliminated.states(np.array(kept, dtype=np.int64).reshape(-1, 1)[parts.others])
+            options = tuple(int(of[state]) for of, state in zip(network.options, states[:, 0], strict=False))
             if problem.branch is not None:
                 options = (*options[: problem.branch], number, *options[problem.branch + 1 :])
-            repeats = tuple(self._chain(problem, repeat, options, price) for repeat in problem.repeats)
+            repeats = tuple(self._chain(repeat, options) for repeat in problem.repeats)
             self._copies[key] = Choice(options=options, repeats=repeats)
         return self._copies[key]
 
-    def _chain(self, problem: Problem, repeat: Repeat, options: tuple[int, ...], price: int) -> tuple[Choice, ...]:
-        left, right = ends_of(problem, repeat, options)
-        path = self.powers(repeat).path(repeat.count, price, left, right)
-        return tuple(self.copy(repeat, at, after, price) for at, after in pairwise(path))
+    def _chain(self, repeat: Repeat, options: Sequence[int]) -> tuple[Choice, ...]:
+        """The copies of a repeat whose parent chose these options."""
+        sizes = [len(repeat.body.variables[v].options) for v in repeat.body_left]
+        left, right = (int(ravel([options[v] for v in border], sizes)) for border in (repeat.left, repeat.right))
+        path = self.powers(repeat).path(repeat.count, left, right)
+        borders = [tuple(of_border) for of_border in grid(sizes)[:, path].T.tolist()]
+        return tuple(self._copy(repeat, ends) for ends in pairwise(borders))
 
-    def copy(self, repeat: Repeat, left: int, right: int, price: int) -> Choice:
-        keep = tuple(sorted({*repeat.body_left, *repeat.body_right}))
-        assigned, _ = border_pairs(repeat, keep)
-        return self.choice(repeat.body, keep, [int(assigned[v][left, right]) for v in keep], price)
+    def _copy(self, repeat: Repeat, borders: Sequence[tuple[int, ...]]) -> Choice:
+        joined = zip((*repeat.body_left, *repeat.body_right), (*borders[0], *borders[1]), strict=True)
+        kept = dict(sorted(joined))
+        return self.choice(repeat.body, tuple(kept), tuple(kept.values()))
 
-    def copy_between(self, repeat: Repeat, borders: Sequence[tuple[int, ...]], price: int) -> Choice | None:
+    def copy_between(self, repeat: Repeat, borders: Sequence[tuple[int, ...]]) -> Choice | None:
         """The cheapest copy between two borders, given by the options of their variables; None if there is none."""
         sizes = [len(repeat.body.variables[v].options) for v in repeat.body_left]
-        left, right = (int(ravel([np.array([option]) for option in border], sizes)[0]) for border in borders)
-        if np.isinf(self.powers(repeat).matrix(1)[price, left, right]):
-            return None
-        return self.copy(repeat, left, right, price)
+        left, right = (int(ravel(border, sizes)) for border in borders)
+        return None if np.isinf(self.powers(repeat).matrix(1)[left, right]) else self._copy(repeat, borders)
 
 
 def priced_at(problem: Problem, price: float) -> Problem:

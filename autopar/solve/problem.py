@@ -125,6 +125,13 @@ class Score:
     def objective(self) -> float:
         return self.seconds + TIE_BREAK_SECONDS_PER_BYTE * self.bytes
 
+    def __add__(self, other: Score) -> Score:
+        return Score(seconds=self.seconds + other.seconds, bytes=self.bytes + other.bytes)
+
+
+Scored = tuple[Score, Choice]
+"""A choice, and what it costs."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:

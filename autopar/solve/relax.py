@@ -16,8 +16,8 @@ import numpy as np
 
 from .effort import ELIMINATED_WORK, VISIT_WORK, Meter
 from .elimination import EliminationOrder, eliminate, schedule
-from .flat import Costs, Factor, flattened, priced
-from .network import Leads, network
+from .flat import Costs, Factor, flattened
+from .network import Leads, Weights
 from .pricing import Library
 from .problem import Choice, Problem, TooWide
 from .rows import Floats, Ints
@@ -206,23 +206,8 @@ def _taken(table: Floats, state: Ints | None, axis: int, at: np.intp) -> tuple[F
     return np.where(state == at, table, np.inf), state
 
 
-def lower_bound(problem: Problem, weights: tuple[float, float], meter: Meter | None = None) -> float:
-    """What no choice undercuts of `weights[0]` * seconds + `weights[1]` * bytes, after some sweeps. For a problem
-    without repeats."""
-    effort = (meter or Meter()).effort
-    graph = network(problem, (), effort.tensor_entries)
-    relaxation = Relaxation(priced(graph, weights), graph.sizes, meter)
-    bound = relaxation.bound()
-    for _ in range(effort.message_sweeps[0]):
-        if not relaxation.may_sweep():
-            break
-        relaxation.sweep()
-        bound = max(bound, relaxation.bound())
-    return bound
-
-
 def relaxed(
-    problem: Problem, weights: tuple[float, float], library: Library | None = None, *, folded: bool = False
+    problem: Problem, weights: Weights, library: Library | None = None, *, folded: bool = False
 ) -> tuple[Choice, float]:
     """A choice of a small `weights[0]` * seconds + `weights[1]` * bytes, and a lower bound of that.
 
@@ -337,10 +322,10 @@ class _Near:
 
     def optimum(self, plan: _Plan) -> tuple[float, float, Ints]:
         """How far its states were taken from, what it costs, and the states [node, 1]."""
-        result = eliminate(plan.schedule, [_restricted(*factor, plan.kept)[None] for factor in self.factors], 1)
-        at = result.states(np.zeros(1, dtype=np.int64), np.zeros((0, 1), dtype=np.int64))
+        result = eliminate(plan.schedule, [_restricted(*factor, plan.kept) for factor in self.factors])
+        at = result.states(np.zeros((0, 1), dtype=np.int64))
         states = np.array([kept[state] for kept, state in zip(plan.kept, at, strict=True)])
-        return plan.reach, float(result.table[0]), states
+        return plan.reach, float(result.table), states
 
 
 def _wide(nodes: tuple[int, ...], kept: Sequence[Ints]) -> tuple[int, ...]:

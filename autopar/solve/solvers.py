@@ -8,7 +8,6 @@ from typing import Any
 
 from autopar.extensions import Table
 
-from .beam import solve_beam, solve_greedy
 from .dp import solve_dp
 from .effort import Meter
 from .exhaustive import solve_exhaustive
@@ -60,8 +59,6 @@ SOLVERS: Table[Solver] = Table(
         Solver(name="dp", run=solve_dp, exact=True, takes=("bounded", "meter")),
         Solver(name="ilp", run=solve_ilp, exact=True, takes=("meter",)),
         Solver(name="exhaustive", run=solve_exhaustive, exact=True),
-        Solver(name="greedy", run=solve_greedy, takes=("bounded", "meter")),
-        Solver(name="beam", run=solve_beam, takes=("bounded", "meter")),
     ),
     functions=("run",),
 )
@@ -83,7 +80,7 @@ def solve(
 ) -> Solution:
     """The cheapest choice of a solver for a problem, subject to bytes <= `bytes_limit` where one is given. Not
     `bounded`: no lower bound is asked for, which may save time (`solve_dp`). `meter`: the work that may
-    be done, which `dp`, `beam` and `greedy` count, and the effort. Copies of a repeat that meet in very many states
+    be done, which `dp` counts, and the effort. Copies of a repeat that meet in very many states
     are written out for the solver, if there are few.
 
     Raises `Infeasible` where there is none, ValueError for an unknown solver or a problem too large for it.

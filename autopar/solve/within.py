@@ -21,6 +21,7 @@ from .problem import (
     Problem,
     Repeat,
     Score,
+    Scored,
     evaluate,
     state_of,
 )
@@ -44,8 +45,6 @@ SAVES = 1e-5
 """The part of all seconds that an exchange saves at least: each makes one more copy differ from the others."""
 
 EXCHANGES = 200
-
-Scored = tuple[Score, Choice]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

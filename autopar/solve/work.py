@@ -15,7 +15,7 @@ class Limits:
     """Of the tables of an elimination, in entries."""
 
     table_entries: int = 8_000_000
-    """Of the largest table, for one price of memory."""
+    """Of the largest table."""
     elimination_entries: float = 1e8
     """Of all tables."""
     tensor_entries: int = 32_000_000

@@ -24,7 +24,6 @@ from autopar.passes.lower.regions import Refused
 from autopar.planning.costs import COSTS
 from autopar.planning.planner import Planner
 from autopar.planning.presets import PRESETS
-from autopar.solve.beam import solve_beam
 from autopar.solve.dp import solve_dp
 from autopar.solve.problem import Problem, Solution
 from autopar.solve.schedules import gpipe
@@ -62,7 +61,7 @@ def test_a_section_runs_as_written(title: str) -> None:
 
 ROWS: dict[str, tuple[Callable[..., None], Any, str]] = {
     "preset": (autopar.register_preset, autopar.Preset(name="mine"), "ddp"),
-    "solver": (autopar.register_solver, autopar.Solver(name="mine", run=solve_beam), "dp"),
+    "solver": (autopar.register_solver, autopar.Solver(name="mine", run=solve_dp), "dp"),
     "cost": (autopar.register_cost, autopar.CostMode(name="mine", meaning="as serial"), "serial"),
     "cluster": (autopar.register_cluster, replace(autopar.CLUSTERS["local"], name="mine"), "dgx-h100"),
     "lowering": (
@@ -103,7 +102,7 @@ def _other(kind: str) -> dict[str, Any]:
     ("make", "message"),
     [
         (lambda: autopar.register_solver(autopar.Solver(name="a", run=5)), "solver 'a': run is 5: give a function"),  # type: ignore[arg-type]
-        (lambda: autopar.Solver(name="a", run=solve_beam, takes=("time",)), "takes time: give some of bounded, meter"),
+        (lambda: autopar.Solver(name="a", run=solve_dp, takes=("time",)), "takes time: give some of bounded, meter"),
         (lambda: autopar.register_preset(autopar.Preset(name="a", data=5)), "data is 5: give a function"),  # type: ignore[arg-type]
         (lambda: autopar.Preset(name="a", policies=("drop",)), "policies are"),
         (lambda: autopar.register_cost(autopar.CostMode(name="a", meaning="", space=5)), "space is 5: give a function"),  # type: ignore[arg-type]
@@ -134,11 +133,11 @@ def test_rows_of_the_wrong_form_are_refused(make: Callable[[], Any], message: st
 
 def test_solvers_and_presets_share_no_name() -> None:
     with scoped():
-        autopar.register_solver(autopar.Solver(name="mine", run=solve_beam))
+        autopar.register_solver(autopar.Solver(name="mine", run=solve_dp))
         with pytest.raises(ValueError, match="there is a solver 'mine' already"):
             autopar.register_preset(autopar.Preset(name="mine"))
         with pytest.raises(ValueError, match="there is a preset 'fsdp' already"):
-            autopar.register_solver(autopar.Solver(name="fsdp", run=solve_beam))
+            autopar.register_solver(autopar.Solver(name="fsdp", run=solve_dp))
 
 
 def test_a_solver_that_returns_no_solution_is_named() -> None:
