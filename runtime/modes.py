@@ -40,8 +40,8 @@ from autopar.solve.schedules import in_turn
 from .agreement import all_equal, on_first_rank, together
 from .inputs import Inputs, each
 from .pipelined import Pipelined
+from .places import gathered
 from .state import trained_by
-from .verify import gathered
 
 logger = logging.getLogger("autopar")
 

@@ -28,7 +28,7 @@ from .failures import located, watched
 from .handshake import Handshake
 from .pending import BackwardForm, Pending
 from .pipelined import Pipelined, pipeline_executable
-from .placements import contiguous_stride, is_replicated, local_slice, mismatch, placements_of, unpadded
+from .placements import is_replicated, local_slice, mismatch
 from .shared_memory import SharedMemory
 from .stretches import CompiledSource, Compiler
 from .values import ModuleValues
@@ -175,15 +175,11 @@ class State:
             writer = partial(CompiledSource, compiler=self.module.compiler, together=together)
         return compile(program, self.groups, device=self.device, around=located, writer=writer)
 
-    def placements(self, value: ProgramInput | ProgramOutput) -> tuple[Placement, ...]:
-        assert value.meta is not None
-        return placements_of(value.layout, value.meta.shape, self.program.mesh)
-
     def input_placements(self, i: ProgramInput) -> tuple[Placement, ...]:
         """Those at which uneven shards, which torch would cut otherwise, are cut from the global tensor."""
-        if is_chunked(i.meta.shape, i.layout, self.program.mesh):
-            return self.placements(i)
-        return placements_of((Replicate(),) * len(self.program.mesh), i.meta.shape, self.program.mesh)
+        is_cut_alike = is_chunked(i.meta.shape, i.layout, self.program.mesh)
+        layout = i.layout if is_cut_alike else (Replicate(),) * len(self.program.mesh)
+        return self.values.whole_place(layout).placements(i.meta.shape)
 
     def given(self, i: ProgramInput, value: torch.Tensor) -> torch.Tensor:
         """What the program is given of an input, a parameter, a buffer or a gradient, with padding."""
@@ -225,14 +221,8 @@ class State:
 
     def _output(self, local: torch.Tensor, output: ProgramOutput) -> Output:
         assert output.meta is not None
-        shape, layout, mesh, coordinate = output.meta.shape, output.layout, self.program.mesh, self.coordinate
-
-        def part(whole: torch.Tensor) -> torch.Tensor:
-            return unpadded(local_slice(whole, layout, mesh, coordinate), shape, layout, mesh, coordinate)
-
-        local = unpadded(local, shape, layout, mesh, coordinate)
-        form = (self.placements(output), torch.Size(shape), contiguous_stride(shape))
-        return split_output(local.detach(), self.mesh, *form, part)
+        place, shape = self.values.whole_place(output.layout), output.meta.shape
+        return split_output(place.unpadded(local, shape).detach(), *place.form(shape), place.part)
 
     @cached_property
     def asked_by(self) -> Mapping[str, frozenset[str]]:
@@ -284,8 +274,7 @@ def _wrapping(state: State, output: ProgramOutput) -> Callable[[torch.Tensor], D
     shape, target = output.meta.shape, output.target
     values = state.values
     place = values.place(target) if target in values.at_rest else values.whole_place(output.layout)
-    placements, stride = place.placements(shape), contiguous_stride(shape)
-    wrapped = dtensors_of(place.mesh, placements, torch.Size(shape), stride, output.meta.dtype)
+    wrapped = dtensors_of(*place.form(shape), output.meta.dtype)
 
     def trimmed(local: torch.Tensor) -> DTensor:
         return wrapped(place.unpadded(local, shape))

@@ -14,15 +14,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar.compat.distributed import local_tensor
-from autopar.compat.redistributing import full_tensor
 from autopar.compat.tensors import is_real, memory_of, take_notes
 from autopar.compat.wrapping import plain_name
 from autopar.ir.layout import Layout, Replicate
 
 from .agreement import all_alike, coordinate_of, device_of, digest, together
 from .boxes import Box, boxes
-from .places import ValuePlace, device_meshes, within_stage
+from .places import ValuePlace, device_meshes, local_part, whole, within_stage
 from .whole_gradient import whole_gradient
 
 Registry = dict[str, Any]
@@ -246,10 +244,10 @@ class ModuleValues:
 
     def held(self, name: str, value: torch.Tensor) -> tuple[torch.Tensor, tuple[Box, ...]]:
         """What this rank holds of a value, and where that belongs in the global tensor."""
-        local, place = local_tensor(value) if isinstance(value, DTensor) else value, self.place_of(name)
+        local, place = local_part(value).detach(), self.place_of(name)
         if place.coordinate is None:
-            return local.detach(), ()
-        return local.detach(), boxes(tuple(value.shape), place.layout, place.sizes, place.coordinate)
+            return local, ()
+        return local, boxes(tuple(value.shape), place.layout, place.sizes, place.coordinate)
 
     def distribute(self, values: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take this rank's part of each value, and compare the global values with the other ranks'.
@@ -277,8 +275,7 @@ class ModuleValues:
         if not isinstance(value, DTensor) and not is_real(value):
             return self.empty(name, torch.device("meta"), value.dtype)
         if not isinstance(self[name], nn.Parameter):
-            whole = full_tensor(value) if isinstance(value, DTensor) else value.detach()
-            return whole.to(self.device, copy=True)
+            return whole(value).detach().to(self.device, copy=True)
         place = self.place(name)
         if isinstance(value, DTensor):
             with torch.no_grad():

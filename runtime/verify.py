@@ -17,10 +17,8 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from autopar.compat.rebinding import Rebound
-from autopar.compat.redistributing import full_tensor
 from autopar.compat.watching import hook_gradient
 from autopar.compat.wrapping import unwrapped
 from autopar.ir.graph import JointGraph, Node
@@ -32,6 +30,7 @@ from autopar.passes.capture.fakes import copied, gradient_hooks, skeleton
 from autopar.passes.codegen.precision import at_rest
 
 from .agreement import together
+from .places import gathered
 from .state import State as _State
 from .values import all_slots
 
@@ -307,12 +306,6 @@ def _plain(now: Mapping[str, Any], then: Mapping[str, Any]) -> dict[str, Any]:
 
 Pair = tuple[str, str, str, torch.Tensor, torch.Tensor | None]
 """What a tensor is, its target and role, its value here, and what it should be."""
-
-
-@torch.no_grad()
-def gathered(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy, gathered from all ranks."""
-    return full_tensor(tensor).clone() if isinstance(tensor, DTensor) else tensor.detach().clone()
 
 
 def difference(actual: torch.Tensor, expected: torch.Tensor | None, floor: float) -> float:

@@ -12,11 +12,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from autopar.compat.autocast import autocast_dtype
 from autopar.compat.calls import versions
-from autopar.compat.distributed import local_tensor
 from autopar.compat.watching import hooks_gradient
 from autopar.ir.program import Program
 from autopar.passes.capture.captured import Captured
@@ -31,8 +29,8 @@ from .inputs import Form, Inputs, declared
 from .modes import Again, Mode
 from .padding import Padder
 from .pipelined import Pipelined
+from .places import gathered, local_part
 from .state import State, trained_by
-from .verify import gathered
 
 logger = logging.getLogger("autopar")
 
@@ -132,8 +130,7 @@ class Versions:
         """Take note of the outputs of a call, which the caller must not write where eager's model would change."""
         shares = {leaf.path: leaf.shares for leaf in state.captured.output_leaves if leaf.shares}
         pairs = zip(state.output_paths, results, strict=True) if shares else ()
-        held = ((path, local_tensor(x) if isinstance(x, DTensor) else x.detach()) for path, x in pairs)
-        lent = [(path, shares[path], x) for path, x in held if path in shares]
+        lent = [(path, shares[path], local_part(x).detach()) for path, x in pairs if path in shares]
         self.lent = [(*each, version) for each, version in zip(lent, versions(x for *_, x in lent), strict=True)]
 
     def _check_lent(self) -> None:

@@ -21,7 +21,6 @@ from autopar.runtime.agreement import exchange
 from autopar.runtime.call import WATCHES
 from autopar.runtime.compiled import watched_by
 from autopar.runtime.failures import place_of
-from autopar.runtime.placements import unpadded
 from autopar.runtime.state import State
 
 
@@ -95,7 +94,7 @@ def _kinds(state: State, output: ProgramOutput, local: torch.Tensor) -> set[str]
     """Of a result, without padding."""
     if output.meta is None:
         return kinds_of(local)
-    return kinds_of(unpadded(local, output.meta.shape, output.layout, state.program.mesh, state.coordinate))
+    return kinds_of(state.values.whole_place(output.layout).unpadded(local, output.meta.shape))
 
 
 WATCHES.know(Plug("finite", finite))
