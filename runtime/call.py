@@ -47,8 +47,6 @@ def prepared_call(state: State, inputs: Inputs) -> _Call:
     """An error in the first call of any rank is raised on all of them."""
     if state.called:
         return _prepared(state, inputs)
-    call: _Call | None = None
-    digests: dict[str, int] = {}
     with together(state.mesh):
         call = _prepared(state, inputs)
         digests = {path: digest(t) for path, t in inputs.tensors.items() if not isinstance(t, DTensor)}
@@ -59,7 +57,6 @@ def prepared_call(state: State, inputs: Inputs) -> _Call:
         "Give a DTensor if each rank has its own slice (see input_placements)",
     )
     state.called = True
-    assert call is not None
     return call
 
 

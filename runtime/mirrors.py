@@ -153,10 +153,9 @@ class MirrorModule(nn.Module):
         tensors, of which this rank takes its part, or DTensors; names those of the model within `torch.compile` and
         `checkpoint_wrapper`, or without. With `assign`, values are cast to the dtypes of the model, and parameters are
         new objects. All ranks call it at once; what any of them raises, all raise."""
-        values, result = self._state.values, None
+        values = self._state.values
         with together(values.mesh):
-            result = values.root.load_state_dict(to_load(state_dict, values.root), *args, **kwargs)
-        return result
+            return values.root.load_state_dict(to_load(state_dict, values.root), *args, **kwargs)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Where a module that holds this one is loaded."""

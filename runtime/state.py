@@ -21,14 +21,14 @@ from autopar.ir.randomness import keys
 from autopar.passes.capture.captured import Captured
 from autopar.passes.lower.accumulate import Accumulation, accumulation
 
-from .agreement import all_equal, raise_together
+from .agreement import all_equal, together
 from .compiled import ObservedSource, compile
 from .execute import Executable, process_groups
 from .failures import located, watched
 from .handshake import Handshake
 from .pending import BackwardForm, Pending
 from .pipelined import Pipelined, pipeline_executable
-from .placements import is_replicated, local_slice, mismatch
+from .placements import check_fits, is_replicated, local_slice
 from .shared_memory import SharedMemory
 from .stretches import CompiledSource, Compiler
 from .values import ModuleValues
@@ -87,7 +87,8 @@ class State:
         """Of a program; or of one in stages, as which it is `pipelined`. All ranks at once: raises ValueError, on all,
         if it does not fit the mesh, or ranks have different ones."""
         values = module.values
-        raise_together(mismatch(program, values.mesh), values.mesh)
+        with together(values.mesh):
+            check_fits(program, values.mesh)
         all_equal(
             program.digest,
             values.mesh,
