@@ -1,4 +1,4 @@
-"""A program on all ranks of a mesh in one process, in lock step."""
+"""A program on all ranks of a mesh in one process, in lock step, and a graph on global tensors."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from autopar.cost.liveness import Memory
-from autopar.ir.graph import Node
+from autopar.ir.graph import JointGraph, Node
 from autopar.ir.layout import Layout, Replicate, Shape
 from autopar.ir.program import Program
 from autopar.ir.randomness import keys
@@ -15,6 +15,7 @@ from autopar.ir.unsharded import unshard
 from autopar.ops.lockstep import Values, run
 from autopar.passes.lower.stretches import Stretch
 
+from .differences import relative_error
 from .placements import local_slice
 from .stretches import Compiler, compiled_halves, unit_of
 
@@ -31,6 +32,40 @@ class Simulated:
 def coordinates(mesh: Shape) -> list[Shape]:
     """Every rank's coordinate, row-major."""
     return list(itertools.product(*map(range, mesh)))
+
+
+class GraphRun:
+    """A step of a graph on global tensors in this process: its forward, and its backward from any tangents. What is
+    `held`, `inputs` and tangents are by target, and `drawn` are the keys of random operators; values are by name."""
+
+    def __init__(
+        self,
+        graph: JointGraph,
+        held: Mapping[str, torch.Tensor],
+        inputs: Mapping[str, torch.Tensor],
+        drawn: Sequence[torch.Tensor],
+    ) -> None:
+        self.graph = graph
+        self.forward: Values = {}
+        for i in graph.inputs:
+            if i.role == "seed":
+                self.forward[i.name] = drawn[int(i.target)]
+            elif i.role != "tangent":
+                self.forward[i.name] = (inputs if i.role == "input" else held)[i.target].detach()
+        self._run(self.forward, backward=False)
+
+    def backward(self, tangents: Mapping[str, torch.Tensor]) -> Values:
+        """The values of forward and backward."""
+        given = {i.name: tangents[i.target] for i in self.graph.inputs if i.role == "tangent"}
+        values = {**self.forward, **given}
+        self._run(values, backward=True)
+        return values
+
+    @torch.no_grad()
+    def _run(self, values: Values, *, backward: bool) -> None:
+        for node in self.graph.nodes:
+            if node.backward == backward:
+                run(node, (), {(): values})
 
 
 @torch.no_grad()
@@ -162,13 +197,9 @@ def assemble(
         source = tuple(0 if isinstance(p, Replicate) else c for p, c in zip(layout, coordinate, strict=True))
         replica = shards[source]
         if not torch.equal(local, replica):
-            one, other = local.double(), replica.double()
-            difference = (
-                torch.where((one == other) | (one.isnan() & other.isnan()), 0.0, one - other).abs().max().item()
-            )
-            largest = max(other.nan_to_num().abs().max().item(), least)
-            assert not difference or difference <= tolerance * largest, (
-                f"{what}: replicas at {coordinate} and {source} differ by {difference:.3g} (largest {largest:.3g})"
+            error = relative_error(local, replica, least)
+            assert error <= tolerance, (
+                f"{what}: replicas at {coordinate} and {source} differ by {error:.3g} of the largest element"
             )
     return unshard(dict(shards), shape, layout, mesh)
 
