@@ -3,9 +3,11 @@ and the seed of a step."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -147,6 +149,13 @@ class State:
         """Target of a gradient -> what makes a DTensor of a local tensor."""
 
         self.values.read.update(i.target for i in self.inputs if i.role != "input" and i.name in self.read)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> State:
+        """The same program for a copy of the module."""
+        copied = memo[id(self)] = State.__new__(State)
+        module = copy.deepcopy(self.module, memo)
+        vars(copied).update(vars(self), module=module, values=module.values)
+        return copied
 
     def with_program(self, captured: Captured, program: Program, pipelined: Pipelined | None = None) -> State:
         """The same values with another program."""
