@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.ir.graph import TensorMeta
-from autopar.ir.layout import Layout, Replicate, Shape, Split, local_meta, owned_digits, owned_indices
+from autopar.ir.layout import Layout, Replicate, Shape, Split, local_meta
 from autopar.ir.program import Program, ProgramOutput
 from autopar.ir.schedule import (
     BACKWARD,
@@ -20,6 +20,7 @@ from autopar.ir.schedule import (
     INPUTS,
     RECEIVE,
     SEND,
+    UNITS,
     WEIGHTS,
     Action,
     Schedule,
@@ -29,7 +30,8 @@ from autopar.passes.lower.stages import TIME, Handed, Message, PipelineStage, St
 
 from .execute import Executable, Groups
 from .failures import watched
-from .pipeline import UNITS, StageRun, needs
+from .pipeline import StageRun, needs
+from .placements import held_indices
 
 Result = tuple[str, str]
 """Role and target of an output."""
@@ -330,17 +332,13 @@ def _rows_of(
     split = layout[TIME]
     assert isinstance(split, Split)
 
-    def owned(of: Layout, coordinate: Shape) -> list[int]:
-        padded = max(size, *(p.period for p in of if isinstance(p, Split) and p.dim == split.dim), 0)
-        return list(map(int, owned_indices(padded, owned_digits(of, mesh, coordinate, split.dim))))
-
-    mine = owned((Replicate(), *layout[TIME + 1 :]), (0, *at))
-    place = {index: k for k, index in enumerate(mine)}
+    mine = held_indices(size, split.dim, (Replicate(), *layout[TIME + 1 :]), mesh, (0, *at))
+    places = torch.zeros(size, dtype=torch.long)
+    places[mine[mine >= 0]] = (mine >= 0).nonzero().flatten()
     found = []
     for micro_batch in range(mesh[TIME]):
-        rows = [(place[row], k) for k, row in enumerate(owned(layout, (micro_batch, *at))) if row < size]
-        to, of = ([pair[side] for pair in rows] for side in (0, 1))
-        found.append((torch.tensor(to, dtype=torch.long), torch.tensor(of, dtype=torch.long)))
+        rows = held_indices(size, split.dim, layout, mesh, (micro_batch, *at))
+        found.append((places[rows[rows >= 0]], (rows >= 0).nonzero().flatten()))
     return tuple(found), len(mine)
 
 

@@ -100,6 +100,12 @@ def local_slice(tensor: torch.Tensor, layout: Layout, mesh: Shape, coordinate: S
     return tensor.contiguous()
 
 
+def held_indices(size: int, dim: int, layout: Layout, mesh: Shape, coordinate: Shape) -> torch.Tensor:
+    """The indices of a dim of this size that a rank holds, in its order; -1 for padding."""
+    along = tuple(Split(0, p.period) if isinstance(p, Split) and p.dim == dim else Replicate() for p in layout)
+    return local_slice(torch.arange(1, size + 1), along, mesh, coordinate) - 1  # what is padded is zero
+
+
 def unpadded(local: torch.Tensor, shape: Shape, layout: Layout, mesh: Shape, coordinate: Shape) -> torch.Tensor:
     """What a rank holds without its padding, contiguous: what a DTensor's rank holds."""
     if is_even(shape, layout):
