@@ -120,7 +120,7 @@ def whole_model(values: ModuleValues) -> nn.Module:
             if isinstance(value, nn.Parameter):
                 copied = nn.Parameter(copied, requires_grad=value.requires_grad)
             for alias in slots.keys() & aliases:
-                slots[alias].registry[slots[alias].key] = copied
+                slots[alias].hold(copied)
     return model
 
 

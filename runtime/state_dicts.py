@@ -111,7 +111,7 @@ def _place(values: ModuleValues, loaded: _Loaded) -> None:
     value, present = loaded.slot.tensor, loaded.present
     if not isinstance(present, DTensor) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
         return
-    loaded.slot.registry[loaded.slot.key] = present
+    loaded.slot.hold(present)
     if value.shape != present.shape:
         raise ValueError(
             f"{plain_name(loaded.name)} is {list(value.shape)} in the state_dict and {list(present.shape)} in the "

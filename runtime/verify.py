@@ -73,7 +73,7 @@ class Eager:
             hook_gradient(leaf, hooks.get(name, ()))
         held = {**self.leaves, **given.buffers}
         for slot in all_slots(model):
-            slot.registry[slot.key] = held[captured.tied.get(slot.name, slot.name)]
+            slot.hold(held[captured.tied.get(slot.name, slot.name)])
         inputs = {path: x.requires_grad_(path in given.trained) for path, x in given.inputs.items()}
         self.leaves |= {path: x for path, x in inputs.items() if x.requires_grad}  # type: ignore[misc]
         given_as = ((leaf, leaf.same or leaf.path) for leaf in captured.input_leaves)

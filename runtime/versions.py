@@ -100,14 +100,14 @@ class Versions:
         # the parallel module stands for the model; submodules are its mirrors, in the same order
         self.modules = tuple(parallel.modules())
         values = state.values
-        self.parameters = tuple(
-            (name, *values.owners[name]) for name in values.aliases if isinstance(values[name], nn.Parameter)
-        )
+        self.parameters = {
+            name: values.owners[name] for name in values.aliases if isinstance(values[name], nn.Parameter)
+        }
         captured = state.captured
         trained = {o.target for o in state.gradient_outputs if o.name is not None}
         mode = Mode(
             training=tuple(m.training for m in model.modules()),
-            trainable=frozenset({name for name, *_ in self.parameters} & trained | set(captured.without_gradient)),
+            trainable=frozenset(self.parameters.keys() & trained | set(captured.without_gradient)),
             gradients=bool(state.tangents)
             or (torch.is_grad_enabled() and not any(p.requires_grad for p in model.parameters())),
             autocast=captured.autocast,
@@ -145,11 +145,11 @@ class Versions:
         """What a call with these inputs wants of a program, in the mode that the module is in now."""
         gradients, cast = torch.is_grad_enabled(), autocast_dtype(self.device_type)
         training = tuple(m.training for m in self.modules)
-        trains = tuple(registry[key].requires_grad for _, registry, key in self.parameters)
+        trains = tuple(slot.registry[slot.key].requires_grad for slot in self.parameters.values())
         now = (cast, gradients, training, trains, inputs.form)
         key = self.keys.get(now)
         if key is None:
-            trainable = {name for (name, *_), trains in zip(self.parameters, trains, strict=True) if trains}
+            trainable = {name for name, trains in zip(self.parameters, trains, strict=True) if trains}
             mode = Mode(training=training, trainable=frozenset(trainable), gradients=gradients, autocast=cast)
             made = ProgramKey(mode=mode, form=inputs.form)
             if len(self.keys) == KEYS_MOST:
@@ -266,7 +266,7 @@ class Versions:
             raise
         if isinstance(program, int):
             served = [state for state in alike if state.program is alike[program].program]
-            frozen = {name for name, *_ in self.parameters} - (mode.trainable if mode.gradients else set())
+            frozen = self.parameters.keys() - (mode.trainable if mode.gradients else set())
             same = [
                 state
                 for state in served
