@@ -17,6 +17,7 @@ import torch.distributed as dist
 from autopar.extensions import Plug
 from autopar.ir.graph import Node
 from autopar.ir.program import Program, ProgramInput, ProgramOutput
+from autopar.passes.capture.errors import listed
 from autopar.runtime.agreement import exchange
 from autopar.runtime.call import WATCHES
 from autopar.runtime.compiled import watched_by
@@ -83,9 +84,8 @@ def _raise_together(state: State, watch: Watch, what: str, results: Sequence[tor
         if seen:
             (_, place), rank = seen[0]
             told.append(f"the first {kind} came on rank {rank}, {place}")
-    more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
     raise FloatingPointError(
-        f"in the {what} pass of call {state.module.handshake.calls}, {', '.join(bad[:3])}{more} "
+        f"in the {what} pass of call {state.module.handshake.calls}, {listed(bad, 3)} "
         f"{'is' if len(bad) == 1 else 'are'} not finite: {'; '.join(told)}"
     )
 
