@@ -357,27 +357,23 @@ def pipeline_executable(
     given = [o for o in outside.outputs if not o.backward]
     trained = [o for o in outside.outputs if o.backward]
 
-    def shared(o: ProgramOutput, made: Mapping[Result, torch.Tensor]) -> torch.Tensor | None:
-        source = pipelined.sources.get((o.role, o.target))
-        if source is None or o.meta is None or (o.role, o.target) in pipelined.dropped:
+    def result(o: ProgramOutput, made: Mapping[Result, torch.Tensor]) -> torch.Tensor | None:
+        """What this rank has of a result, which the device that made it shares unless it is a parameter's gradient."""
+        key = (o.role, o.target)
+        value, source = made.get(key), pipelined.sources.get(key)
+        if o.name is None or o.meta is None or key in pipelined.dropped:
             return None
-        value = made.get((o.role, o.target))
+        if o.role == "gradient" and o.target in homes:
+            return torch.empty(0, dtype=o.meta.dtype, device=device) if value is None else value
+        if source is None:
+            return None
         if value is None:
             meta = local_meta(o.meta, o.layout, outside.mesh)
             value = torch.empty(meta.shape, dtype=meta.dtype, device=device)
         return line.share(f"{o.role} {o.target}", value, source)
 
-    def gradient(o: ProgramOutput, made: Mapping[Result, torch.Tensor]) -> torch.Tensor | None:
-        if o.name is None:
-            return None
-        value = made.get((o.role, o.target))
-        if value is None and o.target in homes:
-            assert o.meta is not None
-            return torch.empty(0, dtype=o.meta.dtype, device=device)
-        return shared(o, made) if o.target not in homes else value
-
     def gradients(made: Mapping[Result, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        return tuple(g for o in trained if (g := gradient(o, made)) is not None) if pipelined.trains else ()
+        return tuple(g for o in trained if (g := result(o, made)) is not None) if pipelined.trains else ()
 
     written = {o.target for o in outside.outputs if o.role == "mutation"}
     named = [i for i in outside.inputs if i.role != "tangent"]
@@ -391,7 +387,7 @@ def pipeline_executable(
             inputs = (x.clone() if i.target in written else x for i, x in zip(named, step, strict=True))
             again = (*inputs, torch.tensor(ranks.seed))
         made = ranks.step(step)
-        return tuple(shared(o, made) for o in given), (*gradients(made), *again)
+        return tuple(result(o, made) for o in given), (*gradients(made), *again)
 
     @torch.no_grad()
     def backward(values: list[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
