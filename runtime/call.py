@@ -255,7 +255,8 @@ class ProgramStep(torch.autograd.Function):
         arguments += [state.tangent(i, by_path.get(i.target)) for i in state.tangents]
         given = len(arguments) - len(state.tangents)
         pending = state.module.pending
-        form = pending.form(state, receivers)
+        form, unreduced = pending.form(state, receivers)
+        waiting: Receivers = {} if receivers is None or form == "step" else receivers
         executable = state.executable
         if form != "step":
             executable = state.parts.micro if form == "micro" else state.parts.last
@@ -264,7 +265,6 @@ class ProgramStep(torch.autograd.Function):
         look = seen not in state.overlapping
         kept = [(weakref.ref(x.untyped_storage()), storage_span(x)) for x in arguments] if look else []
         held = arguments[given:] if look else []
-        unreduced = pending.left(state, receivers) if form == "last" and receivers is not None else None
         if unreduced is not None:
             arguments += unreduced.sums
         state.module.observed.passed(state)
@@ -280,10 +280,6 @@ class ProgramStep(torch.autograd.Function):
             value = computed[index]
             assert value is not None
             computed[index] = value.clone(memory_format=torch.contiguous_format)
-        waiting: Receivers = {}
-        if form != "step":
-            assert receivers is not None
-            waiting = receivers
         if form == "micro":
             pending.leave(state, waiting, computed[len(state.gradient_outputs) :])
         else:
