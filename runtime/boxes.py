@@ -24,7 +24,14 @@ class Box:
 
     def of(self, held: torch.Tensor) -> torch.Tensor:
         """The box as a view of what the rank holds."""
-        return held[tuple(slice(at, at + size) for at, size in zip(self.local, self.sizes, strict=True))]
+        return self._at(self.local, held)
+
+    def within(self, whole: torch.Tensor) -> torch.Tensor:
+        """The box as a view of the global tensor."""
+        return self._at(self.offsets, whole)
+
+    def _at(self, begins: Shape, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[tuple(slice(at, at + size) for at, size in zip(begins, self.sizes, strict=True))]
 
 
 @cache
