@@ -193,7 +193,7 @@ class StageRanks:
             for stage in self.staged.stages
             if self.devices[stage.number] == number
         }
-        self.names = [i.name for i in self.staged.program.inputs if i.role != "tangent"]
+        self.names = [i.name for i in self.staged.program.given]
         self.given: dict[str, torch.Tensor] = {}
         self.seed = 1.0
         """The gradient of the loss with which backward begins."""
@@ -221,10 +221,9 @@ class StageRanks:
     def step(self, values: Sequence[torch.Tensor]) -> dict[Result, torch.Tensor]:
         """What the stages of this device give of a step."""
         self.given = dict(zip(self.names, values, strict=True))
-        for i in self.staged.program.inputs:
-            if i.role == "tangent":
-                shape, device = self.metas[i.name].shape, self.line.device
-                self.given[i.name] = torch.full(shape, self.seed, dtype=i.meta.dtype, device=device)
+        for i in self.staged.program.tangents:
+            shape, device = self.metas[i.name].shape, self.line.device
+            self.given[i.name] = torch.full(shape, self.seed, dtype=i.meta.dtype, device=device)
         for stage in self.stages.values():
             stage.begin()
         for handed in self.staged.parameters:
@@ -354,8 +353,6 @@ def pipeline_executable(
     assert group is not None, "a pipeline has two devices at least"
     line = StageLine(group, outside.axes[TIME], device)
     ranks = StageRanks(pipelined, coordinate[TIME], coordinate[TIME + 1 :], line, compile)
-    given = [o for o in outside.outputs if not o.backward]
-    trained = [o for o in outside.outputs if o.backward]
 
     def result(o: ProgramOutput, made: Mapping[Result, torch.Tensor]) -> torch.Tensor | None:
         """What this rank has of a result, which the device that made it shares unless it is a parameter's gradient."""
@@ -373,10 +370,9 @@ def pipeline_executable(
         return line.share(f"{o.role} {o.target}", value, source)
 
     def gradients(made: Mapping[Result, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        return tuple(g for o in trained if (g := result(o, made)) is not None) if pipelined.trains else ()
+        return tuple(g for o in outside.gradients if (g := result(o, made)) is not None) if pipelined.trains else ()
 
     written = {o.target for o in outside.outputs if o.role == "mutation"}
-    named = [i for i in outside.inputs if i.role != "tangent"]
 
     @torch.no_grad()
     def forward(values: list[torch.Tensor]) -> Any:
@@ -384,16 +380,16 @@ def pipeline_executable(
         values.clear()
         again: tuple[torch.Tensor, ...] = ()
         if pipelined.is_narrow:
-            inputs = (x.clone() if i.target in written else x for i, x in zip(named, step, strict=True))
+            inputs = (x.clone() if i.target in written else x for i, x in zip(outside.given, step, strict=True))
             again = (*inputs, torch.tensor(ranks.seed))
         made = ranks.step(step)
-        return tuple(result(o, made) for o in given), (*gradients(made), *again)
+        return tuple(result(o, made) for o in outside.results), (*gradients(made), *again)
 
     @torch.no_grad()
     def backward(values: list[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
         *saved, tangent = values
         values.clear()
-        count = sum(o.name is not None for o in trained)
+        count = sum(o.name is not None for o in outside.gradients)
         if pipelined.is_narrow:
             *step, seed = saved[count:]
             if (wanted := float(tangent)) != float(seed):
@@ -402,7 +398,7 @@ def pipeline_executable(
         else:
             saved = [value * tangent for value in saved]  # which another backward of this call would read
         waiting = iter(saved)
-        return tuple(None if o.name is None else next(waiting) for o in trained)
+        return tuple(None if o.name is None else next(waiting) for o in outside.gradients)
 
     source = "\n".join(str(action) for action in pipelined.schedule.orders[coordinate[TIME]])
     return Executable(program=outside, coordinate=coordinate, source=source, forward=forward, backward=backward)

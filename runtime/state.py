@@ -107,14 +107,14 @@ class State:
         self.read = {*(name for node in nodes for name in node.inputs), *(o.name for o in program.outputs)}
         """Names of values that the program reads or returns."""
         self.seeds = sum(i.role == "seed" for i in program.inputs)
-        order = [i.role for i in program.inputs if i.role != "tangent"]
+        order = [i.role for i in program.given]
         assert order[len(self.inputs) :] == ["seed"] * self.seeds, "seeds stand last"
-        self.tangents = tuple(i for i in program.inputs if i.role == "tangent")
+        self.tangents = program.tangents
         self.carriers = frozenset(i.target for i in self.tangents)
         """Outputs that the program takes gradients of; `differentiable` are those that eager would."""
         self.differentiable = self.carriers | {leaf.path for leaf in captured.output_leaves if leaf.requires_grad}
-        self.results = tuple(o for o in program.outputs if not o.backward)
-        self.gradient_outputs = tuple(o for o in program.outputs if o.backward)
+        self.results = program.results
+        self.gradient_outputs = program.gradients
         self.gradients = {o.target: i for i, o in enumerate(self.gradient_outputs) if o.role == "gradient"}
         self.trained = trained_by(captured)
         outputs = [(i, o) for i, o in enumerate(self.results) if o.role == "output" and o.name is not None]

@@ -235,6 +235,6 @@ def simulated_steps(
 def tangents_of(program: Program, captured: Captured) -> dict[str, torch.Tensor]:
     return {
         i.target: tangent(torch.empty(i.meta.shape, dtype=i.meta.dtype), place_of(i.target))
-        for i in program.inputs
-        if i.role == "tangent" and i.target != captured.loss
+        for i in program.tangents
+        if i.target != captured.loss
     }
