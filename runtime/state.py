@@ -97,18 +97,16 @@ class State:
             "the ranks have different programs: give every rank the same model, inputs and plan, and the same versions",
         )
         self.captured, self.program, self.module, self.pipelined = captured, program, module, pipelined
-        self.values = values
-        self.mesh, self.coordinate, self.device = self.values.mesh, self.values.coordinate, self.values.device
+        self.values, self.mesh, self.coordinate, self.device = values, values.mesh, values.coordinate, values.device
         self.groups = process_groups(self.mesh)
         self.nothing = torch.empty(0, device=self.device)
         self.executable = self.compiled(program, together=True) if pipelined is None else self._in_stages(pipelined)
-        self.inputs = tuple(i for i in program.inputs if i.role not in ("tangent", "seed"))
+        self.inputs = tuple(i for i in program.given if i.role != "seed")
+        self.seeds = len(program.given) - len(self.inputs)
+        assert program.given[: len(self.inputs)] == self.inputs, "seeds stand last"
         nodes = program.nodes
         self.read = {*(name for node in nodes for name in node.inputs), *(o.name for o in program.outputs)}
         """Names of values that the program reads or returns."""
-        self.seeds = sum(i.role == "seed" for i in program.inputs)
-        order = [i.role for i in program.given]
-        assert order[len(self.inputs) :] == ["seed"] * self.seeds, "seeds stand last"
         self.tangents = program.tangents
         self.carriers = frozenset(i.target for i in self.tangents)
         """Outputs that the program takes gradients of; `differentiable` are those that eager would."""
@@ -120,8 +118,8 @@ class State:
         outputs = [(i, o) for i, o in enumerate(self.results) if o.role == "output" and o.name is not None]
         self.output_indices = tuple(i for i, _ in outputs)
         self.output_paths = tuple(o.target for _, o in outputs)
-        written = [(i, o) for i, o in enumerate(self.results) if o.role == "mutation"]
-        self.mutations = tuple((i, o) for i, o in written if o.name is not None)
+        written = [(i, o) for i, o in enumerate(self.results) if o.role == "mutation" and o.name is not None]
+        self.mutations = tuple(written)
         self.updates = tuple((i, o) for i, o in enumerate(self.gradient_outputs) if o.role == "update")
         """What backward writes."""
         self.constants = {name: t.detach().to(self.device) for name, t in captured.constants.items()}
@@ -131,24 +129,21 @@ class State:
         self.overlapping: dict[tuple[BackwardForm, tuple[tuple[int, ...], ...]], tuple[int, ...]] = {}
         """Gradients to be copied, by the form of a backward and the strides of its tangents, once they have been looked
         at (`overlapping`)."""
-        mutated = {o.target for _, o in self.mutations}
-        held = ("buffer", "parameter")
-        self.mutated = tuple(k for k, i in enumerate(self.inputs) if i.role in held and i.target in mutated)
+        mutated = {o.target for _, o in written}
+        self.mutated = tuple(k for k, i in enumerate(self.inputs) if i.role != "input" and i.target in mutated)
         """Which inputs the program writes."""
         self.shared: SharedMemory | None = None
-
-        def is_elsewhere(i: ProgramInput) -> bool:
-            return i.role == "parameter" and self.values.place(i.target).coordinate is None
-
+        parameters = [i for i in self.inputs if i.role == "parameter"]
+        elsewhere = {i.name for i in parameters if values.place(i.target).coordinate is None}
         self.local_shapes = {
-            i.name: (0,) if is_elsewhere(i) else local_shape(i.meta.shape, i.layout, program.mesh)
+            i.name: (0,) if i.name in elsewhere else local_shape(i.meta.shape, i.layout, program.mesh)
             for i in program.inputs
         }
         """Of what the program is given, padding included."""
         self.wrapped: dict[str, Callable[[torch.Tensor], DTensor]] = {}
         """Target of a gradient -> what makes a DTensor of a local tensor."""
 
-        self.values.read.update(i.target for i in self.inputs if i.role != "input" and i.name in self.read)
+        values.read.update(i.target for i in self.inputs if i.role != "input" and i.name in self.read)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> State:
         """The same program for a copy of the module."""
