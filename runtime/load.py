@@ -95,13 +95,13 @@ def found_in(values: ModuleValues, stored: Mapping[str, Stored], directory: str 
         like = conversion.made(values.root, lambda name: torch.empty(stored[name].shape, device="meta"))
         for alias, tensor in like.items():
             if alias in known:
-                _check_shape(values, known[alias], alias, tuple(tensor.shape), directory)
+                check_shape(values, known[alias], alias, tensor.shape, directory)
                 made.add(known[alias])
     if not direct and not made:
         what = listed([*stored]) or "nothing"
         raise ValueError(f"{directory} holds {what}, of which the model has none: give files of this model")
     for value, name in direct.items():
-        _check_shape(values, value, name, stored[name].shape, directory)
+        check_shape(values, value, name, stored[name].shape, directory)
         if values[value].is_floating_point() and not stored[name].dtype.is_floating_point:
             raise ValueError(
                 f"{name} is {stored[name].dtype} in {directory} and {values[value].dtype} in the model: quantized "
@@ -112,10 +112,11 @@ def found_in(values: ModuleValues, stored: Mapping[str, Stored], directory: str 
     return Found(direct=direct, conversions=conversions, made=made, anew=anew, missing=missing)
 
 
-def _check_shape(values: ModuleValues, value: str, name: str, shape: Shape, directory: str | Path) -> None:
-    present = tuple(values[value].shape)
-    if present != shape:
-        raise ValueError(f"{name} is {list(shape)} in {directory} and {list(present)} in the model")
+def check_shape(values: ModuleValues, value: str, name: str, shape: Sequence[int], source: str | Path) -> None:
+    """Raises ValueError where a source of values has another shape, under this name, than the model."""
+    present = list(values[value].shape)
+    if present != list(shape):
+        raise ValueError(f"{name} is {list(shape)} in {source} and {present} in the model")
 
 
 def _converted(
