@@ -15,7 +15,7 @@ from autopar.ops import lockstep
 from autopar.ops.lockstep import Values
 from autopar.passes.lower.stretches import Stretch
 
-from .differences import relative_error
+from .differences import largest_element, relative_error
 from .placements import local_slice
 
 RanksRunner = Callable[[Program, Mapping[Shape, Values]], dict[Shape, Values]]
@@ -169,9 +169,9 @@ def assemble(
         source = tuple(0 if isinstance(p, Replicate) else c for p, c in zip(layout, coordinate, strict=True))
         replica = shards[source]
         if not torch.equal(local, replica):
-            error = relative_error(local, replica, least)
+            error, largest = relative_error(local, replica, least), max(largest_element(replica.double()), least)
             assert error <= tolerance, (
-                f"{what}: replicas at {coordinate} and {source} differ by {error:.3g} of the largest element"
+                f"{what}: replicas at {coordinate} and {source} differ by {error * largest:.3g} (largest {largest:.3g})"
             )
     return unshard(dict(shards), shape, layout, mesh)
 
@@ -186,6 +186,6 @@ def check_outputs(program: Program, instruction: Node | Stretch, ranks: Mapping[
             value = values[name]
             if isinstance(value, torch.Tensor):
                 assert tuple(value.shape) == meta.shape and value.dtype == meta.dtype, (
-                    f"{instruction}: at {coordinate} {name} is {value.dtype}{list(value.shape)}, and the program "
-                    f"says {meta}"
+                    f"{instruction}: at {coordinate} {name} is {value.dtype}{list(value.shape)}, "
+                    f"the program says {meta}"
                 )
