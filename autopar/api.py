@@ -29,7 +29,7 @@ from autopar.planning.texts import mesh_words
 from autopar.report.comparison import Comparison
 from autopar.report.question import Question, Variant, asked
 from autopar.report.telling import Ticker, following
-from autopar.runtime.agreement import all_equal, follow_world_timeout, on_first_rank, raise_together, telling
+from autopar.runtime.agreement import all_equal, follow_world_timeout, on_first_rank, telling, together
 from autopar.runtime.modes import Modes, Planning
 from autopar.runtime.module import CallOptions, ParallelModule
 from autopar.runtime.padding import Padder, Padding
@@ -253,10 +253,8 @@ def parallelize(
             f"autopar.plan plans without one"
         )
     follow_world_timeout(mesh)
-    error: Exception | None = None
-    planner = padder = None
     once = Once()
-    try:
+    with together(mesh):
         request = Request(**options, device_type=mesh.device_type)
         if plan is not None and not isinstance(plan, Plan):
             raise ValueError(f"plan is {plan!r} ({type(plan).__name__}): give a Plan, such as Plan.load(path), or None")
@@ -281,25 +279,16 @@ def parallelize(
                 planner.check(plan)
         if isinstance(verify, bool) or not isinstance(verify, int) or verify < 0:
             raise ValueError(f"verify is {verify!r}: give the number of first steps to check, or 0")
-    except Exception as raised:  # of any class: the model's own too
-        error = raised
-    raise_together(error, mesh)
-    assert planner is not None
     given = None if plan is None else plan.digest
     all_equal(given, mesh, "the ranks were given different plans (None: no plan): give all of them the same, or none")
     if plan is None and planner.asked.cost == "profiled":
         plan, _ = profiled(planner, mesh, planner.asked)
     elif plan is None:
         plan = on_first_rank(partial(_planned_aloud, planner), mesh)
-    program = pipelined = None
-    try:
+    with together(mesh):
         planner = planner.in_time(plan.training.micro_batches)
         pipelined = Pipelined.of(*planner.pipelined(plan)) if planner.axis else None
         program = planner.program(plan) if pipelined is None else pipelined.outside
-    except Exception as raised:  # of any class: the model's own too
-        error = raised
-    raise_together(error, mesh)
-    assert program is not None
     at_rest = {i.target: i.layout for i in program.inputs if i.role == "parameter"}
     decided = Decided.of(planner.space, planner.assignment(plan))
     request = plan.training.asked_by(planner.asked)

@@ -118,16 +118,13 @@ class Ranks:
         program, leaves = self.program, dict(flatten("", (args, kwargs))[0])
         inputs = [i for i in program.inputs if i.role == "input"]
         known = {**self.held, **{i.target: self.part(leaves[i.target], i.layout) for i in inputs}}
-        results, saved = self.executable.forward([known[i.target] for i in program.inputs if i.role != "tangent"])
-        forward = [o for o in program.outputs if not o.backward]
-        made = {o.target: x for o, x in zip(forward, results, strict=True) if x is not None}
-        tangents = [i for i in program.inputs if i.role == "tangent"]
-        ones = [self.part(torch.ones(i.meta.shape, dtype=i.meta.dtype), i.layout) for i in tangents]
+        results, saved = self.executable.forward([known[i.target] for i in program.given])
+        made = {o.target: x for o, x in zip(program.results, results, strict=True) if x is not None}
+        ones = [self.part(torch.ones(i.meta.shape, dtype=i.meta.dtype), i.layout) for i in program.tangents]
         gradients = self.executable.backward([*saved, *ones])
-        backward = [o for o in program.outputs if o.backward]
-        self.held |= {o.target: made[o.target] for o in forward if o.role == "mutation"}
-        outputs = {o.target: made[o.target] for o in forward if o.role == "output"}
-        return outputs, {o.target: x for o, x in zip(backward, gradients, strict=True) if x is not None}
+        self.held |= {o.target: made[o.target] for o in program.results if o.role == "mutation"}
+        outputs = {o.target: made[o.target] for o in program.results if o.role == "output"}
+        return outputs, {o.target: x for o, x in zip(program.gradients, gradients, strict=True) if x is not None}
 
 
 def parallel(model: nn.Module, mesh: DeviceMesh, cluster: Cluster, *args: Any, **kwargs: Any) -> Ranks:

@@ -9,9 +9,9 @@ from functools import cache
 
 import torch
 
-from autopar.ir.layout import Layout, Replicate, Shape, Split
+from autopar.ir.layout import Layout, Shape, Split
 
-from .placements import local_slice
+from .placements import held_indices
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +24,14 @@ class Box:
 
     def of(self, held: torch.Tensor) -> torch.Tensor:
         """The box as a view of what the rank holds."""
-        return held[tuple(slice(at, at + size) for at, size in zip(self.local, self.sizes, strict=True))]
+        return self._at(self.local, held)
+
+    def within(self, whole: torch.Tensor) -> torch.Tensor:
+        """The box as a view of the global tensor."""
+        return self._at(self.offsets, whole)
+
+    def _at(self, begins: Shape, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[tuple(slice(at, at + size) for at, size in zip(begins, self.sizes, strict=True))]
 
 
 @cache
@@ -40,11 +47,10 @@ def boxes(shape: Shape, layout: Layout, mesh: Shape, coordinate: Shape) -> tuple
 
 def _runs(size: int, dim: int, layout: Layout, mesh: Shape, coordinate: Shape) -> list[tuple[int, int, int]]:
     """The indices of a dim that a rank holds: (first, how many in a row, where they begin in the rank's part)."""
-    along = tuple(Split(0, p.period) if isinstance(p, Split) and p.dim == dim else Replicate() for p in layout)
-    if not any(isinstance(p, Split) for p in along):
+    if not any(isinstance(p, Split) and p.dim == dim for p in layout):
         return [(0, size, 0)] if size else []
-    held = local_slice(torch.arange(1, size + 1), along, mesh, coordinate)
-    indices = held[held > 0] - 1  # zeros are padding
+    held = held_indices(size, dim, layout, mesh, coordinate)
+    indices = held[held >= 0]
     if not len(indices):
         return []
     breaks = (torch.diff(indices) != 1).nonzero().flatten() + 1

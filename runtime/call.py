@@ -47,8 +47,6 @@ def prepared_call(state: State, inputs: Inputs) -> _Call:
     """An error in the first call of any rank is raised on all of them."""
     if state.called:
         return _prepared(state, inputs)
-    call: _Call | None = None
-    digests: dict[str, int] = {}
     with together(state.mesh):
         call = _prepared(state, inputs)
         digests = {path: digest(t) for path, t in inputs.tensors.items() if not isinstance(t, DTensor)}
@@ -59,7 +57,6 @@ def prepared_call(state: State, inputs: Inputs) -> _Call:
         "Give a DTensor if each rank has its own slice (see input_placements)",
     )
     state.called = True
-    assert call is not None
     return call
 
 
@@ -258,7 +255,8 @@ class ProgramStep(torch.autograd.Function):
         arguments += [state.tangent(i, by_path.get(i.target)) for i in state.tangents]
         given = len(arguments) - len(state.tangents)
         pending = state.module.pending
-        form = pending.form(state, receivers)
+        form, unreduced = pending.form(state, receivers)
+        waiting: Receivers = {} if receivers is None or form == "step" else receivers
         executable = state.executable
         if form != "step":
             executable = state.parts.micro if form == "micro" else state.parts.last
@@ -267,7 +265,6 @@ class ProgramStep(torch.autograd.Function):
         look = seen not in state.overlapping
         kept = [(weakref.ref(x.untyped_storage()), storage_span(x)) for x in arguments] if look else []
         held = arguments[given:] if look else []
-        unreduced = pending.left(state, receivers) if form == "last" and receivers is not None else None
         if unreduced is not None:
             arguments += unreduced.sums
         state.module.observed.passed(state)
@@ -283,10 +280,6 @@ class ProgramStep(torch.autograd.Function):
             value = computed[index]
             assert value is not None
             computed[index] = value.clone(memory_format=torch.contiguous_format)
-        waiting: Receivers = {}
-        if form != "step":
-            assert receivers is not None
-            waiting = receivers
         if form == "micro":
             pending.leave(state, waiting, computed[len(state.gradient_outputs) :])
         else:

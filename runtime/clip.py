@@ -10,12 +10,13 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from autopar.compat.distributed import local_tensor, whole_mesh
+from autopar.compat.distributed import whole_mesh
 from autopar.compat.redistributing import redistributed
 
 from .agreement import device_of, shared_axes
 from .collectives import all_gather, wait
 from .failures import watched
+from .places import local_part
 
 
 @torch.no_grad()
@@ -42,7 +43,7 @@ def clip_grad_norm_(
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"the norm of order {norm_type} of the gradients is {norm.item()}, and so cannot be clipped")
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    held = [local_tensor(g) if isinstance(g, DTensor) else g for g in gradients]
+    held = [*map(local_part, gradients)]
     for alike in _alike(held, foreach):
         torch._foreach_mul_([held[k] for k in alike], scale.to(held[alike[0]].device))
     return norm
@@ -73,7 +74,7 @@ def _copies(gradient: torch.Tensor, mesh: DeviceMesh) -> tuple[bool, ...]:
 
 def _local_norms(gradients: Sequence[torch.Tensor], order: float, foreach: bool | None) -> list[torch.Tensor]:
     """The norm of what this rank holds of each. That of nothing changes no norm of norms, unless no rank has more."""
-    held = [local_tensor(_summed(g)) if isinstance(g, DTensor) else g for g in gradients]
+    held = [local_part(_summed(g)) for g in gradients]
     norms = [torch.full((), 0.0 if order >= 0 else math.inf, device=x.device) for x in held]
     for alike in _alike(held, foreach):
         full = [k for k in alike if held[k].numel() or not gradients[k].numel()]
@@ -106,9 +107,9 @@ def _flags(values: tuple[bool, ...], device: torch.device) -> torch.Tensor:
     return torch.tensor(values, device=device)
 
 
-def _summed(gradient: DTensor) -> DTensor:
+def _summed(gradient: torch.Tensor) -> torch.Tensor:
     """One whose parts are yet to be added up, added up."""
-    if not any(p.is_partial() for p in gradient.placements):
+    if not isinstance(gradient, DTensor) or not any(p.is_partial() for p in gradient.placements):
         return gradient
     whole = [Replicate() if p.is_partial() else p for p in gradient.placements]
     return redistributed(gradient, gradient.device_mesh, whole)

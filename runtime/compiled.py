@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import cache, cached_property, partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch.profiler import record_function
@@ -22,6 +22,7 @@ from . import messages as messages  # whose collectives programs may hold
 from .collectives import Pending, wait
 from .execute import Half, SourceWriter
 from .execute import compile as compile_with
+from .waits import Waits
 
 MARK = "mark"
 """What a marked source calls `record_function`."""
@@ -46,18 +47,10 @@ def watched_by(watcher: Watcher) -> AbstractContextManager[None]:
     return _during(_watcher, watcher)
 
 
-class Clock(Protocol):
-    """Takes the time of waits for collectives."""
-
-    def begin(self) -> None: ...
-
-    def end(self, kind: str, axis: str) -> None: ...
+_clock: ContextVar[Waits | None] = ContextVar("clock", default=None)
 
 
-_clock: ContextVar[Clock | None] = ContextVar("clock", default=None)
-
-
-def clocked_by(clock: Clock | None) -> AbstractContextManager[None]:
+def clocked_by(clock: Waits | None) -> AbstractContextManager[None]:
     """Within it, programs that this thread runs have this clock take the time of each wait."""
     return _during(_clock, clock)
 

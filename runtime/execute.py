@@ -103,14 +103,13 @@ class SourceWriter:
     def source(self) -> str:
         """The source of `forward` and `backward`."""
         program = self.program
-        given = [i.name for i in program.inputs if i.role != "tangent"]
-        results = [o.name for o in program.outputs if not o.backward]
-        tangents = [i.name for i in program.inputs if i.role == "tangent"]
-        gradients = [o.name for o in program.outputs if o.backward]
+        given = [i.name for i in program.given]
+        results = [o.name for o in program.results]
+        gradients = [o.name for o in program.gradients]
         lines = self.function("forward", given, program.forward, (*results, *program.saved), 1)
         lines.append(f"    return {self.tuple(results)}, {self.tuple(program.saved)}")
         lines.append("")
-        saved = [*program.saved, *tangents]
+        saved = [*program.saved, *(i.name for i in program.tangents)]
         lines += self.function("backward", saved, program.backward, gradients, len(lines) + 1)
         lines.append(f"    return {self.tuple(gradients)}")
         return "\n".join(lines) + "\n"

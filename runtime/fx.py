@@ -73,8 +73,8 @@ def graph_module(program: Program) -> fx.GraphModule:
     scope = {name: recorded(value) for name, value in writer.bound.items()}
     scope[WATCH] = named
     exec(builtins.compile(source, f"<program {program.digest}>", "exec"), scope)
-    outputs, saved = scope["forward"]([inputs[i.name] for i in program.inputs if i.role != "tangent"])
-    gradients = scope["backward"]([*saved, *(inputs[i.name] for i in program.inputs if i.role == "tangent")])
+    outputs, saved = scope["forward"]([inputs[i.name] for i in program.given])
+    gradients = scope["backward"]([*saved, *(inputs[i.name] for i in program.tangents)])
     graph.output(fx.node.map_aggregate((outputs, gradients), lambda value: getattr(value, "node", value)))
     for proxy in (*groups, *ranks, device):
         if isinstance(proxy, fx.Proxy) and not proxy.node.users:

@@ -10,11 +10,11 @@ read before gradients are handed out. A rank that is about to do something new w
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -35,15 +35,32 @@ SAMPLED = 4096
 """Elements of an input, evenly spaced, that are compared at each call."""
 
 TEXT_BYTES = 384
-HEAD = ("program", "calls", "failures", "wants", "has_program", "backwards", "reductions")
-"""What must be equal on all ranks."""
-_WANTS = HEAD.index("wants")
+
+HEAD: Mapping[str, tuple[str, Callable[[int], str]]] = {
+    "program": ("the ranks call different modules", str),
+    "failures": ("the ranks do not make the same calls, after an error that only some of them had", "{} errors".format),
+    "wants": (
+        "the ranks call the module in different modes or with inputs of different forms: call train(), eval(), "
+        "requires_grad_() and autocast() alike, and give every rank the same global batch",
+        str,
+    ),
+    "calls": ("the ranks have called the module unequally often", "{} calls".format),
+    "has_program": (
+        "some ranks must capture the model again, and others need not: set attributes alike on every rank",
+        lambda number: "no capture" if number else "a capture",
+    ),
+    "backwards": ("the ranks have called backward() unequally often since the last call", "{} times".format),
+    "reductions": ("some ranks called backward() within no_sync(), and others outside", "{} outside".format),
+}
+"""The numbers that must be equal on all ranks, in the order in which they are compared: what is wrong where they are
+not, and what is said of each rank's number."""
+_WANTS = [*HEAD].index("wants")
 
 NOTES_SECONDS = 1.0
 """How long a rank that fails waits for what the others say."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Intent:
     """What a rank is about to call. `number` is equal where the same is called, and `text` says what that is."""
 
@@ -59,9 +76,9 @@ class Intent:
     error: Exception | None = None
     """What this rank found wrong."""
 
-    @staticmethod
-    def failed(error: Exception) -> Intent:
-        return Intent(number=-1, text=f"{type(error).__name__}: {error}", tensors={}, error=error)
+    @classmethod
+    def failed(cls, error: Exception) -> Self:
+        return cls(number=-1, text=f"{type(error).__name__}: {error}", tensors={}, error=error)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -86,6 +103,9 @@ class Handshake:
         device = torch.device(mesh.device_type)
         self.channel = control_channel(self.ranks, self.groups[0], device) if self.groups else None
         self.coordinate = coordinate_of(mesh)
+        self._start()
+
+    def _start(self) -> None:
         self.calls = self.failures = self.backwards = self.reductions = 0
         self.defers = False
         """Whether gradients may wait on all ranks, as of the last call that was settled."""
@@ -97,8 +117,7 @@ class Handshake:
     def __deepcopy__(self, memo: dict[int, Any]) -> Handshake:
         copied = Handshake.__new__(Handshake)
         vars(copied).update(vars(self))
-        copied.calls = copied.failures = copied.backwards = copied.reductions = 0
-        copied.before, copied.exchange, copied.digests = (), None, _Digests(self.coordinate)
+        copied._start()
         return copied
 
     def begin(self, intent: Intent) -> None:
@@ -111,17 +130,24 @@ class Handshake:
                 raise intent.error
             self.defers = intent.defers
             return
-        head = [self.program, self.calls, self.failures, intent.number, int(intent.has_program)]
-        head += [self.backwards, self.reductions]
+        head = {
+            "program": self.program,
+            "failures": self.failures,
+            "wants": intent.number,
+            "calls": self.calls,
+            "has_program": int(intent.has_program),
+            "backwards": self.backwards,
+            "reductions": self.reductions,
+        }
         self.backwards = self.reductions = 0
         digests = self.digests.of(intent.tensors)
-        words = torch.cat([torch.tensor([*head, *digests, int(intent.defers)]), _words(intent.text)])
+        words = torch.cat([torch.tensor([*head.values(), *digests, int(intent.defers)]), _words(intent.text)])
         rows = torch.empty(len(self.ranks) * len(words), dtype=torch.int64)
         work = all_gather_single(rows, words, self.channel.group)
         self.exchange = _Exchange(
             call=self.calls, work=work, rows=rows, paths=tuple(intent.tensors), sent=words, error=intent.error
         )
-        now = (*head[2:],)
+        now = tuple(number for name, number in head.items() if name != "calls")
         if now != self.before or not intent.has_program or intent.reads or intent.error is not None:
             self.settle()
         self.before = now
@@ -190,9 +216,9 @@ class Handshake:
                 return None
             kind, _, what = text.partition(": ")
             return f"{what or kind} (on {self._named(failed)} of {len(texts)})"
-        for name, advice in _ADVICE.items():
+        for name, (advice, described) in HEAD.items():
             if len(set(head[name])) > 1:
-                return f"{advice}: {self._by_value(_described(name, head[name], texts))}"
+                return f"{advice}: {self._by_value(texts if name == 'wants' else [*map(described, head[name])])}"
         for slot in range(INPUTS_MOST):
             shards, digests = rows[:, len(HEAD) + 2 * slot : len(HEAD) + 2 * slot + 2].T.tolist()
             seen: dict[int, int] = {}
@@ -258,28 +284,6 @@ class Handshake:
         notes = {rank: self.channel.read(str(rank)) for rank in ranks}
         near = {str(call) for call in range(self.calls - 1, self.calls + 2)}
         return {rank: note for rank, note in notes.items() if note and note[1:].split(" ")[0] in near}
-
-
-_ADVICE = {
-    "program": "the ranks call different modules",
-    "failures": "the ranks do not make the same calls, after an error that only some of them had",
-    "wants": "the ranks call the module in different modes or with inputs of different forms: call train(), eval(), "
-    "requires_grad_() and autocast() alike, and give every rank the same global batch",
-    "calls": "the ranks have called the module unequally often",
-    "has_program": "some ranks must capture the model again, and others need not: set attributes alike on every rank",
-    "backwards": "the ranks have called backward() unequally often since the last call",
-    "reductions": "some ranks called backward() within no_sync(), and others outside",
-}
-
-
-def _described(name: str, numbers: Sequence[int], texts: Sequence[str]) -> list[str]:
-    """What is to be said of each rank."""
-    if name == "wants":
-        return [*texts]
-    if name == "has_program":
-        return ["no capture" if number else "a capture" for number in numbers]
-    words = {"calls": "calls", "failures": "errors", "backwards": "times", "reductions": "outside"}
-    return [f"{number} {words.get(name, '')}".rstrip() for number in numbers]
 
 
 @lru_cache(maxsize=64)

@@ -17,6 +17,7 @@ from autopar.compat.converting import Conversion, stored_names
 from autopar.compat.wrapping import plain_name
 from autopar.files import cut, json_of, reading, text_of
 from autopar.ir.layout import Shape
+from autopar.passes.capture.errors import listed
 
 from .agreement import all_alike, all_equal, digest, together
 from .state_dicts import names_in_state_dict
@@ -51,8 +52,9 @@ def read_weights(values: ModuleValues, directory: str | Path, *, may_miss: bool)
         found = found_in(values, reader.stored, directory)
         on_meta = values.on_meta(found.missing)
         if on_meta and not may_miss:
+            lacking = listed([*map(plain_name, on_meta)])
             raise ValueError(
-                f"{directory} has no values for {_listed(on_meta)}: give files of this model, or give the function "
+                f"{directory} has no values for {lacking}: give files of this model, or give the function "
                 f"load_pretrained(..., init=) for what they lack"
             )
         made = {name: values.empty(name, values.device) for name in values.on_meta(found.direct)}
@@ -93,13 +95,13 @@ def found_in(values: ModuleValues, stored: Mapping[str, Stored], directory: str 
         like = conversion.made(values.root, lambda name: torch.empty(stored[name].shape, device="meta"))
         for alias, tensor in like.items():
             if alias in known:
-                _check_shape(values, known[alias], alias, tuple(tensor.shape), directory)
+                check_shape(values, known[alias], alias, tensor.shape, directory)
                 made.add(known[alias])
     if not direct and not made:
-        what = _listed(list(stored)) or "nothing"
+        what = listed([*stored]) or "nothing"
         raise ValueError(f"{directory} holds {what}, of which the model has none: give files of this model")
     for value, name in direct.items():
-        _check_shape(values, value, name, stored[name].shape, directory)
+        check_shape(values, value, name, stored[name].shape, directory)
         if values[value].is_floating_point() and not stored[name].dtype.is_floating_point:
             raise ValueError(
                 f"{name} is {stored[name].dtype} in {directory} and {values[value].dtype} in the model: quantized "
@@ -110,10 +112,11 @@ def found_in(values: ModuleValues, stored: Mapping[str, Stored], directory: str 
     return Found(direct=direct, conversions=conversions, made=made, anew=anew, missing=missing)
 
 
-def _check_shape(values: ModuleValues, value: str, name: str, shape: Shape, directory: str | Path) -> None:
-    present = tuple(values[value].shape)
-    if present != shape:
-        raise ValueError(f"{name} is {list(shape)} in {directory} and {list(present)} in the model")
+def check_shape(values: ModuleValues, value: str, name: str, shape: Sequence[int], source: str | Path) -> None:
+    """Raises ValueError where a source of values has another shape, under this name, than the model."""
+    present = list(values[value].shape)
+    if present != list(shape):
+        raise ValueError(f"{name} is {list(shape)} in {source} and {present} in the model")
 
 
 def _converted(
@@ -163,12 +166,12 @@ def weight_files(folder: Path) -> list[Path]:
                 raise ValueError("weight_map is not a table from tensors to files of the directory")
         files = [folder / name for name in sorted(set(table.values()))]
         if lacking := [file.name for file in files if not file.is_file()]:
-            raise ValueError(f"{folder} lacks {_listed(lacking)}, which {INDEX} names: {AGAIN}")
+            raise ValueError(f"{folder} lacks {listed(lacking)}, which {INDEX} names: {AGAIN}")
         return files
     if files := sorted(folder.glob("*.safetensors")):
         return files
     others = sorted(f.name for pattern in ("*.bin", "*.pt", "*.pth") for f in folder.glob(pattern))
-    hint = f" (it has {_listed(others)}: load and save them with transformers once)" if others else ""
+    hint = f" (it has {listed(others)}: load and save them with transformers once)" if others else ""
     raise ValueError(f"{folder} has no file {SINGLE}, {INDEX} or *.safetensors{hint}: give a directory of weights")
 
 
@@ -197,19 +200,15 @@ def _warn(values: ModuleValues, stored: Iterable[str], found: Found, directory: 
     used.update(alias for aliases in values.aliases.values() for alias in aliases)
     unused = [name for name in stored if name not in used and not any(p.search(name) for p in expected)]
     if unused:
-        logger.warning("%s: the model has no place for %s", directory, _listed(unused))
+        logger.warning("%s: the model has no place for %s", directory, listed(unused))
     unsaved = {plain_name(slot.name) for slot in unsaved_buffers(values.root)}
     never_saved = {n for n, aliases in values.aliases.items() if unsaved.issuperset(map(plain_name, aliases))}
     without = {*values.on_meta(found.missing), *never_saved}
     kept = [name for name in found.missing if name not in without]
     if kept:
-        logger.warning("%s has no values for %s, which stay as they are", directory, _listed(kept))
+        logger.warning("%s has no values for %s, which stay as they are", directory, listed([*map(plain_name, kept)]))
 
 
 def _digest(stored: Mapping[str, Stored]) -> str:
     text = "\n".join(f"{name} {s.dtype} {s.shape}" for name, s in sorted(stored.items()))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(map(plain_name, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.compat.distributed import local_tensor
-
+from .places import local_part
 from .timing import synchronize
 
 
@@ -33,8 +32,7 @@ class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._see(tensor)
 
     def _see(self, tensor: torch.Tensor) -> None:
-        tensor = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-        storage = tensor.untyped_storage()
+        storage = local_part(tensor).untyped_storage()
         if storage in self._counted or storage.device.type == "meta":
             return
         self._counted.add(storage)

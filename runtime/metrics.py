@@ -142,7 +142,8 @@ class Metrics:
         if not (to is None or callable(to) or hasattr(to, "add_scalar")):
             raise ValueError(f"to is {to!r}: give a function, a writer with add_scalar, or None for the log")
         self.state: State = vars(module)["_state"]
-        if self.state.module.observed.clock is not None:
+        self.observed = self.state.module.observed
+        if self.observed.clock is not None:
             raise ValueError("the module has Metrics: close() them first")
         self.plan: Plan = module.plan
         self.every, self.to, self.synchronize = every, to, synchronize
@@ -150,7 +151,7 @@ class Metrics:
         self.peak_of = cluster_of(self.plan).device.peak_flops
         self.work: WeakKeyDictionary[State, _Work] = WeakKeyDictionary()
         self.waits = Waits(self.state.device)
-        self.state.module.observed.clock = self.waits
+        self.observed.clock = self.waits
         self.steps = self.counted = 0
         self.began = self.left_out = 0.0
 
@@ -178,18 +179,18 @@ class Metrics:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """What happens within it does not count: an evaluation, a checkpoint."""
-        began, captured = time.perf_counter(), self.state.module.observed.capture_seconds
-        self.state.module.observed.clock = None
+        began, captured = time.perf_counter(), self.observed.capture_seconds
+        self.observed.clock = None
         try:
             yield
         finally:
-            self.state.module.observed.clock = self.waits
-            self.state.module.observed.capture_seconds = captured  # within what is left out
+            self.observed.clock = self.waits
+            self.observed.capture_seconds = captured  # within what is left out
             self.left_out += time.perf_counter() - began
 
     def close(self) -> None:
-        self.state.module.observed.clock = None
-        self.state.module.observed.backwards.clear()
+        self.observed.clock = None
+        self.observed.backwards.clear()
 
     def _now(self) -> float:
         if self.synchronize:
@@ -197,14 +198,13 @@ class Metrics:
         return time.perf_counter()
 
     def _begin(self) -> None:
-        observed = self.state.module.observed
-        observed.backwards.clear()
-        observed.capture_seconds = 0.0
+        self.observed.backwards.clear()
+        self.observed.capture_seconds = 0.0
         self.waits.taken()
         self.counted, self.left_out, self.began = 0, 0.0, self._now()
 
     def _measured(self) -> Measured:
-        observed, plan = self.state.module.observed, self.plan
+        observed, plan = self.observed, self.plan
         elapsed = self._now() - self.began - self.left_out - observed.capture_seconds
         items = ideal = 0.0
         for state, count in observed.backwards.items():

@@ -19,6 +19,7 @@ from autopar.compat.redistributing import full_tensor
 from autopar.passes.capture.fakes import STANDS_FOR, skeleton
 
 from .agreement import together
+from .places import whole
 from .state import State
 from .state_dicts import rename_versions, taking_parts, to_load
 from .values import ModuleValues, all_slots
@@ -115,12 +116,11 @@ def whole_model(values: ModuleValues) -> nn.Module:
     with torch.no_grad():
         for name, aliases in values.aliases.items():
             value = values[name]
-            held = full_tensor(value) if isinstance(value, DTensor) else value.detach()
-            whole = held.clone(memory_format=torch.contiguous_format)
+            copied = whole(value).clone(memory_format=torch.contiguous_format)
             if isinstance(value, nn.Parameter):
-                whole = nn.Parameter(whole, requires_grad=value.requires_grad)
+                copied = nn.Parameter(copied, requires_grad=value.requires_grad)
             for alias in slots.keys() & aliases:
-                slots[alias].registry[slots[alias].key] = whole
+                slots[alias].hold(copied)
     return model
 
 
@@ -153,10 +153,9 @@ class MirrorModule(nn.Module):
         tensors, of which this rank takes its part, or DTensors; names those of the model within `torch.compile` and
         `checkpoint_wrapper`, or without. With `assign`, values are cast to the dtypes of the model, and parameters are
         new objects. All ranks call it at once; what any of them raises, all raise."""
-        values, result = self._state.values, None
+        values = self._state.values
         with together(values.mesh):
-            result = values.root.load_state_dict(to_load(state_dict, values.root), *args, **kwargs)
-        return result
+            return values.root.load_state_dict(to_load(state_dict, values.root), *args, **kwargs)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Where a module that holds this one is loaded."""

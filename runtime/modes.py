@@ -40,8 +40,8 @@ from autopar.solve.schedules import in_turn
 from .agreement import all_equal, on_first_rank, together
 from .inputs import Inputs, each
 from .pipelined import Pipelined
+from .places import gathered
 from .state import trained_by
-from .verify import gathered
 
 logger = logging.getLogger("autopar")
 
@@ -161,7 +161,7 @@ class Modes:
             hook_gradient(parameter, map(rebound.of, self.hooks.get(name, ())))
         # Python may read values of inputs: a DTensor is gathered, on all ranks alike
         given = each(inputs.tensors, _whole)
-        planner = serving = program = None
+        planner = None
         with together(self.mesh), self.once.said():
             kind = self.mesh.device_type
             cast = torch.autocast(kind, dtype=mode.autocast, enabled=mode.autocast is not None)
@@ -191,7 +191,6 @@ class Modes:
             program = (
                 planner.writer.written(assignment) if self.pipelined is None else self._staged(planner, assignment)
             )
-        assert program is not None
         return planner.captured, program
 
     def _keeps(self, other: Captured, captured: Captured) -> bool:

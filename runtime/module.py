@@ -279,7 +279,7 @@ class ParallelModule(ValuesMixin, MirrorModule):
         versions = self._versions
         handshake = self._state.module.handshake
         request = versions.request(args, kwargs)
-        handshake.begin(request.intent)
+        handshake.begin(request)
         with handshake.running("forward pass"):
             state = versions.serving(request)
             call = prepared_call(state, request.inputs)
@@ -310,17 +310,11 @@ class ParallelModule(ValuesMixin, MirrorModule):
         memo[id(self)] = copied
         versions = self._versions
         memo.update((id(p.grad), None) for p in self.parameters() if p.grad is not None)  # as of any copied parameter
-        memo.update((id(version.guard), version.guard) for version in versions.versions)
-        memo.update((id(version.pinned), version.pinned) for version in versions.versions)
-        module = self._state.module
-        values = module.values
-        for state in (self._state, *(version.state for version in versions.versions)):
-            one_for_all = (state.groups, state.executable, state.program, state.captured, vars(state).get("parts"))
-            memo.update((id(part), part) for part in one_for_all)
-        memo.update(
-            (id(part), part) for part in (module.plan, module.values.mesh, *vars(module.values).get("meshes", ()))
-        )
-        memo[id(versions.again)], memo[id(versions.lent)] = versions.again, []
+        plan, values = self._state.module.plan, self._state.values
+        shared = [plan, versions.again, values.mesh, *vars(values).get("meshes", ())]
+        shared += [part for version in versions.versions for part in (version.guard, version.pinned)]
+        memo.update((id(part), part) for part in shared)
+        memo[id(versions.lent)] = []
         vars(copied).update(copy.deepcopy(vars(self), memo))
         values = copied._state.values
         values.again()

@@ -132,13 +132,15 @@ class Pending:
     def __deepcopy__(self, memo: dict[int, Any]) -> Pending:
         return Pending(reduces=self.reduces, asks=self.asks)
 
-    def form(self, state: PendingState, receivers: Receivers | None) -> BackwardForm:
-        """That of a backward whose gradients these parameters take; None if somebody else does, or wants them now."""
+    def form(self, state: PendingState, receivers: Receivers | None) -> tuple[BackwardForm, Unreduced | None]:
+        """That of a backward whose gradients these parameters take (None if somebody else does, or wants them now), and
+        what earlier ones left, which it reduces together with its own."""
         if receivers is None:
-            return "step"
+            return "step", None
         if not self.reduces:
-            return "micro"
-        return "step" if self.left(state, receivers) is None else "last"
+            return "micro", None
+        unreduced = self.left(state, receivers)
+        return ("step" if unreduced is None else "last"), unreduced
 
     def left(self, state: PendingState, receivers: Receivers) -> Unreduced | None:
         """What earlier backward passes left, if these parameters still have all of it in `.grad`."""

@@ -15,7 +15,7 @@ import torch
 
 from autopar.ir.layout import Shape
 from autopar.ir.program import Program
-from autopar.ir.schedule import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action, Schedule
+from autopar.ir.schedule import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action, Schedule, in_sequence
 from autopar.ops import lockstep
 from autopar.ops.kinds import ADD_TO
 from autopar.passes.lower.stages import TIME, Half, Message, PipelineStage, Staged, Units, adding, units
@@ -23,8 +23,6 @@ from autopar.passes.lower.stages import TIME, Half, Message, PipelineStage, Stag
 from .simulate import Simulated, assemble, coordinates, given_to_ranks
 
 V = TypeVar("V")
-
-UNITS = (FORWARD, BACKWARD, INPUTS, WEIGHTS)
 
 
 class Machine(Protocol[V]):
@@ -190,8 +188,8 @@ def simulate_pipeline(
     seed: int = 0,
     tolerance: float = 1e-6,
 ) -> Simulated:
-    """A step on global tensors, as `simulate_step`, of all devices of a pipeline: each does what its order says, as
-    soon as what it needs was sent."""
+    """A step on global tensors, as `simulate_step`, of all devices of a pipeline: each does what its order says, after
+    what it needs was sent."""
     ranks = given_to_ranks(staged.program, parameters, inputs, tangents, seed)
     others = coordinates(staged.program.mesh[TIME + 1 :])
 
@@ -206,24 +204,13 @@ def simulate_pipeline(
     for stage in stages:
         stage.count()
     sent: dict[tuple[Message, int], Shards] = {}
-    waiting = [list(reversed(order)) for order in schedule.orders]
-    while any(waiting):
-        ready = [order for order in waiting if order and _is_ready(staged, order[-1], sent)]
-        assert ready, f"all devices wait: {', '.join(str(order[-1]) for order in waiting if order)}"
-        for order in ready:
-            action = order.pop()
-            if action.kind not in UNITS:
-                continue
-            received = {m.name: sent.pop((m, action.micro_batch)) for m in needs(staged, action)}
-            for message, value in stages[action.stage].run(action, received).items():
-                sent[message, action.micro_batch] = value
+    for action in in_sequence(schedule, {message.edge for message in staged.messages}):
+        received = {m.name: sent.pop((m, action.micro_batch)) for m in needs(staged, action)}
+        for message, value in stages[action.stage].run(action, received).items():
+            sent[message, action.micro_batch] = value
     for handed in staged.sums:
         stages[handed.target].sums[handed.name] = stages[handed.source].sums[handed.name]
     return _together(staged, stages, tolerance)
-
-
-def _is_ready(staged: Staged, action: Action, sent: Mapping[tuple[Message, int], Shards]) -> bool:
-    return action.kind not in UNITS or all((m, action.micro_batch) in sent for m in needs(staged, action))
 
 
 def _together(staged: Staged, stages: list[StageRun[Shards]], tolerance: float) -> Simulated:

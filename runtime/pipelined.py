@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.ir.graph import TensorMeta
-from autopar.ir.layout import Layout, Replicate, Shape, Split, local_meta, owned_digits, owned_indices
+from autopar.ir.layout import Layout, Replicate, Shape, Split, local_meta
 from autopar.ir.program import Program, ProgramOutput
 from autopar.ir.schedule import (
     BACKWARD,
@@ -20,6 +20,7 @@ from autopar.ir.schedule import (
     INPUTS,
     RECEIVE,
     SEND,
+    UNITS,
     WEIGHTS,
     Action,
     Schedule,
@@ -29,7 +30,8 @@ from autopar.passes.lower.stages import TIME, Handed, Message, PipelineStage, St
 
 from .execute import Executable, Groups
 from .failures import watched
-from .pipeline import UNITS, StageRun, needs
+from .pipeline import StageRun, needs
+from .placements import held_indices
 
 Result = tuple[str, str]
 """Role and target of an output."""
@@ -191,7 +193,7 @@ class StageRanks:
             for stage in self.staged.stages
             if self.devices[stage.number] == number
         }
-        self.names = [i.name for i in self.staged.program.inputs if i.role != "tangent"]
+        self.names = [i.name for i in self.staged.program.given]
         self.given: dict[str, torch.Tensor] = {}
         self.seed = 1.0
         """The gradient of the loss with which backward begins."""
@@ -219,10 +221,9 @@ class StageRanks:
     def step(self, values: Sequence[torch.Tensor]) -> dict[Result, torch.Tensor]:
         """What the stages of this device give of a step."""
         self.given = dict(zip(self.names, values, strict=True))
-        for i in self.staged.program.inputs:
-            if i.role == "tangent":
-                shape, device = self.metas[i.name].shape, self.line.device
-                self.given[i.name] = torch.full(shape, self.seed, dtype=i.meta.dtype, device=device)
+        for i in self.staged.program.tangents:
+            shape, device = self.metas[i.name].shape, self.line.device
+            self.given[i.name] = torch.full(shape, self.seed, dtype=i.meta.dtype, device=device)
         for stage in self.stages.values():
             stage.begin()
         for handed in self.staged.parameters:
@@ -330,17 +331,13 @@ def _rows_of(
     split = layout[TIME]
     assert isinstance(split, Split)
 
-    def owned(of: Layout, coordinate: Shape) -> list[int]:
-        padded = max(size, *(p.period for p in of if isinstance(p, Split) and p.dim == split.dim), 0)
-        return list(map(int, owned_indices(padded, owned_digits(of, mesh, coordinate, split.dim))))
-
-    mine = owned((Replicate(), *layout[TIME + 1 :]), (0, *at))
-    place = {index: k for k, index in enumerate(mine)}
+    mine = held_indices(size, split.dim, (Replicate(), *layout[TIME + 1 :]), mesh, (0, *at))
+    places = torch.zeros(size, dtype=torch.long)
+    places[mine[mine >= 0]] = (mine >= 0).nonzero().flatten()
     found = []
     for micro_batch in range(mesh[TIME]):
-        rows = [(place[row], k) for k, row in enumerate(owned(layout, (micro_batch, *at))) if row < size]
-        to, of = ([pair[side] for pair in rows] for side in (0, 1))
-        found.append((torch.tensor(to, dtype=torch.long), torch.tensor(of, dtype=torch.long)))
+        rows = held_indices(size, split.dim, layout, mesh, (micro_batch, *at))
+        found.append((places[rows[rows >= 0]], (rows >= 0).nonzero().flatten()))
     return tuple(found), len(mine)
 
 
@@ -356,33 +353,26 @@ def pipeline_executable(
     assert group is not None, "a pipeline has two devices at least"
     line = StageLine(group, outside.axes[TIME], device)
     ranks = StageRanks(pipelined, coordinate[TIME], coordinate[TIME + 1 :], line, compile)
-    given = [o for o in outside.outputs if not o.backward]
-    trained = [o for o in outside.outputs if o.backward]
 
-    def shared(o: ProgramOutput, made: Mapping[Result, torch.Tensor]) -> torch.Tensor | None:
-        source = pipelined.sources.get((o.role, o.target))
-        if source is None or o.meta is None or (o.role, o.target) in pipelined.dropped:
+    def result(o: ProgramOutput, made: Mapping[Result, torch.Tensor]) -> torch.Tensor | None:
+        """What this rank has of a result, which the device that made it shares unless it is a parameter's gradient."""
+        key = (o.role, o.target)
+        value, source = made.get(key), pipelined.sources.get(key)
+        if o.name is None or o.meta is None or key in pipelined.dropped:
             return None
-        value = made.get((o.role, o.target))
+        if o.role == "gradient" and o.target in homes:
+            return torch.empty(0, dtype=o.meta.dtype, device=device) if value is None else value
+        if source is None:
+            return None
         if value is None:
             meta = local_meta(o.meta, o.layout, outside.mesh)
             value = torch.empty(meta.shape, dtype=meta.dtype, device=device)
         return line.share(f"{o.role} {o.target}", value, source)
 
-    def gradient(o: ProgramOutput, made: Mapping[Result, torch.Tensor]) -> torch.Tensor | None:
-        if o.name is None:
-            return None
-        value = made.get((o.role, o.target))
-        if value is None and o.target in homes:
-            assert o.meta is not None
-            return torch.empty(0, dtype=o.meta.dtype, device=device)
-        return shared(o, made) if o.target not in homes else value
-
     def gradients(made: Mapping[Result, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        return tuple(g for o in trained if (g := gradient(o, made)) is not None) if pipelined.trains else ()
+        return tuple(g for o in outside.gradients if (g := result(o, made)) is not None) if pipelined.trains else ()
 
     written = {o.target for o in outside.outputs if o.role == "mutation"}
-    named = [i for i in outside.inputs if i.role != "tangent"]
 
     @torch.no_grad()
     def forward(values: list[torch.Tensor]) -> Any:
@@ -390,16 +380,16 @@ def pipeline_executable(
         values.clear()
         again: tuple[torch.Tensor, ...] = ()
         if pipelined.is_narrow:
-            inputs = (x.clone() if i.target in written else x for i, x in zip(named, step, strict=True))
+            inputs = (x.clone() if i.target in written else x for i, x in zip(outside.given, step, strict=True))
             again = (*inputs, torch.tensor(ranks.seed))
         made = ranks.step(step)
-        return tuple(shared(o, made) for o in given), (*gradients(made), *again)
+        return tuple(result(o, made) for o in outside.results), (*gradients(made), *again)
 
     @torch.no_grad()
     def backward(values: list[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
         *saved, tangent = values
         values.clear()
-        count = sum(o.name is not None for o in trained)
+        count = sum(o.name is not None for o in outside.gradients)
         if pipelined.is_narrow:
             *step, seed = saved[count:]
             if (wanted := float(tangent)) != float(seed):
@@ -408,7 +398,7 @@ def pipeline_executable(
         else:
             saved = [value * tangent for value in saved]  # which another backward of this call would read
         waiting = iter(saved)
-        return tuple(None if o.name is None else next(waiting) for o in trained)
+        return tuple(None if o.name is None else next(waiting) for o in outside.gradients)
 
     source = "\n".join(str(action) for action in pipelined.schedule.orders[coordinate[TIME]])
     return Executable(program=outside, coordinate=coordinate, source=source, forward=forward, backward=backward)

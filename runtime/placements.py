@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -37,15 +38,13 @@ def placements_of(layout: Layout, shape: Shape, mesh: Shape) -> tuple[Placement,
     every `split_factor`-th piece, it is torch's strided shard. Optimizers, clipping and `full_tensor` take
     that as they take a Shard; `torch.distributed.checkpoint` refuses it where a rank's share is not one box.
     """
-    placements: list[Placement] = []
-    for axis, placement in enumerate(layout):
-        if isinstance(placement, Split):
-            outer, _ = _digit(layout, padded_shape(shape, layout), mesh, axis)
-            placements.append(Shard(placement.dim) if outer == 1 else strided_shard(placement.dim, outer))
-        elif isinstance(placement, Partial):
-            placements.append(TorchPartial(placement.reduction))
-        else:
-            placements.append(TorchReplicate())
+    placements: list[Placement] = [
+        TorchPartial(placement.reduction) if isinstance(placement, Partial) else TorchReplicate()
+        for placement in layout
+    ]
+    for digit in _digits(layout, shape, mesh):
+        is_outermost = digit.outer == 1
+        placements[digit.axis] = Shard(digit.dim) if is_outermost else strided_shard(digit.dim, digit.outer)
     return tuple(placements)
 
 
@@ -56,16 +55,11 @@ def is_gatherable(layout: Layout, shape: Shape, mesh: Shape) -> bool:
     """
     if not is_chunked(shape, layout, mesh):
         return False
-    for axis, placement in enumerate(layout):
-        if isinstance(placement, Split):
-            outer, _ = _digit(layout, padded_shape(shape, layout), mesh, axis)
-            later = [
-                (other.period, mesh[axis + 1 + i])
-                for i, other in enumerate(layout[axis + 1 :])
-                if isinstance(other, Split) and other.dim == placement.dim
-            ]
-            if later and outer != math.prod(ranks for period, ranks in later if period > placement.period):
-                return False
+    digits = _digits(layout, shape, mesh)
+    for number, digit in enumerate(digits):
+        later = [other for other in digits[number + 1 :] if other.dim == digit.dim]
+        if later and digit.outer != math.prod(mesh[other.axis] for other in later if other.period > digit.period):
+            return False
     return True
 
 
@@ -85,19 +79,22 @@ def local_slice(tensor: torch.Tensor, layout: Layout, mesh: Shape, coordinate: S
 
     As `autopar.layout.shard`, without index tensors. The layout has no Partial. Padding is zero.
     """
-    shape = padded_shape(tuple(tensor.shape), layout)
-    tensor = pad(tensor, shape)
-    for axis, placement in enumerate(layout):
-        assert not isinstance(placement, Partial), "a Partial value has no slice"
-        if isinstance(placement, Split):
-            outer, inner = _digit(layout, shape, mesh, axis)
-            dim = placement.dim
-            if outer == 1:
-                tensor = tensor.narrow(dim, coordinate[axis] * inner, inner)
-            else:
-                digits = torch.unflatten(tensor, dim, (outer, mesh[axis], inner))
-                tensor = digits.select(dim + 1, coordinate[axis]).flatten(dim, dim + 1)
+    assert not any(isinstance(placement, Partial) for placement in layout), "a Partial value has no slice"
+    digits = _digits(layout, tuple(tensor.shape), mesh)
+    tensor = pad(tensor, padded_shape(tuple(tensor.shape), layout))
+    for axis, dim, _, outer, inner in digits:
+        if outer == 1:
+            tensor = tensor.narrow(dim, coordinate[axis] * inner, inner)
+        else:
+            parts = torch.unflatten(tensor, dim, (outer, mesh[axis], inner))
+            tensor = parts.select(dim + 1, coordinate[axis]).flatten(dim, dim + 1)
     return tensor.contiguous()
+
+
+def held_indices(size: int, dim: int, layout: Layout, mesh: Shape, coordinate: Shape) -> torch.Tensor:
+    """The indices of a dim of this size that a rank holds, in its order; -1 for padding."""
+    along = tuple(Split(0, p.period) if isinstance(p, Split) and p.dim == dim else Replicate() for p in layout)
+    return local_slice(torch.arange(1, size + 1), along, mesh, coordinate) - 1  # what is padded is zero
 
 
 def unpadded(local: torch.Tensor, shape: Shape, layout: Layout, mesh: Shape, coordinate: Shape) -> torch.Tensor:
@@ -108,53 +105,64 @@ def unpadded(local: torch.Tensor, shape: Shape, layout: Layout, mesh: Shape, coo
     return local[tuple(map(slice, valid))].contiguous()
 
 
+class _Digit(NamedTuple):
+    """What an axis takes of a dim that it splits: in mesh order, what is left of the dim before the axis is cut is
+    outer x ranks x inner indices, and the axis takes one of the middle."""
+
+    axis: int
+    dim: int
+    period: int
+    outer: int
+    inner: int
+
+
 @cache
-def _digit(layout: Layout, shape: Shape, mesh: Shape, axis: int) -> tuple[int, int]:
-    """(outer, inner): what is left of the split dim before `axis` is cut, in mesh order, is
-    outer x mesh[axis] x inner indices, and the axis takes one of the middle."""
-    split = layout[axis]
-    assert isinstance(split, Split)
-    size, period = shape[split.dim], split.period
-    for other in range(axis):
-        placement = layout[other]
-        if isinstance(placement, Split) and placement.dim == split.dim:
-            size //= mesh[other]
-            if placement.period < split.period:
-                period //= mesh[other]
-    return size // period, period // mesh[axis]
+def _digits(layout: Layout, shape: Shape, mesh: Shape) -> tuple[_Digit, ...]:
+    """Those of the axes that split, in mesh order."""
+    digits: list[_Digit] = []
+    padded = padded_shape(shape, layout)
+    for axis, split in enumerate(layout):
+        if isinstance(split, Split):
+            size, period = padded[split.dim], split.period
+            for other in digits:
+                if other.dim == split.dim:
+                    size //= mesh[other.axis]
+                    if other.period < split.period:
+                        period //= mesh[other.axis]
+            digits.append(_Digit(axis, split.dim, split.period, size // period, period // mesh[axis]))
+    return tuple(digits)
 
 
 def is_replicated(layout: Layout) -> bool:
     return all(isinstance(placement, Replicate) for placement in layout)
 
 
-def mismatch(program: Program, mesh: DeviceMesh) -> ValueError | None:
-    """What about the program does not fit the mesh or the module."""
+def check_fits(program: Program, mesh: DeviceMesh) -> None:
+    """Raises ValueError where the program does not fit the mesh or the module."""
     if tuple(mesh.shape) != program.mesh:
-        return ValueError(f"the plan is for a mesh of {program.mesh}, and this mesh is {tuple(mesh.shape)}")
+        raise ValueError(f"the plan is for a mesh of {program.mesh}, and this mesh is {tuple(mesh.shape)}")
     for i in program.inputs:
         if i.role == "parameter" and not is_gatherable(i.layout, i.meta.shape, program.mesh):
-            return _unserved("parameter", i.target, i.layout, program)
+            raise _unserved("parameter", i.target, i.layout, program)
     at_rest = {i.target: i.layout for i in program.inputs if i.role == "parameter"}
     for o in program.outputs:
         if o.name is None:
             continue
         if o.role == "gradient" and (rest := at_rest.get(o.target, o.layout)) != o.layout:
-            return ValueError(
+            raise ValueError(
                 f"the gradient of {o.target} is {describe(o.layout, program.axes)} and the parameter "
                 f"{describe(rest, program.axes)} at rest: they must be equal"
             )
         if o.role == "output" and o.meta is not None and not is_gatherable(o.layout, o.meta.shape, program.mesh):
-            return _unserved("output", o.target, o.layout, program)
+            raise _unserved("output", o.target, o.layout, program)
         if o.role in ("mutation", "update") and not is_replicated(o.layout):
-            return ValueError(
+            raise ValueError(
                 f"{o.target} is written as {describe(o.layout, program.axes)}: what forward writes is replicated"
             )
         if any(isinstance(placement, Partial) for placement in o.layout):
-            return ValueError(
+            raise ValueError(
                 f"{o.role} {o.target} is {describe(o.layout, program.axes)}: what leaves a program is not partial"
             )
-    return None
 
 
 def _unserved(role: str, target: str, layout: Layout, program: Program) -> ValueError:

@@ -1,4 +1,4 @@
-"""Places: where a module's parameters lie, and what this rank holds of them."""
+"""Places: where a module's parameters lie, what this rank holds of a tensor, and what all ranks hold together."""
 
 from __future__ import annotations
 
@@ -16,6 +16,22 @@ from autopar.compat.stages import StageTensor
 from autopar.ir.layout import Layout, Replicate, Shape, is_chunked, valid_shape
 
 from .placements import contiguous_stride, is_strided, local_slice, placements_of, unpadded
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a DTensor, without the autograd node that `to_local()` makes; a plain tensor itself."""
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The global tensor: a DTensor is gathered from all ranks at once, and a plain tensor is one already."""
+    return full_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def gathered(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of the global tensor."""
+    return whole(tensor).clone()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +80,13 @@ class ValuePlace:
             return self.part(full_tensor(value))
         return local_tensor(redistributed(value, self.mesh, wanted)).contiguous()
 
+    def form(self, shape: Shape) -> tuple[DeviceMesh, tuple[Placement, ...], torch.Size, Shape]:
+        """The mesh, placements, shape and stride of a DTensor of this shape."""
+        return self.mesh, self.placements(shape), torch.Size(shape), contiguous_stride(shape)
+
     def dtensor(self, local: torch.Tensor, shape: Sequence[int]) -> DTensor:
         """The DTensor of which this rank holds `local`. Nothing is communicated."""
-        size = torch.Size(shape)
-        return make_dtensor(local, self.mesh, self.placements(tuple(size)), size, contiguous_stride(tuple(size)))
+        return make_dtensor(local, *self.form(tuple(shape)))
 
 
 def device_meshes(mesh: DeviceMesh) -> tuple[DeviceMesh, ...]:

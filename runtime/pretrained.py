@@ -13,7 +13,7 @@ import torch
 from autopar.compat.wrapping import plain_name
 
 from .agreement import together
-from .load import read_weights
+from .load import check_shape, read_weights
 from .mirrors import whole_model
 from .save import FILE_BYTES, write_weights
 from .state import State
@@ -116,8 +116,7 @@ def values_from(source: Mapping[str, torch.Tensor], values: ModuleValues) -> Ite
                 missing.append(canonical)
             continue
         value = source[alias]
-        if value.shape != present.shape:
-            raise ValueError(f"{alias} is {list(value.shape)} in the state_dict and {list(present.shape)} in the model")
+        check_shape(values, canonical, alias, value.shape, "the state_dict")
         yield canonical, value.to(present.dtype)
     anew = computed_anew(values) if missing else {}
     if lacking := [name for name in missing if name not in anew]:

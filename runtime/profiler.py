@@ -188,16 +188,14 @@ class Bench:
         compiled = time.perf_counter() - began
         values = _values(program, self.real, coordinate, self.device)
         steps, parts = self._runs(order, executable, stamps, values)
-        durations = [statistics.fmean(times) for times in zip(*parts, strict=True)]
-        spreads = [
-            statistics.fmean(abs(t - middle) for t in times)
-            for middle, times in zip(durations, zip(*parts, strict=True), strict=True)
-        ]
-        everyone = [(durations, spreads)] if self.mesh is None else exchange((durations, spreads), self.mesh)
+        times = torch.tensor(parts, dtype=torch.float64)
+        mine = torch.stack([times.mean(0), (times - times.mean(0)).abs().mean(0)])
+        everyone = [mine] if self.mesh is None else exchange(mine, self.mesh)
+        durations, spreads = torch.stack(everyone).mean(0).tolist()
         return Measurement(
             steps=tuple(steps),
-            durations=tuple(map(statistics.fmean, zip(*(d for d, _ in everyone), strict=True))),
-            spreads=tuple(map(statistics.fmean, zip(*(s for _, s in everyone), strict=True))),
+            durations=tuple(durations),
+            spreads=tuple(spreads),
             ranks=len(everyone),
             abandoned=len(steps) < order.runs,
             collectives={} if self.mesh is None else self._collectives(order.cases),
@@ -263,8 +261,8 @@ class Bench:
 
 def _step(executable: Executable, values: Mapping[str, torch.Tensor]) -> Any:
     program = executable.program
-    _, saved = executable.forward([values[i.name] for i in program.inputs if i.role != "tangent"])
-    arguments = [*saved, *(values[i.name] for i in program.inputs if i.role == "tangent")]
+    _, saved = executable.forward([values[i.name] for i in program.given])
+    arguments = [*saved, *(values[i.name] for i in program.tangents)]
     del saved
     return executable.backward(arguments)
 

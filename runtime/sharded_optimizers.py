@@ -24,6 +24,8 @@ from autopar.compat.optimizing import bare_step
 from autopar.compat.redistributing import full_tensor, redistributed
 from autopar.extensions import Plug, Table
 
+from .places import local_part
+
 ELEMENTWISE = (
     torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.Adamax, torch.optim.AdamW,
     torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD,
@@ -145,7 +147,7 @@ class Twin:
         state = states.get(self.parameter, NONE)
         if not _are(self.globals, state):
             self.inside.clear()
-            self.inside.update((k, local_tensor(v) if isinstance(v, DTensor) else v) for k, v in state.items())
+            self.inside.update((k, local_part(v)) for k, v in state.items())
             self.globals, self.locals = tuple(state.values()), tuple(self.inside.values())
         return gradient is not None
 

@@ -3,9 +3,11 @@ and the seed of a step."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,14 +23,14 @@ from autopar.ir.randomness import keys
 from autopar.passes.capture.captured import Captured
 from autopar.passes.lower.accumulate import Accumulation, accumulation
 
-from .agreement import all_equal, raise_together
+from .agreement import all_equal, together
 from .compiled import ObservedSource, compile
 from .execute import Executable, process_groups
 from .failures import located, watched
 from .handshake import Handshake
 from .pending import BackwardForm, Pending
 from .pipelined import Pipelined, pipeline_executable
-from .placements import contiguous_stride, is_replicated, local_slice, mismatch, placements_of, unpadded
+from .placements import check_fits, is_replicated, local_slice
 from .shared_memory import SharedMemory
 from .stretches import CompiledSource, Compiler
 from .values import ModuleValues
@@ -87,38 +89,37 @@ class State:
         """Of a program; or of one in stages, as which it is `pipelined`. All ranks at once: raises ValueError, on all,
         if it does not fit the mesh, or ranks have different ones."""
         values = module.values
-        raise_together(mismatch(program, values.mesh), values.mesh)
+        with together(values.mesh):
+            check_fits(program, values.mesh)
         all_equal(
             program.digest,
             values.mesh,
             "the ranks have different programs: give every rank the same model, inputs and plan, and the same versions",
         )
         self.captured, self.program, self.module, self.pipelined = captured, program, module, pipelined
-        self.values = values
-        self.mesh, self.coordinate, self.device = self.values.mesh, self.values.coordinate, self.values.device
+        self.values, self.mesh, self.coordinate, self.device = values, values.mesh, values.coordinate, values.device
         self.groups = process_groups(self.mesh)
         self.nothing = torch.empty(0, device=self.device)
         self.executable = self.compiled(program, together=True) if pipelined is None else self._in_stages(pipelined)
-        self.inputs = tuple(i for i in program.inputs if i.role not in ("tangent", "seed"))
+        self.inputs = tuple(i for i in program.given if i.role != "seed")
+        self.seeds = len(program.given) - len(self.inputs)
+        assert program.given[: len(self.inputs)] == self.inputs, "seeds stand last"
         nodes = program.nodes
         self.read = {*(name for node in nodes for name in node.inputs), *(o.name for o in program.outputs)}
         """Names of values that the program reads or returns."""
-        self.seeds = sum(i.role == "seed" for i in program.inputs)
-        order = [i.role for i in program.inputs if i.role != "tangent"]
-        assert order[len(self.inputs) :] == ["seed"] * self.seeds, "seeds stand last"
-        self.tangents = tuple(i for i in program.inputs if i.role == "tangent")
+        self.tangents = program.tangents
         self.carriers = frozenset(i.target for i in self.tangents)
         """Outputs that the program takes gradients of; `differentiable` are those that eager would."""
         self.differentiable = self.carriers | {leaf.path for leaf in captured.output_leaves if leaf.requires_grad}
-        self.results = tuple(o for o in program.outputs if not o.backward)
-        self.gradient_outputs = tuple(o for o in program.outputs if o.backward)
+        self.results = program.results
+        self.gradient_outputs = program.gradients
         self.gradients = {o.target: i for i, o in enumerate(self.gradient_outputs) if o.role == "gradient"}
         self.trained = trained_by(captured)
         outputs = [(i, o) for i, o in enumerate(self.results) if o.role == "output" and o.name is not None]
         self.output_indices = tuple(i for i, _ in outputs)
         self.output_paths = tuple(o.target for _, o in outputs)
-        written = [(i, o) for i, o in enumerate(self.results) if o.role == "mutation"]
-        self.mutations = tuple((i, o) for i, o in written if o.name is not None)
+        written = [(i, o) for i, o in enumerate(self.results) if o.role == "mutation" and o.name is not None]
+        self.mutations = tuple(written)
         self.updates = tuple((i, o) for i, o in enumerate(self.gradient_outputs) if o.role == "update")
         """What backward writes."""
         self.constants = {name: t.detach().to(self.device) for name, t in captured.constants.items()}
@@ -128,24 +129,28 @@ class State:
         self.overlapping: dict[tuple[BackwardForm, tuple[tuple[int, ...], ...]], tuple[int, ...]] = {}
         """Gradients to be copied, by the form of a backward and the strides of its tangents, once they have been looked
         at (`overlapping`)."""
-        mutated = {o.target for _, o in self.mutations}
-        held = ("buffer", "parameter")
-        self.mutated = tuple(k for k, i in enumerate(self.inputs) if i.role in held and i.target in mutated)
+        mutated = {o.target for _, o in written}
+        self.mutated = tuple(k for k, i in enumerate(self.inputs) if i.role != "input" and i.target in mutated)
         """Which inputs the program writes."""
         self.shared: SharedMemory | None = None
-
-        def is_elsewhere(i: ProgramInput) -> bool:
-            return i.role == "parameter" and self.values.place(i.target).coordinate is None
-
+        parameters = [i for i in self.inputs if i.role == "parameter"]
+        elsewhere = {i.name for i in parameters if values.place(i.target).coordinate is None}
         self.local_shapes = {
-            i.name: (0,) if is_elsewhere(i) else local_shape(i.meta.shape, i.layout, program.mesh)
+            i.name: (0,) if i.name in elsewhere else local_shape(i.meta.shape, i.layout, program.mesh)
             for i in program.inputs
         }
         """Of what the program is given, padding included."""
         self.wrapped: dict[str, Callable[[torch.Tensor], DTensor]] = {}
         """Target of a gradient -> what makes a DTensor of a local tensor."""
 
-        self.values.read.update(i.target for i in self.inputs if i.role != "input" and i.name in self.read)
+        values.read.update(i.target for i in self.inputs if i.role != "input" and i.name in self.read)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> State:
+        """The same program for a copy of the module."""
+        copied = memo[id(self)] = State.__new__(State)
+        module = copy.deepcopy(self.module, memo)
+        vars(copied).update(vars(self), module=module, values=module.values)
+        return copied
 
     def with_program(self, captured: Captured, program: Program, pipelined: Pipelined | None = None) -> State:
         """The same values with another program."""
@@ -175,15 +180,11 @@ class State:
             writer = partial(CompiledSource, compiler=self.module.compiler, together=together)
         return compile(program, self.groups, device=self.device, around=located, writer=writer)
 
-    def placements(self, value: ProgramInput | ProgramOutput) -> tuple[Placement, ...]:
-        assert value.meta is not None
-        return placements_of(value.layout, value.meta.shape, self.program.mesh)
-
     def input_placements(self, i: ProgramInput) -> tuple[Placement, ...]:
         """Those at which uneven shards, which torch would cut otherwise, are cut from the global tensor."""
-        if is_chunked(i.meta.shape, i.layout, self.program.mesh):
-            return self.placements(i)
-        return placements_of((Replicate(),) * len(self.program.mesh), i.meta.shape, self.program.mesh)
+        is_cut_alike = is_chunked(i.meta.shape, i.layout, self.program.mesh)
+        layout = i.layout if is_cut_alike else (Replicate(),) * len(self.program.mesh)
+        return self.values.whole_place(layout).placements(i.meta.shape)
 
     def given(self, i: ProgramInput, value: torch.Tensor) -> torch.Tensor:
         """What the program is given of an input, a parameter, a buffer or a gradient, with padding."""
@@ -225,14 +226,8 @@ class State:
 
     def _output(self, local: torch.Tensor, output: ProgramOutput) -> Output:
         assert output.meta is not None
-        shape, layout, mesh, coordinate = output.meta.shape, output.layout, self.program.mesh, self.coordinate
-
-        def part(whole: torch.Tensor) -> torch.Tensor:
-            return unpadded(local_slice(whole, layout, mesh, coordinate), shape, layout, mesh, coordinate)
-
-        local = unpadded(local, shape, layout, mesh, coordinate)
-        form = (self.placements(output), torch.Size(shape), contiguous_stride(shape))
-        return split_output(local.detach(), self.mesh, *form, part)
+        place, shape = self.values.whole_place(output.layout), output.meta.shape
+        return split_output(place.unpadded(local, shape).detach(), *place.form(shape), place.part)
 
     @cached_property
     def asked_by(self) -> Mapping[str, frozenset[str]]:
@@ -284,8 +279,7 @@ def _wrapping(state: State, output: ProgramOutput) -> Callable[[torch.Tensor], D
     shape, target = output.meta.shape, output.target
     values = state.values
     place = values.place(target) if target in values.at_rest else values.whole_place(output.layout)
-    placements, stride = place.placements(shape), contiguous_stride(shape)
-    wrapped = dtensors_of(place.mesh, placements, torch.Size(shape), stride, output.meta.dtype)
+    wrapped = dtensors_of(*place.form(shape), output.meta.dtype)
 
     def trimmed(local: torch.Tensor) -> DTensor:
         return wrapped(place.unpadded(local, shape))

@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from autopar.compat.distributed import local_tensor
-from autopar.compat.redistributing import full_tensor
 from autopar.compat.tensors import memory_of
 from autopar.compat.wrapping import plain_name
 
+from .places import whole
 from .values import ModuleValues, Slot, all_slots, slots_of
 
 MIRRORED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ModuleValues]] = weakref.WeakKeyDictionary()
@@ -111,7 +111,7 @@ def _place(values: ModuleValues, loaded: _Loaded) -> None:
     value, present = loaded.slot.tensor, loaded.present
     if not isinstance(present, DTensor) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
         return
-    loaded.slot.registry[loaded.slot.key] = present
+    loaded.slot.hold(present)
     if value.shape != present.shape:
         raise ValueError(
             f"{plain_name(loaded.name)} is {list(value.shape)} in the state_dict and {list(present.shape)} in the "
@@ -124,7 +124,7 @@ def _part(values: ModuleValues, name: str, value: torch.Tensor, *, assign: bool)
     """What this rank holds of a value. With `assign`, the module has it already, under all names of that value."""
     present = values[name]
     if not assign and not isinstance(present, DTensor):
-        return full_tensor(value) if isinstance(value, DTensor) else value
+        return whole(value)
     if not assign and isinstance(value, DTensor) and _alike(value, present):
         return value
     value = value.detach()

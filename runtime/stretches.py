@@ -168,9 +168,8 @@ class Kernels:
 
 def compiled_halves(program: Program) -> Iterator[list[Node | Stretch]]:
     """The instructions of forward and of backward, with stretches."""
-    for half, backward in zip(program.halves, (False, True), strict=True):
-        results = [o.name for o in program.outputs if o.backward == backward]
-        yield [*stretches(program, half, [*results, *(() if backward else program.saved)])]
+    yield [*stretches(program, program.forward, [*(o.name for o in program.results), *program.saved])]
+    yield [*stretches(program, program.backward, [o.name for o in program.gradients])]
 
 
 class Compiler(Protocol):

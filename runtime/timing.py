@@ -29,10 +29,15 @@ def median_seconds(function: Callable[[], object], device: torch.device, *, seco
         for _ in range(calls):
             function()
 
+    return median_sample(lambda: seconds_of(window, device) / calls, seconds)
+
+
+def median_sample(sample: Callable[[], float], seconds: float) -> float:
+    """The median of the samples that are taken in so many seconds, of 3 at least."""
     samples: list[float] = []
     end = time.perf_counter() + seconds
     while len(samples) < 3 or time.perf_counter() < end:
-        samples.append(seconds_of(window, device) / calls)
+        samples.append(sample())
     return statistics.median(samples)
 
 

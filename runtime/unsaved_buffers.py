@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.passes.capture.fakes import skeleton
+
 from .values import ModuleValues, Slot, all_slots
 
 FILLS = (0x55, 0xAA)
@@ -61,19 +63,11 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _twin(module: nn.Module, fill: int) -> nn.Module:
-    """A module of the same class and attributes, with parameters on meta and buffers that hold nothing yet."""
-    twin: nn.Module = object.__new__(type(module))
-    vars(twin).update(vars(module))
-    parameters = {key: None if p is None else _meta(p) for key, p in module._parameters.items()}
-    buffers = {key: None if b is None else _filled(b, fill) for key, b in module._buffers.items()}
-    modules = {key: None if m is None else _twin(m, fill) for key, m in module._modules.items()}
-    vars(twin).update(_parameters=parameters, _buffers=buffers, _modules=modules)
+    """A copy of the module, with parameters on meta and buffers that hold nothing yet."""
+    twin, _ = skeleton(module)
+    for buffers in (each._buffers for each in twin.modules()):
+        buffers.update((key, _filled(b, fill)) for key, b in buffers.items() if b is not None)
     return twin
-
-
-def _meta(parameter: nn.Parameter) -> nn.Parameter:
-    like = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-    return nn.Parameter(like, requires_grad=parameter.requires_grad)
 
 
 def _filled(like: torch.Tensor, fill: int) -> torch.Tensor:

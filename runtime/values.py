@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -14,15 +14,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar.compat.distributed import local_tensor
-from autopar.compat.redistributing import full_tensor
 from autopar.compat.tensors import is_real, memory_of, take_notes
 from autopar.compat.wrapping import plain_name
 from autopar.ir.layout import Layout, Replicate
+from autopar.passes.capture.ledger import Ledger
 
 from .agreement import all_alike, coordinate_of, device_of, digest, together
 from .boxes import Box, boxes
-from .places import ValuePlace, device_meshes, within_stage
+from .places import ValuePlace, device_meshes, local_part, whole, within_stage
 from .whole_gradient import whole_gradient
 
 Registry = dict[str, Any]
@@ -39,6 +38,9 @@ class Slot(NamedTuple):
     @property
     def tensor(self) -> torch.Tensor | None:
         return self.registry.get(self.key)
+
+    def hold(self, tensor: torch.Tensor) -> None:
+        self.registry[self.key] = tensor
 
     @property
     def is_unsaved(self) -> bool:
@@ -78,7 +80,7 @@ class ModuleValues:
     """Parameters whose gradients hooks of the model see."""
     homes: Mapping[str, int] | None = None
     """Of a pipeline, the device that holds a parameter."""
-    owners: dict[str, tuple[Registry, str]] = field(default_factory=dict)
+    owners: dict[str, Slot] = field(default_factory=dict)
     """Name -> where it is registered."""
     aliases: dict[str, list[str]] = field(default_factory=dict)
     """Name of a value in the graph -> all names that it has, those without wrappers of modules included."""
@@ -90,10 +92,12 @@ class ModuleValues:
     """Name -> the form of the tensor that was put there. It decides what may take its place."""
     _shells: dict[str, tuple[torch.Tensor, int]] = field(default_factory=dict)
     """Name -> its tensor as it was seen last, with what `.data = ...` replaces of a DTensor."""
-    _empty: list[tuple[str, Registry, str]] = field(default_factory=list)
+    _empty: list[Slot] = field(default_factory=list)
+    """Where there is nothing."""
     _modules: list[tuple[str, Registry, Registry]] = field(default_factory=list)
     """Of each module: the prefix of its names, the modules that it holds, and those that it held."""
-    _armed: tuple[Any, ...] | None = None
+    _ledger: Ledger | None = None
+    """What stood everywhere when it was checked last."""
 
     def __post_init__(self) -> None:
         self.coordinate, self.device = coordinate_of(self.mesh), device_of(self.mesh)
@@ -103,23 +107,23 @@ class ModuleValues:
         """Find where each name is registered, and which names are one tensor."""
         for table in (self.owners, self.aliases, self.names, self._empty, self._modules):
             table.clear()
-        self._armed = None
+        self._ledger = None
         first: dict[int, str] = {}
-        places: dict[str, tuple[Registry, str]] = {}
+        slots: dict[str, Slot] = {}
         for path, module in self.root.named_modules(remove_duplicate=False):
             if module._modules:
                 self._modules.append((f"{path}." if path else "", module._modules, dict(module._modules)))
             for slot in slots_of(module, path):
                 if slot.tensor is None:
-                    self._empty.append((slot.name, slot.registry, slot.key))
+                    self._empty.append(slot)
                 else:
-                    places[slot.name] = slot.registry, slot.key
-        for name, (registry, key) in places.items():
-            canonical = first.setdefault(id(registry[key]), self.tied.get(name, name))
-            self.names[id(registry), key] = canonical
+                    slots[slot.name] = slot
+        for name, slot in slots.items():
+            canonical = first.setdefault(id(slot.tensor), self.tied.get(name, name))
+            self.names[id(slot.registry), slot.key] = canonical
             plain = plain_name(name)
-            for each in (name,) if plain in places else (name, plain):
-                self.owners[each] = (registry, key)
+            for each in (name,) if plain in slots else (name, plain):
+                self.owners[each] = slot
                 self.aliases.setdefault(canonical, []).append(each)
 
     def name(self, slot: Slot) -> str | None:
@@ -128,14 +132,13 @@ class ModuleValues:
 
     def canonical(self, alias: str) -> str | None:
         """The name in the graph of a value, by any of its names; None for no name of one."""
-        registry, key = self.owners.get(alias, ({}, ""))
-        return self.names.get((id(registry), key))
+        slot = self.owners.get(alias)
+        return None if slot is None else self.name(slot)
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
         """Have a tensor under all names that it has."""
         for alias in self.aliases[name]:
-            registry, key = self.owners[alias]
-            registry[key] = tensor
+            self.owners[alias].hold(tensor)
         self._forms[name] = _form(tensor)
         self._see(name, tensor)
 
@@ -146,8 +149,7 @@ class ModuleValues:
                 f"{name} was registered after parallelize, and forward reads it: register it first, and parallelize "
                 f"the model then"
             )
-        registry, key = self.owners[name]
-        value: Any = registry.get(key)
+        value: Any = self.owners[name].tensor
         if name in self._forms:
             seen = self._shells[name]
             if seen[0] is not value and self._is_needed(name):
@@ -159,8 +161,7 @@ class ModuleValues:
                     f"instead, with parameter.data.copy_(...) or under torch.no_grad()"
                 )
             for alias in self.aliases[name]:
-                registry, key = self.owners[alias]
-                if registry.get(key) is not value:
+                if alias != name and self.owners[alias].tensor is not value:
                     raise ValueError(
                         f"{name} and {alias} were one tensor, and are two since one of them was replaced after "
                         f"parallelize: write into the one that there is, or give both names the same tensor"
@@ -170,21 +171,14 @@ class ModuleValues:
     def tensors(self) -> Iterator[torch.Tensor]:
         """Each parameter and buffer that is there, in the order of names."""
         for name in self.aliases:
-            registry, key = self.owners[name]
-            if isinstance(tensor := registry.get(key), torch.Tensor):
+            if isinstance(tensor := self.owners[name].tensor, torch.Tensor):
                 yield tensor
 
     def check(self) -> None:
         """Raises ValueError where programs would read something else than they are for. It costs microseconds where
         all is the same objects."""
-        if self._armed is not None:
-            dicts, keys, values, split, shells, sizes = self._armed
-            if (
-                all(map(is_, map(dict.get, dicts, keys), values))
-                and list(map(memory_of, split)) == shells
-                and [len(now) for _, now, _ in self._modules] == sizes
-            ):
-                return
+        if self._ledger is not None and self._ledger.holds():
+            return
         for path, now, then in self._modules:
             for key in {**then, **now}:
                 if then.get(key) is not now.get(key):
@@ -192,23 +186,23 @@ class ModuleValues:
                         f"module {path}{key} was replaced, added or removed after parallelize: the program has the "
                         f"parameters of the model as it was. Change the model first, and parallelize it then"
                     )
-        for name, registry, key in self._empty:
-            if registry.get(key) is not None:
+        for slot in self._empty:
+            if slot.tensor is not None:
                 raise ValueError(
-                    f"{name}, which was None, was set after parallelize, and no program reads it: set it first, and "
-                    f"parallelize the model then"
+                    f"{slot.name}, which was None, was set after parallelize, and no program reads it: set it first, "
+                    f"and parallelize the model then"
                 )
         for name in self._forms:
             if self._is_needed(name):
                 self[name]
-        self._arm()
+        self._ledger = self._look()
 
     def again(self) -> None:
         """Take what is registered for what was put: in a copy."""
         self.own()
         for name in self._forms:
-            registry, key = self.owners[name]
-            self._see(name, registry[key])
+            slot = self.owners[name]
+            self._see(name, slot.registry[slot.key])
 
     # -- what this rank holds
 
@@ -246,10 +240,10 @@ class ModuleValues:
 
     def held(self, name: str, value: torch.Tensor) -> tuple[torch.Tensor, tuple[Box, ...]]:
         """What this rank holds of a value, and where that belongs in the global tensor."""
-        local, place = local_tensor(value) if isinstance(value, DTensor) else value, self.place_of(name)
+        local, place = local_part(value).detach(), self.place_of(name)
         if place.coordinate is None:
-            return local.detach(), ()
-        return local.detach(), boxes(tuple(value.shape), place.layout, place.sizes, place.coordinate)
+            return local, ()
+        return local, boxes(tuple(value.shape), place.layout, place.sizes, place.coordinate)
 
     def distribute(self, values: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take this rank's part of each value, and compare the global values with the other ranks'.
@@ -277,8 +271,7 @@ class ModuleValues:
         if not isinstance(value, DTensor) and not is_real(value):
             return self.empty(name, torch.device("meta"), value.dtype)
         if not isinstance(self[name], nn.Parameter):
-            whole = full_tensor(value) if isinstance(value, DTensor) else value.detach()
-            return whole.to(self.device, copy=True)
+            return whole(value).detach().to(self.device, copy=True)
         place = self.place(name)
         if isinstance(value, DTensor):
             with torch.no_grad():
@@ -313,21 +306,23 @@ class ModuleValues:
 
     def _see(self, name: str, value: torch.Tensor) -> None:
         self._shells[name] = value, memory_of(value) if isinstance(value, DTensor) else 0
-        self._armed = None
+        self._ledger = None
 
-    def _arm(self) -> None:
-        entries: list[tuple[Registry, str, Any]] = [
-            (*self.owners[alias], self._shells[name][0])
-            for name in self._forms
-            if self._is_needed(name)
-            for alias in self.aliases[name]
-        ]
-        entries += [(registry, key, None) for _, registry, key in self._empty]
-        entries += [(now, key, module) for _, now, then in self._modules for key, module in then.items()]
-        dicts, keys, values = ([entry[k] for entry in entries] for k in range(3))
-        split = [value for value in values if isinstance(value, DTensor)]
-        shells, sizes = [*map(memory_of, split)], [len(then) for *_, then in self._modules]
-        self._armed = dicts, keys, values, split, shells, sizes
+    def _look(self) -> Ledger:
+        """What stands now wherever a program's values are registered, or modules of the model."""
+        needed = [name for name in self._forms if self._is_needed(name)]
+        slots = [*(self.owners[alias] for name in needed for alias in self.aliases[name]), *self._empty]
+        registered = [(slot.registry, slot.key) for slot in slots]
+        registered += [(now, key) for _, now, then in self._modules for key in then]
+        shells = [value for name in needed if isinstance(value := self._shells[name][0], DTensor)]
+        ledger = Ledger()
+        for registry, key in registered:
+            ledger.enter("", partial(registry.get, key), alike=is_)
+        for shell in shells:
+            ledger.enter("", partial(memory_of, shell))
+        for _, now, _ in self._modules:
+            ledger.enter("", partial(len, now))
+        return ledger
 
     def _is_needed(self, name: str) -> bool:
         """Buffers that no program reads are the user's own."""
@@ -349,8 +344,7 @@ class ModuleValues:
                 f"load_state_dict({{{name!r}: value}}, strict=False)"
             )
         for other in self._forms:
-            registry, key = self.owners[other]
-            if other != name and registry.get(key) is value:
+            if other != name and self.owners[other].tensor is value:
                 raise ValueError(
                     f"{what} {name} was tied to {other} after parallelize: the program has two values. Tie them first, "
                     f"and parallelize the model then"

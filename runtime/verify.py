@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -17,21 +17,21 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from autopar.compat.rebinding import Rebound
-from autopar.compat.redistributing import full_tensor
 from autopar.compat.watching import hook_gradient
 from autopar.compat.wrapping import unwrapped
-from autopar.ir.graph import JointGraph, Node
+from autopar.ir.graph import JointGraph
 from autopar.ir.program import ProgramOutput
 from autopar.ir.tree import flatten
-from autopar.ops.lockstep import run
 from autopar.passes.capture.captured import Captured
 from autopar.passes.capture.fakes import copied, gradient_hooks, skeleton
 from autopar.passes.codegen.precision import at_rest
 
 from .agreement import together
+from .differences import difference, largest_element
+from .places import gathered
+from .simulate import GraphRun
 from .state import State as _State
 from .values import all_slots
 
@@ -73,7 +73,7 @@ class Eager:
             hook_gradient(leaf, hooks.get(name, ()))
         held = {**self.leaves, **given.buffers}
         for slot in all_slots(model):
-            slot.registry[slot.key] = held[captured.tied.get(slot.name, slot.name)]
+            slot.hold(held[captured.tied.get(slot.name, slot.name)])
         inputs = {path: x.requires_grad_(path in given.trained) for path, x in given.inputs.items()}
         self.leaves |= {path: x for path, x in inputs.items() if x.requires_grad}  # type: ignore[misc]
         given_as = ((leaf, leaf.same or leaf.path) for leaf in captured.input_leaves)
@@ -102,28 +102,16 @@ class GraphReference:
     """The same by the captured graph."""
 
     def __init__(self, graph: JointGraph, given: Given) -> None:
-        self.graph = graph
-        values = {**given.parameters, **given.buffers, **given.inputs, **given.constants}
-        self.values: dict[str, Any] = {
-            i.name: values[i.target] for i in graph.inputs if i.role not in ("tangent", "seed")
-        }
-        seeds = [i.name for i in graph.inputs if i.role == "seed"]
-        self.values |= dict(zip(seeds, given.keys, strict=True))
-        with torch.no_grad():
-            self._run(self.values, (node for node in graph.nodes if not node.backward))
-        self.outputs, mutations = self._results("output", self.values), self._results("mutation", self.values)
+        held = {**given.parameters, **given.buffers, **given.constants}
+        self.graph, self.run = graph, GraphRun(graph, held, given.inputs, given.keys)
+        values = self.run.forward
+        self.outputs, mutations = self._results("output", values), self._results("mutation", values)
         self.buffers = {**given.buffers, **mutations}
 
     def gradients(self, tangents: Values) -> Values:
-        values = {**self.values, **{i.name: tangents[i.target] for i in self.graph.inputs if i.role == "tangent"}}
-        with torch.no_grad():
-            self._run(values, (node for node in self.graph.nodes if node.backward))
+        values = self.run.backward(tangents)
         self.buffers |= self._results("update", values)
         return self._results("gradient", values)
-
-    def _run(self, values: dict[str, Any], nodes: Iterator[Node]) -> None:
-        for node in nodes:
-            run(node, (), {(): values})
 
     def _results(self, role: str, values: Mapping[str, torch.Tensor]) -> Values:
         return {o.target: values[o.name] for o in self.graph.outputs if o.role == role and o.name is not None}
@@ -262,7 +250,9 @@ class StepCheck:
         reduced_in = self.state.captured.precision.reduced_in or torch.float64
         dtypes = [reduced_in, *(meta.dtype for meta in graph.metas.values() if meta.dtype in TOLERANCES)]
         dtype = max(dtypes, key=lambda d: TOLERANCES[d])
-        largest = max((_largest(x) for _, _, role, _, x in pairs if role == "gradient" and x is not None), default=0.0)
+        largest = max(
+            (largest_element(x) for _, _, role, _, x in pairs if role == "gradient" and x is not None), default=0.0
+        )
         wrong = []
         for what, target, role, actual, expected in pairs:
             expected = torch.zeros_like(actual) if expected is None and role == "gradient" else expected
@@ -307,49 +297,3 @@ def _plain(now: Mapping[str, Any], then: Mapping[str, Any]) -> dict[str, Any]:
 
 Pair = tuple[str, str, str, torch.Tensor, torch.Tensor | None]
 """What a tensor is, its target and role, its value here, and what it should be."""
-
-
-@torch.no_grad()
-def gathered(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy, gathered from all ranks."""
-    return full_tensor(tensor).clone() if isinstance(tensor, DTensor) else tensor.detach().clone()
-
-
-def difference(actual: torch.Tensor, expected: torch.Tensor | None, floor: float) -> float:
-    """The largest difference relative to the largest element, which counts as `floor` at least; of integers the part of
-    elements that differ. Infinite where shapes or dtypes differ, or numbers that are not finite."""
-    if expected is None or actual.shape != expected.shape or actual.dtype != expected.dtype:
-        return float("inf")
-    if not actual.numel():
-        return 0.0
-    if actual.is_complex():
-        actual, expected = torch.view_as_real(actual.resolve_conj()), torch.view_as_real(expected.resolve_conj())
-    if not actual.dtype.is_floating_point:
-        return float((actual != expected).double().mean())
-    return relative_error(actual, expected, max(floor, 1e-30))
-
-
-def relative_error(actual: torch.Tensor, expected: torch.Tensor, floor: float) -> float:
-    """The largest difference relative to the largest element of what is expected, which counts as `floor` at least.
-    Infinite where shapes, dtypes or elements that are not finite differ."""
-    if actual.shape != expected.shape or actual.dtype != expected.dtype:
-        return float("inf")
-    wide = torch.complex128 if expected.is_complex() else torch.float64
-    actual, expected = actual.detach().to(wide), expected.detach().to(wide)
-    finite = expected.isfinite()
-    if not torch.equal(finite, actual.isfinite()) or not _equal(actual[~finite], expected[~finite]):
-        return float("inf")
-    if not finite.any():
-        return 0.0
-    return float((actual - expected)[finite].abs().max()) / max(float(expected[finite].abs().max()), floor)
-
-
-def _equal(actual: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether elements are equal; NaN is NaN."""
-    parts = [torch.view_as_real(x) if x.is_complex() else x for x in (actual, expected)]
-    return torch.equal(*(x.nan_to_num(0.5) for x in parts))
-
-
-def _largest(tensor: torch.Tensor) -> float:
-    finite = tensor.detach().abs().nan_to_num(0.0, 0.0, 0.0)
-    return float(finite.max()) if tensor.numel() else 0.0

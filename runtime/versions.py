@@ -12,17 +12,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from autopar.compat.autocast import autocast_dtype
 from autopar.compat.calls import versions
-from autopar.compat.distributed import local_tensor
 from autopar.compat.watching import hooks_gradient
 from autopar.ir.program import Program
 from autopar.passes.capture.captured import Captured
 from autopar.passes.capture.concrete import Pinned
 from autopar.passes.capture.leaves import same_value
-from autopar.passes.capture.ledger import Reads
 
 from .agreement import all_equal, telling, together
 from .guard import Guard, report_changed
@@ -31,8 +28,8 @@ from .inputs import Form, Inputs, declared
 from .modes import Again, Mode
 from .padding import Padder
 from .pipelined import Pipelined
+from .places import gathered, local_part
 from .state import State, trained_by
-from .verify import gathered
 
 logger = logging.getLogger("autopar")
 
@@ -48,7 +45,7 @@ RECAPTURES_MANY = 8
 KEYS_MOST = 256
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class ProgramKey:
     """What a call wants of a program. One object for all calls that want the same."""
 
@@ -76,8 +73,8 @@ class _Version:
     guard: Guard
     pinned: Pinned
     state: State
-    used: int = 0
-    """The number of the call that it served last."""
+    served: bool = False
+    """Whether a call has run it. Ranks wait for each other before the first one."""
 
     @property
     def text(self) -> str:
@@ -85,10 +82,9 @@ class _Version:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class CallRequest:
-    """One call of the module. Where its intent has an error, there is nothing else."""
+class CallRequest(Intent):
+    """One call of the module. Where there is an error, there is nothing else."""
 
-    intent: Intent
     key: ProgramKey = field(default=None)  # type: ignore[assignment]
     inputs: Inputs = field(default=None)  # type: ignore[assignment]
     ready: _Version | None = None
@@ -104,14 +100,14 @@ class Versions:
         # the parallel module stands for the model; submodules are its mirrors, in the same order
         self.modules = tuple(parallel.modules())
         values = state.values
-        self.parameters = tuple(
-            (name, *values.owners[name]) for name in values.aliases if isinstance(values[name], nn.Parameter)
-        )
+        self.parameters = {
+            name: values.owners[name] for name in values.aliases if isinstance(values[name], nn.Parameter)
+        }
         captured = state.captured
         trained = {o.target for o in state.gradient_outputs if o.name is not None}
         mode = Mode(
             training=tuple(m.training for m in model.modules()),
-            trainable=frozenset({name for name, *_ in self.parameters} & trained | set(captured.without_gradient)),
+            trainable=frozenset(self.parameters.keys() & trained | set(captured.without_gradient)),
             gradients=bool(state.tangents)
             or (torch.is_grad_enabled() and not any(p.requires_grad for p in model.parameters())),
             autocast=captured.autocast,
@@ -120,7 +116,7 @@ class Versions:
         self.named, self.identities = declared(self.root), captured.reads.identities
         form = Inputs.captured(captured, self.root).form
         self.versions: list[_Version] = [self._version(ProgramKey(mode, form), captured, state)]
-        self.chosen: dict[ProgramKey, _Version] = {}
+        """That of the last call comes last."""
         self.keys: dict[tuple[Any, ...], ProgramKey] = {}
         self.device_type = state.device.type
         self.calls, self.recaptures = 0, 0
@@ -132,8 +128,7 @@ class Versions:
         """Take note of the outputs of a call, which the caller must not write where eager's model would change."""
         shares = {leaf.path: leaf.shares for leaf in state.captured.output_leaves if leaf.shares}
         pairs = zip(state.output_paths, results, strict=True) if shares else ()
-        held = ((path, local_tensor(x) if isinstance(x, DTensor) else x.detach()) for path, x in pairs)
-        lent = [(path, shares[path], x) for path, x in held if path in shares]
+        lent = [(path, shares[path], local_part(x).detach()) for path, x in pairs if path in shares]
         self.lent = [(*each, version) for each, version in zip(lent, versions(x for *_, x in lent), strict=True)]
 
     def _check_lent(self) -> None:
@@ -150,16 +145,22 @@ class Versions:
         """What a call with these inputs wants of a program, in the mode that the module is in now."""
         gradients, cast = torch.is_grad_enabled(), autocast_dtype(self.device_type)
         training = tuple(m.training for m in self.modules)
-        trains = tuple(registry[key].requires_grad for _, registry, key in self.parameters)
+        trains = tuple(slot.registry[slot.key].requires_grad for slot in self.parameters.values())
         now = (cast, gradients, training, trains, inputs.form)
         key = self.keys.get(now)
         if key is None:
-            trainable = {name for (name, *_), trains in zip(self.parameters, trains, strict=True) if trains}
+            trainable = {name for name, trains in zip(self.parameters, trains, strict=True) if trains}
             mode = Mode(training=training, trainable=frozenset(trainable), gradients=gradients, autocast=cast)
+            made = ProgramKey(mode=mode, form=inputs.form)
             if len(self.keys) == KEYS_MOST:
-                self.keys, self.chosen = {}, {}  # programs stay
-            self.keys[now] = key = ProgramKey(mode=mode, form=inputs.form)
+                self.keys = {}  # programs stay
+            self.keys[now] = key = next((v.key for v in self.versions if v.key == made), made)
         return key
+
+    def _serves(self, version: _Version, key: ProgramKey) -> bool:
+        """Whether a program is of a key, whatever Python and inputs hold now."""
+        own = version.key
+        return own is key or (self.again is None and own.form == key.form and own.mode.covers(key.mode))
 
     def request(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallRequest:
         """A call, with what is ready for it: the program that served the last such call, if it still does, whatever the
@@ -171,54 +172,52 @@ class Versions:
             if self.padder is not None:
                 inputs = self.padder.padded(inputs)
             key = self.key(inputs)
-            ready = self.chosen.get(key)
-            if ready is not None and not ready.guard.holds():
+            ready = next((version for version in reversed(self.versions) if self._serves(version, key)), None)
+            if ready is not None and not (ready.served and ready.guard.holds()):
                 ready = None
         except Exception as error:  # on this rank: `Handshake.begin` raises it on all
-            return CallRequest(intent=Intent.failed(error))
-        intent = Intent(
+            return CallRequest.failed(error)
+        return CallRequest(
             number=key.number,
             text=key.text,
             has_program=ready is not None,
             defers=self.base.module.pending.asks and not any(map(hooks_gradient, self.base.values.tensors())),
             reads=ready is not None and bool(ready.pinned),
             tensors=inputs.tensors,
+            key=key,
+            inputs=inputs,
+            ready=ready,
         )
-        return CallRequest(intent=intent, key=key, inputs=inputs, ready=ready)
 
     @property
     def programs(self) -> tuple[tuple[str, Program], ...]:
         """What each is for, and the program; that of the last call first."""
-        ranked = sorted(self.versions, key=lambda version: -version.used)
-        return tuple((version.text, version.state.program) for version in ranked)
+        return tuple((version.text, version.state.program) for version in reversed(self.versions))
 
     def serving(self, request: CallRequest) -> State:
         """What serves a call; the module captures again where nothing is ready for it."""
         key, inputs, ready = request.key, request.inputs, request.ready
         if ready is None or (ready.pinned and not self._reads(ready, inputs)):
-            self.chosen[key] = ready = self._choose(key, inputs)
+            ready = self._choose(key, inputs)
         self.calls += 1
-        if ready.used != self.calls - 1:
+        if ready is not self.versions[-1]:
             logger.debug("call %d runs program %s, for %s", self.calls, ready.state.program.digest, ready.text)
-        ready.used = self.calls
+            self.versions = [*(version for version in self.versions if version is not ready), ready][-PROGRAMS_MOST:]
+        ready.served = True
         return ready.state
 
     def guard_again(self) -> None:
         """Guard the modules that these modes are of now, and no others."""
         for version in self.versions:
-            version.guard = self._guard(version.guard.reads)
-        self.chosen = {}
-
-    def _guard(self, reads: Reads) -> Guard:
-        return Guard(self.root, self.loss_fn, reads)
+            version.guard, version.served = Guard(self.root, self.loss_fn, version.guard.reads), False
 
     def _version(self, key: ProgramKey, captured: Captured, state: State) -> _Version:
         """Of a step that a program serves, which may have been captured of another one."""
-        return _Version(key=key, guard=self._guard(captured.reads), pinned=captured.pinned, state=state)
+        guard = Guard(self.root, self.loss_fn, captured.reads)
+        return _Version(key=key, guard=guard, pinned=captured.pinned, state=state)
 
     def _reads(self, version: _Version, inputs: Inputs) -> bool:
         """Whether a program's numbers are those of these inputs, on all ranks alike."""
-        differs = None
         bound = {path: gathered(inputs.leaves[path]) for path in version.pinned.inputs}
         with together(self.base.mesh):
             differs = version.pinned.differs(bound, inputs.leaves)
@@ -234,17 +233,14 @@ class Versions:
         changed: list[str] = []
         others: list[_Version] = []
         for version in self.versions:
-            own = version.key
-            if own.form != key.form:
+            if not self._serves(version, key):
                 continue
-            if own.mode == key.mode or (self.again is None and own.mode.covers(key.mode)):
-                if not version.guard.holds():
-                    changed = version.guard.changed
-                elif version.pinned and not self._reads(version, inputs):
-                    others.append(version)
-                else:
-                    self.versions.append(self.versions.pop(self.versions.index(version)))
-                    return version
+            if not version.guard.holds():
+                changed = version.guard.changed
+            elif version.pinned and not self._reads(version, inputs):
+                others.append(version)
+            else:
+                return version
         if others:
             self._report_read(others)
         elif changed:
@@ -270,7 +266,7 @@ class Versions:
             raise
         if isinstance(program, int):
             served = [state for state in alike if state.program is alike[program].program]
-            frozen = {name for name, *_ in self.parameters} - (mode.trainable if mode.gradients else set())
+            frozen = self.parameters.keys() - (mode.trainable if mode.gradients else set())
             same = [
                 state
                 for state in served
@@ -285,9 +281,6 @@ class Versions:
         seconds = time.monotonic() - began
         self.base.module.observed.capture_seconds += seconds
         self._report_captured(key, isinstance(program, int), seconds)
-        self.versions.append(version)
-        if len(self.versions) > PROGRAMS_MOST:
-            self._drop(min(self.versions[:-1], key=lambda version: version.used))
         return version
 
     def _report_captured(self, key: ProgramKey, is_served: bool, seconds: float) -> None:
@@ -307,8 +300,7 @@ class Versions:
     def _differs(self, key: ProgramKey) -> str:
         """In what its inputs differ from those of the last call in the same mode, or in any."""
         same_mode = [version for version in self.versions if version.key.mode == key.mode]
-        nearest = max(same_mode or self.versions, key=lambda version: version.used)
-        form = nearest.key.form
+        form = (same_mode or self.versions)[-1].key.form
         return "" if form == key.form else f", where {key.form.differs(form)}"
 
     def _report_read(self, others: Sequence[_Version]) -> None:
@@ -329,11 +321,7 @@ class Versions:
             PINNED_MOST,
         )
         if len(others) >= PINNED_MOST:
-            self._drop(others[0])
-
-    def _drop(self, dropped: _Version) -> None:
-        self.versions.remove(dropped)
-        self.chosen = {key: version for key, version in self.chosen.items() if version is not dropped}
+            self.versions.remove(others[0])
 
 
 def same_values(captured: Captured, other: Captured) -> bool:

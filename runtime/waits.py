@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from .compiled import Clock
 from .timing import mark, seconds_between
 
 Key = tuple[str, str]
@@ -54,7 +53,7 @@ class Waits:
 class Observed:
     """What `autopar.Metrics` sees of all programs of a module, while it is asked to."""
 
-    clock: Clock | None = None
+    clock: Waits | None = None
     backwards: dict[Any, int] = field(default_factory=dict)
     """How often each program has gone backward, by its state."""
     capture_seconds: float = 0.0

@@ -4,17 +4,16 @@ of its call."""
 from __future__ import annotations
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from autopar.compat.calls import backward_running
-from autopar.compat.distributed import local_tensor
 from autopar.compat.watching import gradient_hooks
+
+from .places import local_part
 
 
 def storage_of(tensor: torch.Tensor) -> int:
     """The address of a tensor's memory."""
-    local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-    return local.untyped_storage().data_ptr()
+    return local_part(tensor).untyped_storage().data_ptr()
 
 
 class WholeGradient:

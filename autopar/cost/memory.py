@@ -145,11 +145,10 @@ class _TrainingStep:
 
     def run(self) -> None:
         program, memory = self.program, self.memory
-        given = [i.name for i in program.inputs if i.role != "tangent"]
-        tangents = [i.name for i in program.inputs if i.role == "tangent"]
+        given, tangents = ([i.name for i in inputs] for inputs in (program.given, program.tangents))
         outputs = [o.name for o in program.outputs if o.role == "output" and o.name is not None]
-        results = list(dict.fromkeys(o.name for o in program.outputs if not o.backward and o.name is not None))
-        gradients = [o.name for o in program.outputs if o.backward and o.name is not None]
+        results = list(dict.fromkeys(o.name for o in program.results if o.name is not None))
+        gradients = [o.name for o in program.gradients if o.name is not None]
         for i in program.inputs:
             memory.give(i.name, local_meta(i.meta, i.layout, program.mesh))
         unread, forward = lifetimes(given, program.forward, (*results, *program.saved))
@@ -160,7 +159,7 @@ class _TrainingStep:
         self._sort(outputs, [g for g, is_copied in zip(gradients, copied, strict=True) if not is_copied])
 
         self.alive["optimizer"] = self._optimizer_bytes()
-        self._hold(i.name for i in program.inputs if i.role != "tangent")  # by the module and the caller
+        self._hold(given)  # by the module and the caller
         self._hold(given)
         self._drop(unread)
         self._run(forward, "forward")
@@ -267,7 +266,7 @@ def _weights(program: Program) -> set[str]:
     """Values that are of parameters alone, and gradients of parameters from the operator that computes them on."""
     nodes = program.nodes
     weights = derived(nodes, (i.name for i in program.inputs if i.role == "parameter"), reads_some)
-    gradients = [o.name for o in program.outputs if o.backward and o.name is not None]
+    gradients = [o.name for o in program.gradients if o.name is not None]
     moving = leading(nodes, gradients, lambda node: node.op.startswith(MOVING) and node.name not in weights)
     computed = {*gradients, *(name for position in moving for name in nodes[position].inputs)}
     return weights.union(*(node.outputs for node in nodes if not computed.isdisjoint(node.outputs))) - {""}

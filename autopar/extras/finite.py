@@ -17,11 +17,11 @@ import torch.distributed as dist
 from autopar.extensions import Plug
 from autopar.ir.graph import Node
 from autopar.ir.program import Program, ProgramInput, ProgramOutput
+from autopar.passes.capture.errors import listed
 from autopar.runtime.agreement import exchange
 from autopar.runtime.call import WATCHES
 from autopar.runtime.compiled import watched_by
 from autopar.runtime.failures import place_of
-from autopar.runtime.placements import unpadded
 from autopar.runtime.state import State
 
 
@@ -84,9 +84,8 @@ def _raise_together(state: State, watch: Watch, what: str, results: Sequence[tor
         if seen:
             (_, place), rank = seen[0]
             told.append(f"the first {kind} came on rank {rank}, {place}")
-    more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
     raise FloatingPointError(
-        f"in the {what} pass of call {state.module.handshake.calls}, {', '.join(bad[:3])}{more} "
+        f"in the {what} pass of call {state.module.handshake.calls}, {listed(bad, 3)} "
         f"{'is' if len(bad) == 1 else 'are'} not finite: {'; '.join(told)}"
     )
 
@@ -95,7 +94,7 @@ def _kinds(state: State, output: ProgramOutput, local: torch.Tensor) -> set[str]
     """Of a result, without padding."""
     if output.meta is None:
         return kinds_of(local)
-    return kinds_of(unpadded(local, output.meta.shape, output.layout, state.program.mesh, state.coordinate))
+    return kinds_of(state.values.whole_place(output.layout).unpadded(local, output.meta.shape))
 
 
 WATCHES.know(Plug("finite", finite))

@@ -105,7 +105,7 @@ class Job:
                 held = self.held(ranks, rank)
                 local = part(rank, torch.Size(held).numel()).view(held)
                 for box in boxes(self.shape, self.layout, tuple(ranks.mesh.shape), coordinate):
-                    box_of(whole, box.offsets, box.sizes).copy_(box.of(local))
+                    box.within(whole).copy_(box.of(local))
         return whole
 
     def part(self, whole: torch.Tensor, ranks: MeshRanks, rank: int) -> torch.Tensor:
@@ -114,12 +114,8 @@ class Job:
         if self.stage not in (None, ranks.coordinates[rank][0]):
             return local
         for box in boxes(self.shape, self.layout, tuple(ranks.mesh.shape), ranks.coordinates[rank]):
-            box.of(local).copy_(box_of(whole, box.offsets, box.sizes))
+            box.of(local).copy_(box.within(whole))
         return local
-
-
-def box_of(whole: torch.Tensor, offsets: Shape, sizes: Shape) -> torch.Tensor:
-    return whole[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))]
 
 
 def jobs_of(

@@ -134,6 +134,25 @@ class Program:
         return (*self.forward, *self.backward)
 
     @cached_property
+    def given(self) -> tuple[ProgramInput, ...]:
+        """The inputs that forward reads."""
+        return tuple(i for i in self.inputs if i.role != "tangent")
+
+    @cached_property
+    def tangents(self) -> tuple[ProgramInput, ...]:
+        return tuple(i for i in self.inputs if i.role == "tangent")
+
+    @cached_property
+    def results(self) -> tuple[ProgramOutput, ...]:
+        """What forward returns, beside what is saved."""
+        return tuple(o for o in self.outputs if not o.backward)
+
+    @cached_property
+    def gradients(self) -> tuple[ProgramOutput, ...]:
+        """What backward returns."""
+        return tuple(o for o in self.outputs if o.backward)
+
+    @cached_property
     def trained(self) -> frozenset[str]:
         """Names of the parameters that get a gradient."""
         return frozenset(o.target for o in self.outputs if o.role == "gradient" and o.name is not None)
@@ -153,25 +172,22 @@ class Program:
 
         lines = [f"# one rank of mesh {', '.join(f'{a}={n}' for a, n in zip(self.axes, self.mesh, strict=True))}"]
         lines.append("def forward(")
-        for i in self.inputs:
-            if i.role != "tangent":
-                layout = describe(i.layout, self.axes)
-                lines.append(f"    {i.name},  # {i.role} {i.target}: {i.meta} {layout}")
+        for i in self.given:
+            lines.append(f"    {i.name},  # {i.role} {i.target}: {i.meta} {describe(i.layout, self.axes)}")
         lines.append("):")
         lines += self._body(self.forward)
-        outputs = [o for o in self.outputs if not o.backward]
-        for o in outputs:
+        for o in self.results:
             lines.append(f"    # {o.role} {o.target} = {o.name}: {o.meta} {describe(o.layout, self.axes)}")
-        returned, saved = ("".join(f"{name}, " for name in names) for names in ((o.name for o in outputs), self.saved))
+        returned, saved = (
+            "".join(f"{name}, " for name in names) for names in ((o.name for o in self.results), self.saved)
+        )
         lines.append(f"    return ({returned}), ({saved})")
         lines.append("")
-        tangents = [i.name for i in self.inputs if i.role == "tangent"]
-        lines.append(f"def backward({', '.join([*self.saved, *tangents])}):")
+        lines.append(f"def backward({', '.join([*self.saved, *(i.name for i in self.tangents)])}):")
         lines += self._body(self.backward)
-        gradients = [o for o in self.outputs if o.backward]
-        for o in gradients:
+        for o in self.gradients:
             lines.append(f"    # gradient {o.target} = {o.name} {describe(o.layout, self.axes)}")
-        lines.append(f"    return ({''.join(f'{o.name}, ' for o in gradients)})")
+        lines.append(f"    return ({''.join(f'{o.name}, ' for o in self.gradients)})")
         return "\n".join(lines)
 
     def _body(self, instructions: tuple[Node, ...]) -> list[str]:

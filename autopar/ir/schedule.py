@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 FORWARD, BACKWARD, INPUTS, WEIGHTS, SEND, RECEIVE = "F", "B", "I", "W", "send", "receive"
+UNITS = (FORWARD, BACKWARD, INPUTS, WEIGHTS)
 
 Edge = tuple[int, int, str]
 """A value that one stage makes and another needs: (from stage, to stage, "F"orward or "B"ackward)."""
@@ -226,6 +227,12 @@ class PipelineRun:
 def played(schedule: Schedule, run: PipelineRun) -> PipelineRun:
     """The run in which each device keeps to its order: an action waits until what it needs has arrived. Raises
     ValueError where devices wait for each other."""
+    _refuse(_stuck(schedule, run), schedule)
+    return run
+
+
+def _stuck(schedule: Schedule, run: PipelineRun) -> dict[int, Action]:
+    """Runs what the devices can run, each in its order. Device -> the action that it then waits to run."""
     following = [*map(iter, schedule.orders)]
     actions = [next(order, None) for order in following]
 
@@ -237,8 +244,17 @@ def played(schedule: Schedule, run: PipelineRun) -> PipelineRun:
         return action
 
     run.go(choose)
-    _refuse({device: action for device, action in enumerate(actions) if action}, schedule)
-    return run
+    return {device: action for device, action in enumerate(actions) if action}
+
+
+def in_sequence(schedule: Schedule, edges: Iterable[Edge]) -> list[Action]:
+    """The units of all devices one after the other, each after the units that make what it needs."""
+    seconds = {kind: [1.0] * schedule.stages for kind in UNITS}
+    run = PipelineRun(schedule.devices, seconds, dict.fromkeys(edges, 0.0))
+    stuck = _stuck(schedule, run)
+    assert not stuck, f"all devices wait: {', '.join(map(str, stuck.values()))}"
+    started = zip(itertools.chain(*run.starts), itertools.chain(*run.orders), strict=True)
+    return [action for _, action in sorted(started) if action.kind in UNITS]
 
 
 def _refuse(stuck: Mapping[int, Action], schedule: Schedule) -> None:

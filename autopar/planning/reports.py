@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from autopar.passes.capture.captured import Captured
+from autopar.passes.capture.errors import listed
 from autopar.passes.space.space import Space
 
 from .provenance import input_metas
@@ -56,10 +57,9 @@ def about(what: str, things: Iterable[str]) -> dict[str, object]:
 def report_captured(captured: Captured) -> None:
     """Warns of parameters that do not train, and of numbers that the model's Python reads off inputs."""
     if names := captured.without_gradient:
-        shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
         logger.warning(
             "no gradient reaches %s, on which nothing that is differentiated depends (trainable: %d)",
-            shown,
+            listed(names, 10),
             len(names),
             extra=about("no gradient", names),
         )

@@ -11,10 +11,11 @@ from autopar.ir.graph import JointGraph, Node, references
 from autopar.ir.layout import Layout, Shape, is_routed
 from autopar.ir.program import Program
 from autopar.ir.randomness import keys
-from autopar.ops.lockstep import Values, run
-from autopar.runtime.simulate import assemble, given_to_ranks, run_ranks
+from autopar.ops.lockstep import Values
+from autopar.runtime.differences import largest_element
+from autopar.runtime.simulate import GraphRun, assemble, given_to_ranks, run_ranks
 
-from .steps import NEGLIGIBLE, relative_error, size_of
+from .steps import NEGLIGIBLE, relative_error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,20 +46,11 @@ def reference_values(
     tangents: Mapping[str, torch.Tensor],
     seed: int,
 ) -> dict[str, Any]:
-    """Every value of a graph, on global tensors in this process."""
+    """Every value of a graph, on global tensors in this process. Tangents that are not given are ones."""
     drawn = keys(torch.tensor(seed), sum(i.role == "seed" for i in graph.inputs))
-    values: Values = {}
-    for i in graph.inputs:
-        if i.role == "seed":
-            values[i.name] = drawn[int(i.target)]
-        elif i.role == "tangent":
-            meta = graph.metas[i.name]
-            values[i.name] = tangents.get(i.target, torch.ones(meta.shape, dtype=meta.dtype))
-        else:
-            values[i.name] = (inputs if i.role == "input" else held)[i.target].detach()
-    for node in graph.nodes:
-        run(node, (), {(): values})
-    return values
+    metas = {i.target: graph.metas[i.name] for i in graph.inputs if i.role == "tangent"}
+    ones = {path: torch.ones(meta.shape, dtype=meta.dtype) for path, meta in metas.items()}
+    return GraphRun(graph, held, inputs, drawn).backward({**ones, **tangents})
 
 
 @torch.no_grad()
@@ -112,7 +104,7 @@ def _difference(
     if not isinstance(reference, torch.Tensor) or local != program.metas[name].shape:
         return None
     operands = (expected[name] for name in references((node.args, node.kwargs)))
-    floor = NEGLIGIBLE * max((size_of(x) for x in operands if isinstance(x, torch.Tensor)), default=0.0)
+    floor = NEGLIGIBLE * max((largest_element(x) for x in operands if isinstance(x, torch.Tensor)), default=0.0)
     try:
         assembled = assemble(shards, tuple(reference.shape), layout, program.mesh, math.inf, name)
     except (AssertionError, RuntimeError) as raised:

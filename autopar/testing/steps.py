@@ -14,7 +14,8 @@ from autopar.ir.program import Program
 from autopar.ir.randomness import keys
 from autopar.ir.tree import flatten
 from autopar.passes.capture.captured import Captured
-from autopar.runtime import verify
+from autopar.runtime import differences
+from autopar.runtime.differences import largest_element
 from autopar.runtime.simulate import simulate_step
 
 from .draws import Draws, Readers
@@ -50,12 +51,12 @@ class StepResult:
 def relative_error(actual: torch.Tensor, expected: torch.Tensor, floor: float = 0.0) -> float:
     """The largest difference relative to the largest element of what is expected, which counts as `floor` at least.
     Infinite where shapes, dtypes or elements that are not finite differ."""
-    return verify.relative_error(actual.cpu(), expected.cpu(), max(floor, LEAST))
+    return differences.relative_error(actual.cpu(), expected.cpu(), max(floor, LEAST))
 
 
 def errors(actual: StepResult, expected: StepResult) -> dict[tuple[str, str], float]:
     """(kind, name) -> relative error, of everything that a step makes."""
-    largest = max((size_of(g) for g in expected.gradients.values()), default=0.0)
+    largest = max((largest_element(g) for g in expected.gradients.values()), default=0.0)
     parts: list[tuple[str, Mapping[str, Any], Mapping[str, Any], float]] = [
         ("outputs", actual.outputs, expected.outputs, 0.0),
         ("gradients", actual.gradients, expected.gradients, NEGLIGIBLE * largest),
@@ -70,13 +71,6 @@ def errors(actual: StepResult, expected: StepResult) -> dict[tuple[str, str], fl
             key = ("loss" if kind == "outputs" and name == expected.loss else kind, name)
             relative[key] = _error(ours.get(name), theirs.get(name), floor)
     return relative
-
-
-def size_of(tensor: torch.Tensor) -> float:
-    """The largest finite element; 0 of what is no floating number."""
-    if not tensor.numel() or not (tensor.is_floating_point() or tensor.is_complex()):
-        return 0.0
-    return tensor.detach().abs().nan_to_num(posinf=0.0).max().item()
 
 
 def _error(actual: Any, expected: Any, floor: float) -> float:
@@ -241,6 +235,6 @@ def simulated_steps(
 def tangents_of(program: Program, captured: Captured) -> dict[str, torch.Tensor]:
     return {
         i.target: tangent(torch.empty(i.meta.shape, dtype=i.meta.dtype), place_of(i.target))
-        for i in program.inputs
-        if i.role == "tangent" and i.target != captured.loss
+        for i in program.tangents
+        if i.target != captured.loss
     }

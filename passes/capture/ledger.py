@@ -85,6 +85,18 @@ class Ledger:
     names: set[str] = field(default_factory=set)
     """Names that the code mentions which was reached."""
 
+    def enter(
+        self,
+        path: str,
+        ask: Callable[[], Any],
+        put: Callable[[Any], object] | None = None,
+        alike: Callable[[Any, Any], bool] = operator.eq,
+    ) -> Any:
+        """Ask what stands at a path: it is to be alike later on."""
+        answer = ask()
+        self.entries.append(LedgerEntry(path, ask, answer, alike, put))
+        return answer
+
     @cached_property
     def _columns(self) -> Sequence[tuple[list[Any], list[Any]]]:
         """What asks and was answered: of what is to be the same object, and of what is to be equal."""

@@ -39,7 +39,7 @@ from autopar.ir.tree import joined
 
 from .errors import CaptureError
 from .fakes import STANDS_FOR
-from .ledger import ABSENT, Drawn, Ledger, LedgerEntry, Reads, Same, contents, identities, outer_paths, put_back
+from .ledger import ABSENT, Drawn, Ledger, Reads, Same, contents, identities, outer_paths, put_back
 from .source import defaults_of, is_library, is_library_module, names_of
 
 logger = logging.getLogger(__name__)
@@ -150,24 +150,12 @@ class _Walk:
         self, path: str, ask: Callable[[], Any], put: Callable[[Any], object] | None = None, *, is_fixed: bool = False
     ) -> None:
         """Reach what stands at a path. Unless it is fixed, it is to be the same object later on."""
-        self.reach(path, ask() if is_fixed else self.entry(path, ask, put, operator.is_))
-
-    def entry(
-        self,
-        path: str,
-        ask: Callable[[], Any],
-        put: Callable[[Any], object] | None = None,
-        alike: Callable[[Any, Any], bool] = operator.eq,
-    ) -> Any:
-        """Enter what is asked for at a path: it is to be alike later on."""
-        answer = ask()
-        self.ledger.entries.append(LedgerEntry(path, ask, answer, alike, put))
-        return answer
+        self.reach(path, ask() if is_fixed else self.ledger.enter(path, ask, put, operator.is_))
 
     def contents(self, path: str, value: Any) -> None:
         """A container or a class is to hold the same objects later on."""
         kept = contents(value)
-        self.entry(path, functools.partial(identities, value), lambda _: put_back(value, kept))
+        self.ledger.enter(path, functools.partial(identities, value), lambda _: put_back(value, kept))
 
     def token(self, path: str, value: Any) -> Any:
         """What stands at a path. What is inside of it is reached."""
@@ -183,7 +171,7 @@ class _Walk:
             self.notes(path, value)
             if self.reads is None or path not in self.reads.values:
                 return Same(value)
-            return (Same(value), self.entry(path, functools.partial(getattr, value, "_version")))
+            return (Same(value), self.ledger.enter(path, functools.partial(getattr, value, "_version")))
         if id(value) in self.seen:
             self.aliases.setdefault(self.seen[id(value)], []).append(path)
             return ("as", self.seen[id(value)])
@@ -272,7 +260,7 @@ class _Walk:
     def sized(self, path: str, mapping: dict[Any, Any]) -> None:
         """Compare how much it holds, or put all of that back."""
         if self.reads is not None:
-            self.entry(path, mapping.__len__)
+            self.ledger.enter(path, mapping.__len__)
         else:
             self.contents(path, mapping)
 
@@ -301,7 +289,7 @@ class _Walk:
             self.seen[id(base)] = base.__name__
             kept = dict(vars(base))
             if self.reads is not None:
-                self.entry(base.__name__, vars(base).__len__)
+                self.ledger.enter(base.__name__, vars(base).__len__)
             elif not library:
                 self.contents(base.__name__, base)
             for name, held in kept.items():
@@ -348,7 +336,7 @@ class _Walk:
         library = is_library_module(inside)
         if self.reads is not None and not library and (id(namespace), "", False) not in self.compared:
             self.compared.add((id(namespace), "", False))
-            self.entry(prefix, namespace.__len__)  # what code asks for may not be there yet
+            self.ledger.enter(prefix, namespace.__len__)  # what code asks for may not be there yet
             if inside and (answers := namespace.get("__getattr__")) is not None:  # for names that the module has not
                 self.reach(f"{prefix}__getattr__", answers)
         # no code can say `@name`: instruments write such globals beside a person's (pytest, to explain an assert)
@@ -376,9 +364,9 @@ class _Walk:
         """What the process is set to, as far as operators or reached code ask for it."""
         for name, ask in SETTINGS.items():
             if name in self.ledger.names | SETTINGS_AT_WORK:
-                self.ledger.tokens[f"torch.{name}()"] = self.entry(f"torch.{name}()", ask)
+                self.ledger.tokens[f"torch.{name}()"] = self.ledger.enter(f"torch.{name}()", ask)
         if self.ledger.names & {"environ", "getenv"}:
-            self.ledger.tokens["os.environ"] = self.entry("os.environ", _environment, _set_environment)
+            self.ledger.tokens["os.environ"] = self.ledger.enter("os.environ", _environment, _set_environment)
         if self.ledger.names & {"decimal", "Decimal", "getcontext", "localcontext"}:
             self.held("decimal.getcontext()", decimal.getcontext)
         self.run()
@@ -482,7 +470,7 @@ def _builtin(walk: _Walk, path: str, value: Any) -> Any:
 
 def _cache(walk: _Walk, path: str, value: Any) -> Any:
     if walk.reads is None:  # results that the trace leaves in a cache are no tensors
-        walk.entry(path, lambda: value.cache_info().currsize, lambda _: value.cache_clear())
+        walk.ledger.enter(path, lambda: value.cache_info().currsize, lambda _: value.cache_clear())
     return Same(value)
 
 
@@ -580,7 +568,9 @@ def _seen(
         if suffix:
             walk.reach(path + suffix, held)
         if walk.reads is None or not drawn:  # what is drawn goes on outside of the model
-            walk.entry(path, lambda: _frozen(see(value), Same), lambda _: put(value, held) if put is not None else None)
+            walk.ledger.enter(
+                path, lambda: _frozen(see(value), Same), lambda _: put(value, held) if put is not None else None
+            )
         token = (type(value), _frozen(held))
         return Drawn(token) if drawn else token
 

@@ -97,7 +97,7 @@ def _rested(program: Program, held_in: Mapping[str, torch.dtype]) -> Program:
     metas, late = dict(program.metas), readers(program.backward)
     again = {name for name in held if _is_gathered(name, program.backward, late)}
     early = {name for node in program.forward for name in node.inputs}
-    early.update(o.name for o in program.outputs if not o.backward and o.name is not None)
+    early.update(o.name for o in program.results if o.name is not None)
     early.update(name for name in program.saved if name not in again)
     forward, backward, gradients = (_Casts(metas=metas) for _ in range(3))
     for name, i in held.items():

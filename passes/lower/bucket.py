@@ -53,8 +53,8 @@ class Bucket(Rewrite):
 
     def __call__(self, program: Program, target: Target | None = None) -> Program:
         parameters = {i.name for i in program.inputs if i.role == "parameter"}
-        results = [o.name for o in program.outputs if not o.backward and o.name is not None]
-        gradients = [o.name for o in program.outputs if o.name is not None and o.backward]
+        results = [o.name for o in program.results if o.name is not None]
+        gradients = [o.name for o in program.gradients if o.name is not None]
         axis_bytes = self.axis_bytes or (self.limit_bytes,) * len(program.mesh)
         writer = BucketWriter(
             mesh=program.mesh,

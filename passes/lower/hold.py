@@ -32,10 +32,10 @@ def held(program: Program) -> Held:
     """The program in two forms, for the first micro-batch of a step and for the others."""
     values = gathered(program)
     rest = [node for node in program.forward if not values.issuperset(filter(None, node.outputs))]
-    wanted = {*program.saved, *(o.name for o in program.outputs if not o.backward)}
+    wanted = {*program.saved, *(o.name for o in program.results)}
     wanted.update(name for node in rest for name in node.inputs)
     names = tuple(name for node in program.forward for name in node.outputs if name in values & wanted)
-    results = (*(o.name for o in program.outputs if not o.backward), *program.saved)
+    results = (*(o.name for o in program.results), *program.saved)
     given = tuple(within(name, "buffer", program.metas, program.mesh) for name in names)
     return Held(
         names=names,

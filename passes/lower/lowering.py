@@ -174,7 +174,7 @@ def where_quicker(write: Write) -> Callable[[Program, Target], Adopted | None]:
 def check_written(program: Program, name: str) -> None:
     """Of a program that a lowering of another package wrote: raises ValueError where it reads what is not made, or has
     no meta of what it makes."""
-    tangents = {i.name for i in program.inputs if i.role == "tangent"}
+    tangents = {i.name for i in program.tangents}
     there = {i.name for i in program.inputs} - tangents
     _check_half(program, program.forward, there, name)
     _known(program.saved, there, f"lowering {name!r} saves for backward")

@@ -71,11 +71,11 @@ def rematerialized(program: Program) -> Program:
             if name in again:
                 make(name)
         writer.written.append(reading(node, renamed))
-    results = [o.name for o in program.outputs if o.backward]
+    results = [o.name for o in program.gradients]
     backward = living(writer.written, results)
-    tangents = {i.name for i in program.inputs if i.role == "tangent"}
+    tangents = {i.name for i in program.tangents}
     saved = tuple(name for name in needed(backward, results) if name not in tangents)
-    forward = living(program.forward, (*(o.name for o in program.outputs if not o.backward), *saved))
+    forward = living(program.forward, (*(o.name for o in program.results), *saved))
     return with_own_metas(replace(program, forward=forward, backward=backward, saved=saved, metas=writer.metas))
 
 

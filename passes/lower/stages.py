@@ -360,7 +360,7 @@ class _Cutter(Kinds):
         self.early |= {node.name for node in program.forward if node.name in known}
         self.cuts, self.numbers = cuts, range(len(cuts) + 1)
         self.given = {i.name: i for i in program.inputs}
-        self.tangents = {i.name for i in program.inputs if i.role == "tangent"}
+        self.tangents = {i.name for i in program.tangents}
         self.stage_of: dict[str, int] = {}
         self._place_forward()
         self.there = self._availability()

@@ -2,8 +2,6 @@
 
 import itertools
 import os
-import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -15,7 +13,7 @@ from autopar.cluster.measurements import Compute
 from autopar.ops.experts import MM, MM_WEIGHT, expert_mm, expert_mm_weight
 from autopar.ops.kinds import MOVERS
 from autopar.ops.sdpa import ATTENTION, ATTENTION_BACKWARD, attention, attention_backward
-from autopar.runtime.timing import Report, median_seconds
+from autopar.runtime.timing import Report, median_sample, median_seconds, seconds_of
 
 RING_BYTES: Mapping[str, int] = {"cpu": 1 << 26, "cuda": 1 << 29}
 """Of the operands that a product takes in turn while it is measured, by type of device: caches hold less, as of a
@@ -92,14 +90,12 @@ def seconds_apart(function: Callable[[], object], seconds: float) -> float:
     """Seconds of a call on a CPU, each behind a product."""
     a, b = torch.randn(PRODUCT[:2]), torch.randn(PRODUCT[1:])
     product = in_turn(torch.mm, a, b, copies=copies_beyond_caches(a, b))
-    samples: list[float] = []
-    end = time.perf_counter() + seconds
-    while len(samples) < 3 or time.perf_counter() < end:
+
+    def sample() -> float:
         product()
-        began = time.perf_counter()
-        function()
-        samples.append(time.perf_counter() - began)
-    return statistics.median(samples)
+        return seconds_of(function, a.device)
+
+    return median_sample(sample, seconds)
 
 
 def _operators(device: torch.device) -> Iterator[tuple[str, float, int, Callable[[], None]]]:

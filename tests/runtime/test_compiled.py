@@ -15,7 +15,7 @@ import plans
 import pytest
 import ranks
 import torch
-from fusing import plain, quick_compiler, traced
+from fusing import plain, quick_compiler, run_compiled, traced
 from models import CASES, assert_same, case, eager, simulated
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -49,7 +49,9 @@ def test_simulated_ranks(name: str, mesh: dict[str, int]) -> None:
     made = planner(name, mesh)
     program = rematerialized(bucket(codegen(made.space, plans.random_assignment(made.space, seed=1))))
     compiler = quick_compiler()
-    assert_same(simulated(program, made.captured, case(name), compiler=compiler), eager(case(name)))
+    assert_same(
+        simulated(program, made.captured, case(name), run=partial(run_compiled, compiler=compiler)), eager(case(name))
+    )
     assert compiler.compiled and not compiler.failed
 
 
@@ -61,7 +63,7 @@ def test_models_that_people_use(name: str) -> None:
         made.model, {"dp": 2, "tp": 2}, made.args, made.kwargs, loss_fn=made.loss_fn, compile=True
     )
     program, compiler = on.program(on.plan(solver="fsdp")), quick_compiler(traced)
-    assert_same(simulated(program, on.captured, made, compiler=compiler), eager(made))
+    assert_same(simulated(program, on.captured, made, run=partial(run_compiled, compiler=compiler)), eager(made))
     assert compiler.compiled and not compiler.failed
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,15 @@ from torch._inductor import lowering as lowering  # of which decompositions ask
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar.compat.inductor import Fused, fakes
+from autopar.cost.liveness import Memory
+from autopar.ir.graph import Node
+from autopar.ir.layout import Shape
+from autopar.ir.program import Program
+from autopar.ops import lockstep
+from autopar.ops.lockstep import Values
 from autopar.runtime.compiling import Inductor
+from autopar.runtime.simulate import check_outputs
+from autopar.runtime.stretches import Compiler, compiled_halves, unit_of
 
 
 def plain(function: Callable[..., Sequence[torch.Tensor]], operands: Sequence[torch.Tensor], mode: str) -> Fused:
@@ -34,6 +42,26 @@ def traced(function: Callable[..., Sequence[torch.Tensor]], operands: Sequence[t
     with operands[0].fake_mode if operands else fakes():  # type: ignore[attr-defined]
         graph: Any = make_fx(function, decomposition_table=select_decomp_table())(*operands)
     return plain(graph, operands, mode)
+
+
+def run_compiled(program: Program, inputs: Mapping[Shape, Values], *, compiler: Compiler) -> dict[Shape, Values]:
+    """`simulate.run_ranks`, where each rank's stretches run compiled."""
+    ranks = {coordinate: dict(values) for coordinate, values in inputs.items()}
+    memory = Memory.of(program, program.nodes)
+    for item in (item for half in compiled_halves(program) for item in half):
+        if isinstance(item, Node):
+            lockstep.run(item, program.mesh, ranks)
+        else:
+            for coordinate, values in ranks.items():
+                operands = [values[name] for name in item.inputs]
+                device = operands[0].device if operands else torch.device("cpu")
+                unit = unit_of(item, memory, program, coordinate, device)
+                compiler.prepare([(item.module, unit)], together=False)
+                kernels = compiler.kernels(unit)
+                results = unit(*operands) if kernels is None else kernels(operands)
+                values.update(zip(item.outputs, results, strict=True))
+        check_outputs(program, item, ranks)
+    return ranks
 
 
 def quick_compiler(fuse: Callable[..., Fused] = plain) -> Inductor:

@@ -21,8 +21,7 @@ from autopar.cluster.machine import Cluster
 from autopar.ir.program import Program
 from autopar.passes.capture.captured import Captured
 from autopar.planning.planner import Planner
-from autopar.runtime.simulate import simulate_step
-from autopar.runtime.stretches import Compiler
+from autopar.runtime.simulate import RanksRunner, simulate_step
 from autopar.testing.steps import NEGLIGIBLE, relative_error
 
 BATCH, SEQUENCE, VOCABULARY = 8, 8, 64
@@ -217,9 +216,9 @@ def flat(output: Any) -> dict[str, torch.Tensor]:
 
 
 def simulated(
-    program: Program, captured: Captured, case: Case, step: int = 0, seed: int = 0, compiler: Compiler | None = None
+    program: Program, captured: Captured, case: Case, step: int = 0, seed: int = 0, run: RanksRunner | None = None
 ) -> Step:
-    """One step of the program on all its ranks, in this process, compiled if there is a `compiler`. `seed` is that of
+    """One step of the program on all its ranks, in this process, as `simulate_step` has them `run`. `seed` is that of
     its random numbers."""
     args, kwargs = case.batch(step)
     model = case.model
@@ -229,9 +228,7 @@ def simulated(
         for i in program.inputs
         if i.role == "tangent" and i.meta.shape
     }
-    made = simulate_step(
-        program, held, captured.bind(args, kwargs), given, seed=seed, tolerance=1e-5, compiler=compiler
-    )
+    made = simulate_step(program, held, captured.bind(args, kwargs), given, seed=seed, tolerance=1e-5, run=run)
     return Step(
         outputs=flat(captured.unflatten({leaf.path: made.outputs.get(leaf.path) for leaf in captured.output_leaves})),
         gradients=made.gradients,
