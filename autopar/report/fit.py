@@ -19,7 +19,7 @@ from autopar.planning.planner import Planner
 from autopar.planning.presets import PRESETS
 from autopar.planning.progress import Stage
 from autopar.planning.request import AUTO, Request, Several, check, takes
-from autopar.planning.texts import by_reason, digits, mesh_words, short_seconds
+from autopar.planning.texts import by_reason, mesh_words
 
 from .document import Document
 from .facts import count_text
@@ -78,7 +78,7 @@ class Fit(Document):
             "peak_bytes": size,
             "limit_bytes": trial.limit_bytes,
             "of_limit_part": size / trial.limit_bytes if size and trial.limit_bytes else None,
-            "strategy": strategy_words(trial),
+            "strategy": trial.found_by,
             "mesh": mesh_words(trial.mesh) if trial.mesh else "",
             "error": "" if trial.fits else trial.reason,
         }
@@ -108,21 +108,6 @@ class Fit(Document):
         names = [f"{trial.strategy} on {mesh_words(trial.mesh)}" if trial.mesh else "" for trial in refused]
         told = by_reason((t.strategy, name, t.reason) for t, name in zip(refused, names, strict=True))
         yield from ((", ".join(alike), reason) for alike, reason in told)
-
-
-def strategy_words(trial: Reply) -> str:
-    """The strategy; of a search that took a preset's plan, that too."""
-    return (
-        f"{trial.strategy}: {trial.winner}"
-        if trial.winner in PRESETS and trial.strategy not in PRESETS
-        else trial.strategy
-    )
-
-
-def trial_words(trial: Reply) -> str:
-    """What a trial reaches, and how."""
-    reached = f"{short_seconds(trial.seconds)}, {digits(trial.items_per_second)} {trial.work[1]}/s"
-    return f"{reached} by {strategy_words(trial)} on {mesh_words(trial.mesh)}"
 
 
 @takes(Several)

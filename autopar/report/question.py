@@ -20,9 +20,10 @@ from autopar.files.kinds import Count, Size
 from autopar.planning.costs import COSTS
 from autopar.planning.plan import Plan, graph_digest
 from autopar.planning.planner import Planner
+from autopar.planning.presets import PRESETS
 from autopar.planning.progress import Stage
 from autopar.planning.request import DEFAULTS, Request, Several, quiet
-from autopar.planning.texts import left_text, short_bytes
+from autopar.planning.texts import digits, left_text, mesh_words, short_bytes, short_seconds
 from autopar.solve.problem import Infeasible
 
 from .facts import work_of
@@ -87,6 +88,17 @@ class Reply:
     def winner(self) -> str:
         """The candidate that a search chose (`Provenance.winner`)."""
         return "" if self.plan is None or self.plan.provenance is None else self.plan.provenance.winner
+
+    @property
+    def found_by(self) -> str:
+        """The strategy; of a search that took a preset's plan, that too."""
+        is_preset = self.winner in PRESETS and self.strategy not in PRESETS
+        return f"{self.strategy}: {self.winner}" if is_preset else self.strategy
+
+    def __str__(self) -> str:
+        """What it reaches, and how."""
+        reached = f"{short_seconds(self.seconds)}, {digits(self.items_per_second)} {self.work[1]}/s"
+        return f"{reached} by {self.found_by} on {mesh_words(self.mesh)}"
 
     @property
     def reason(self) -> str:

@@ -52,6 +52,10 @@ class Simulation(Document):
             "communication": self.collectives(),
         }
 
+    def trace(self, real: str | Path | Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """The timeline as a trace for Perfetto, beside what `torch.profiler` exported of a `real` step (`merged`)."""
+        return self.timeline.to_chrome() if real is None else merged(self.timeline, real)
+
     def collectives(self) -> list[dict[str, Any]]:
         """What it sends: a row for each kind of collective on each mesh axis, with what of it is hidden."""
         return [{**asdict(row), "hidden_seconds": row.hidden_seconds} for row in self.timeline.communication]
