@@ -1,7 +1,11 @@
 """Numbers, lists and tables as people read them."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
 
 
 def listed(words: Sequence[str]) -> str:
@@ -30,6 +34,14 @@ def pattern(names: Sequence[str]) -> str:
     if len(set(map(len, split))) > 1:
         return names[0]
     return ".".join(part[0] if len(set(part)) == 1 else "*" for part in zip(*split, strict=True))
+
+
+def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+    """The values of each key, in their order."""
+    groups: dict[K, list[V]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return groups
 
 
 def by_reason(refused: Iterable[tuple[str, str, str]]) -> list[tuple[list[str], str]]:
@@ -104,6 +116,10 @@ def short_bytes(value: float) -> str:
     return f"{digits(value / size)} {unit}" if size > 1 else f"{value:.0f} B"
 
 
+def _rate(value: float) -> str:
+    return f"{short_bytes(value)}/s"
+
+
 def _count(value: float) -> str:
     return f"{value:,.0f}"
 
@@ -115,6 +131,7 @@ def _part(value: float) -> str:
 UNITS: Mapping[str, Callable[[float], str]] = {
     "seconds": short_seconds,
     "bytes": short_bytes,
+    "bytes_per_second": _rate,
     "per_second": digits,
     "count": _count,
     "devices": _count,

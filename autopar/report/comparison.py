@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.planning.plan import Plan
-from autopar.planning.texts import by_reason, listed
+from autopar.planning.texts import by_reason, grouped, listed
 
 from .document import Document
 from .facts import COLUMNS, figures_of
@@ -61,12 +61,8 @@ class Comparison(Document):
 
     def alike(self) -> dict[str, list[str]]:
         """Name -> the names of the same plan, that one first; each plan once, best first."""
-        first: dict[tuple[str, str, float, int], str] = {}
-        names: dict[str, list[str]] = {}
-        for name, plan in self.plans.items():
-            key = plan.digest, plan.cluster, plan.seconds, plan.bytes
-            names.setdefault(first.setdefault(key, name), []).append(name)
-        return names
+        same = grouped(((p.digest, p.cluster, p.seconds, p.bytes), name) for name, p in self.plans.items())
+        return {names[0]: names for names in same.values()}
 
     def sections(self) -> Iterator[Section]:
         """The table. The same plan of several stands there once, and so does a reason why there is none."""

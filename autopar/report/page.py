@@ -16,6 +16,7 @@ from autopar.planning.request import NAMES
 from autopar.planning.texts import (
     bytes_text,
     digits,
+    grouped,
     listed,
     mesh_words,
     short_bytes,
@@ -412,9 +413,7 @@ def limit_text(plan: Plan) -> str:
 
 def _grouped(parameters: Mapping[str, ParameterPlan]) -> list[tuple[str, ParameterPlan]]:
     """One row for parameters that are planned alike, and whose names differ only in numbers."""
-    groups: dict[tuple[str, ParameterPlan], list[str]] = {}
-    for name, plan in parameters.items():
-        groups.setdefault((starred(name), plan), []).append(name)
+    groups = grouped(((starred(name), plan), name) for name, plan in parameters.items())
     return [
         (together(names) + (f" ({len(names)})" if len(names) > 1 else ""), plan) for (_, plan), names in groups.items()
     ]

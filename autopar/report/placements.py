@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from autopar.planning.plan import Plan
-from autopar.planning.texts import starred, together
+from autopar.planning.texts import grouped, starred, together
 
 from .words import input_words, parameter_words
 
@@ -96,10 +96,12 @@ def joined(names: tuple[str, ...]) -> str:
 def input_rows(plan: Plan) -> list[tuple[str, str]]:
     """Inputs that arrive alike, and how."""
     shapes = plan.provenance.inputs if plan.provenance is not None else {}
-    told: dict[str, list[str]] = {}
-    for name, placements in plan.inputs.items():
-        short = name.removeprefix("kwargs.")
-        short = re.sub(r"^args\.(\d+)$", r"input \1", short)
-        words = input_words(placements, tuple(plan.mesh), shapes.get(name.removeprefix("kwargs."), ""))
-        told.setdefault(words, []).append(short)
+    shorter = {name: name.removeprefix("kwargs.") for name in plan.inputs}
+    told = grouped(
+        (
+            input_words(placements, tuple(plan.mesh), shapes.get(shorter[name], "")),
+            re.sub(r"^args\.(\d+)$", r"input \1", shorter[name]),
+        )
+        for name, placements in plan.inputs.items()
+    )
     return [(", ".join(names), words) for words, names in told.items()]

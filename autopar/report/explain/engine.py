@@ -16,7 +16,7 @@ from autopar.planning.planner import Planner
 from autopar.planning.progress import Stage
 from autopar.planning.reading import request_of
 from autopar.planning.steps import NEAR, QUICK
-from autopar.planning.texts import short_bytes, short_seconds
+from autopar.planning.texts import grouped, short_bytes, short_seconds
 
 from ..facts import traffic
 from ..page import UNFUSED, WITHOUT_DROPOUT
@@ -338,11 +338,8 @@ def _distinct(others: list[Alternative], taken: str) -> list[Alternative]:
 def _shortest_policy(others: list[Alternative]) -> list[Alternative]:
     """Of alternatives that differ in whether gathered weights are kept: the one with the shorter step, and the other
     one if it needs less memory."""
-    kept: dict[str, list[Alternative]] = {}
-    for other in others:
-        kept.setdefault(other.choice.rsplit(" ", 1)[0], []).append(other)
     result = []
-    for same in kept.values():
+    for same in grouped((other.choice.rsplit(" ", 1)[0], other) for other in others).values():
         first, *rest = sorted(same, key=lambda a: (a.seconds or 0.0, a.bytes or 0.0))
         result += [first, *(a for a in rest if (a.bytes or 0.0) < (first.bytes or 0.0))]
     return result

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from autopar.extensions import nearest
 from autopar.ir.program import COLLECTIVES
-from autopar.passes.space.sites import Region, Site
+from autopar.passes.space.sites import Site
 from autopar.passes.space.space import Space
+from autopar.planning.constraints import names_of
 from autopar.planning.texts import pattern
 
 
@@ -45,23 +46,7 @@ def places(space: Space) -> Iterator[Location]:
         number = next((k for k, body in enumerate(space.bodies) if body is region), None)
         for site in region.sites.values():
             if site.kind in ("parameter", "input") or (site.kind == "op" and not site.fixed):
-                yield Location(site=site, names=_names(space, region, number, site), body=number)
-
-
-def _names(space: Space, region: Region, number: int | None, site: Site) -> tuple[str, ...]:
-    if site.kind == "input":
-        return (site.module.removeprefix("kwargs."),)
-    if site.kind == "op":
-        if number is None or site.node is None:
-            return (site.module,)
-        repeat = space.repeats[number]
-        position = repeat.copies[0].index(space.graph.producer[site.name])
-        return tuple(space.graph.nodes[copy[position]].module for copy in repeat.copies)
-    name_of = {value: name for name, value in space.graph.parameters.items()}
-    if number is None:
-        return (name_of[site.name],)
-    own = next((own for own in zip(*space.repeats[number].own, strict=True) if own[0] == site.name), (site.name,))
-    return tuple(name_of[value] for value in own)
+                yield Location(site=site, names=tuple(names_of(space, region, site)), body=number)
 
 
 def named(space: Space, name: str, tied: Mapping[str, str]) -> Named:

@@ -12,7 +12,7 @@ from autopar.passes.space.space import Space
 from autopar.planning.account import Account
 from autopar.planning.description import texts
 from autopar.planning.plan import Plan
-from autopar.planning.texts import listed, short_bytes, short_seconds
+from autopar.planning.texts import grouped, listed, short_bytes, short_seconds
 
 from .answer import SAME_PART, Alternative
 
@@ -26,10 +26,7 @@ def choice_words(space: Space, site: Site, choice: SiteChoice) -> str:
         parts = list(_operator_parts(space, site, choice))
     else:
         parts = list(placement_texts(space, site, str(choice)))
-    told: dict[str, list[str]] = {}
-    for part, axis, ranks in zip(parts, space.axes, space.mesh, strict=True):
-        if ranks > 1:
-            told.setdefault(part, []).append(axis)
+    told = grouped((part, axis) for part, axis, ranks in zip(parts, space.axes, space.mesh, strict=True) if ranks > 1)
     words = [f"{part} on {listed(axes)}" for part, axes in told.items()]
     return ", ".join([*words, *([choice.policy] if choice.policy and _is_split(choice) else [])])
 

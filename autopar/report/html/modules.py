@@ -10,6 +10,7 @@ from html import escape
 
 from autopar.ir.tree import joined
 from autopar.planning.plan import ParameterPlan, Plan
+from autopar.planning.texts import grouped
 
 from ..facts import count_text
 from ..words import parameter_words
@@ -47,10 +48,7 @@ def module_tree(name: str, parameters: Mapping[str, ParameterPlan]) -> Module:
 def _folded(name: str, path: str, inside: Sequence[tuple[tuple[str, ...], ParameterPlan]]) -> Module:
     """A module, of the parameters in it by the parts of their names."""
     own = tuple((parts[0], plan) for parts, plan in inside if len(parts) == 1)
-    below: dict[str, list[tuple[tuple[str, ...], ParameterPlan]]] = {}
-    for (first, *rest), plan in inside:
-        if rest:
-            below.setdefault(first, []).append((tuple(rest), plan))
+    below = grouped((first, (tuple(rest), plan)) for (first, *rest), plan in inside if rest)
     inner: list[Module] = []
     keys: list[object] = []
     for part, module in below.items():
