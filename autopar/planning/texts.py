@@ -53,20 +53,14 @@ def by_reason(refused: Iterable[tuple[str, str, str]]) -> list[tuple[list[str], 
     return [(list(own), shared if len(own) > 1 else next(iter(own.values()))) for shared, own in alike.items()]
 
 
+def pairs(named: Mapping[str, object]) -> str:
+    """Names, each with what is said of it: "torch 2.8.0, transformers 4.57.1"."""
+    return ", ".join(f"{name} {text}" for name, text in named.items())
+
+
 def mesh_words(mesh: Mapping[str, int], between: str = ",") -> str:
     """As `--mesh` takes it, or with something else `between` the axes."""
     return between.join(f"{axis}={size}" for axis, size in mesh.items())
-
-
-def table(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-def seconds_text(value: float) -> str:
-    if value >= 1:
-        return f"{value:.3f} s"
-    return f"{value * 1e3:.3f} ms" if value >= 1e-3 else f"{value * 1e6:.1f} us"
 
 
 def short_seconds(value: float) -> str:

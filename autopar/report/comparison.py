@@ -73,7 +73,7 @@ class Comparison(Document):
         told += [f"{listed(names)}: no plan: {reason}" for names, reason in refused]
         yield Section("", [Grid.of(rows), Lines(told, indent=0)])
 
-    def text(self, width: int = 80, *, full: bool = False) -> str:
+    def text(self, width: int | None = 80, *, full: bool = False) -> str:
         """The table, and, if it is to be `full`, what each plan sends."""
         if not full:
             return super().text(width)
