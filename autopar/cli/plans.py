@@ -192,13 +192,11 @@ def simulate_command(
         raise ValueError("--real goes with --trace: say where to write both as one trace")
     with working():
         if given is None:
-            simulation = loading.ask(
-                autopar.simulate, common.mesh_shape(mesh or ""), {"model": target, **model}, options
-            )
+            on, source, model = common.mesh_shape(mesh or ""), None, {"model": target, **model}
         else:
-            source = loading.source_of(given, model)
+            on, source = dict(given.mesh), loading.source_of(given, model)
             options = {"cluster": reading.cluster_of(given), **options}
-            simulation = loading.ask(autopar.simulate, dict(given.mesh), model, options, source=source, plan=given)
+        simulation = loading.ask(autopar.simulate, on, model, options, source=source, plan=given)
     used = simulation.plan
     if trace is not None:
         with working("writing the trace"):

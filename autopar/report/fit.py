@@ -13,11 +13,9 @@ from torch import nn
 
 from autopar.cluster.library import named_cluster
 from autopar.cluster.machine import Cluster
-from autopar.ir.garbage import uncollected
 from autopar.planning.meshes import AXES, may_gain, meshes, promising, quick_seconds, with_stages
 from autopar.planning.planner import Planner
 from autopar.planning.presets import PRESETS
-from autopar.planning.progress import Stage
 from autopar.planning.request import AUTO, Request, Several, check, takes
 from autopar.planning.texts import by_reason, mesh_words
 
@@ -187,20 +185,12 @@ def _trials(
         by_hand = hand_mesh(machine, size)
         look = partial(_looked, question, request, len(candidates))
         best = promising(candidates, look, finalists) if searches else []
-        variants = [
-            Variant(
-                name=f"{size:,} devices, {strategy} on {mesh_words(mesh)}",
-                mesh=mesh,
-                request=replace(request, solver=strategy),
-                weight=SEARCH if strategy in searches else PRESET,
-            )
-            for strategy in strategies
-            for mesh in _distinct([*(best if strategy in searches else []), by_hand])
-        ]
+        searched = best if by_hand in best else [*best, by_hand]
         known = []
-        for answer in question.answers(variants):
-            known.append(answer)
-            yield answer
+        for strategy in strategies:
+            for mesh in searched if strategy in searches else [by_hand]:
+                known.append(_planned(question, replace(request, solver=strategy), mesh))
+                yield known[-1]
         if AUTO in searches:
             yield from _in_stages(question, request, min(known, key=lambda answer: answer.seconds))
 
@@ -211,26 +201,25 @@ def _in_stages(question: Question, request: Request, best: Reply) -> Iterator[Re
     if best.plan is not None and not may_gain(best.plan):
         return
 
-    def on(mesh: Mapping[str, int]) -> Planner:
-        return question.on(mesh, request)
-
-    def compute(stage: Stage) -> list[dict[str, int]]:
-        with uncollected():
-            return with_stages(on, best.mesh, question.planner.batch, replace(request, stage=stage))
+    def compute(asked: Request) -> list[dict[str, int]]:
+        return with_stages(partial(question.on, request=request), best.mesh, question.planner.batch, asked)
 
     doing = f"{best.devices:,} devices, looking at stages"
     for mesh in question.known(("stages", best.mesh), request, compute, SCAN, doing):
-        name = f"{best.devices:,} devices, {AUTO} on {mesh_words(mesh)}"
-        yield question.answer(Variant(name=name, mesh=mesh, request=request, weight=SEARCH))
+        yield _planned(question, request, mesh)
+
+
+def _planned(question: Question, request: Request, mesh: Mapping[str, int]) -> Reply:
+    name = f"{math.prod(mesh.values()):,} devices, {request.solver} on {mesh_words(mesh)}"
+    return question.answer(Variant(name=name, mesh=mesh, request=request, weight=PRESET if request.preset else SEARCH))
 
 
 def _looked(question: Question, request: Request, count: int, mesh: Mapping[str, int], below: float) -> float:
     """The seconds of a quick look at one of so many meshes; infinity if nothing fits."""
 
-    def compute(stage: Stage) -> float | None:
+    def compute(asked: Request) -> float | None:
         try:
-            with uncollected():
-                seconds = quick_seconds(question.on(mesh, request), replace(request, stage=stage), count, below)
+            seconds = quick_seconds(question.on(mesh, request), asked, count, below)
         except ValueError:  # the search itself says what is wrong
             return None
         return seconds if math.isfinite(seconds) else None
@@ -238,10 +227,6 @@ def _looked(question: Question, request: Request, count: int, mesh: Mapping[str,
     doing = f"{math.prod(mesh.values()):,} devices, looking at {mesh_words(mesh)}"
     seconds = question.known(("look", mesh, count, repr(below)), request, compute, SCAN, doing)
     return math.inf if seconds is None else seconds
-
-
-def _distinct(every: Sequence[Mapping[str, int]]) -> list[Mapping[str, int]]:
-    return [mesh for number, mesh in enumerate(every) if mesh not in every[:number]]
 
 
 def hand_mesh(cluster: Cluster, devices: int) -> dict[str, int]:

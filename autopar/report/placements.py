@@ -40,17 +40,15 @@ def words_of(plan: Plan) -> dict[str, str]:
 
 def placement_rows(words: Mapping[str, W]) -> list[PlacementRow[W]]:
     """Parameters by what is said of them, in the order of the model, rows of one repeated module together."""
-    groups: dict[tuple[str, W], dict[str, list[str]]] = {}
-    for name, said in words.items():
-        module, end = _split(name)
-        groups.setdefault((starred(module), said), {}).setdefault(end, []).append(name)
+    split = {name: _split(name) for name in words}
+    groups = grouped(((starred(split[name][0]), said), name) for name, said in words.items())
     found: list[tuple[int, PlacementRow[W]]] = []
     places = {name: place for place, name in enumerate(words)}
     first: dict[str, int] = {}
-    for (_, said), names in groups.items():
-        for count in dict.fromkeys(map(len, names.values())):
-            ends = [end for end, every in names.items() if len(every) == count]
-            layers = tuple(_split(name)[0] for name in names[ends[0]])
+    for (_, said), alike in groups.items():
+        names = grouped((split[name][1], name) for name in alike)
+        for ends in grouped((len(every), end) for end, every in names.items()).values():
+            layers = tuple(split[name][0] for name in names[ends[0]])
             module = _called(layers)
             place = min(places[names[end][0]] for end in ends)
             first[module] = min(place, first.get(module, place))

@@ -63,20 +63,13 @@ class Simulation(Document):
     def sections(self) -> Iterator[Section]:
         """The step, and its collectives."""
         timeline, plan = self.timeline, self.plan
-        figures = {
-            "step": self.seconds,
-            "forward and backward": timeline.seconds,
-            "optimizer": plan.account.optimizer_seconds,
-            "operators": timeline.busy_seconds(COMPUTE),
-            "communication": timeline.communication_seconds,
-            "exposed": timeline.exposed_seconds,
-        }
-        step, both, update, operators, sent, exposed = (f"{what} {short_seconds(s)}" for what, s in figures.items())
         mfu = "" if plan.utilization is None else f", MFU {plan.utilization:.1%}"
         lines = [
             f"{plan.model} on {mesh_words(plan.mesh, ' x ')} of {plan.cluster}, by {plan.solver}",
-            f"{step}{mfu}: {both}, {update}",
-            f"{operators}; {sent}, {exposed}",
+            f"step {short_seconds(self.seconds)}{mfu}: forward and backward {short_seconds(timeline.seconds)}, "
+            f"optimizer {short_seconds(plan.account.optimizer_seconds)}",
+            f"operators {short_seconds(timeline.busy_seconds(COMPUTE))}; communication "
+            f"{short_seconds(timeline.communication_seconds)}, exposed {short_seconds(timeline.exposed_seconds)}",
         ]
         rows: list[Row] = [{"collective": row.pop("kind"), **row} for row in self.collectives()]
         yield Section("", [Lines(lines, indent=0)])
