@@ -49,7 +49,14 @@ class Comparison(Document):
     def collectives(self) -> list[Row]:
         """What each plan sends: a row for each kind of collective on each mesh axis."""
         return [
-            {"plan": name, "collective": c.kind, **{what: getattr(c, what) for what in ("axis", *SENT)}}
+            {
+                "plan": name,
+                "collective": c.kind,
+                "axis": c.axis,
+                "count": c.count,
+                "bytes": c.bytes,
+                "seconds": c.seconds,
+            }
             for name, plan in self.results.items()
             if isinstance(plan, Plan)
             for c in plan.account.collectives
@@ -80,8 +87,6 @@ class Comparison(Document):
         sent = [row for row in self.collectives() if row["plan"] in self.alike()]
         return rendered([*self.sections(), Section("", [Grid.of(sent, keys=3)])], width)
 
-
-SENT = ("count", "bytes", "seconds")
 
 ROWS_ALONE = ("solver", "mesh", "cluster", "MFU")
 """Columns that the text leaves out, which has little room."""

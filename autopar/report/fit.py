@@ -89,7 +89,12 @@ class Fit(Document):
             trials = self.of(size)
             fitting = [trial for trial in trials if trial.fits]
             count = f"{len(fitting)} of {len(trials)} fit" if trials[0].mesh else "NO"
-            told = [f"NO  {names}{': ' if names else ''}{reason}" for names, reason in self._reasons(trials)]
+            refused = by_reason(
+                (trial.strategy, f"{trial.strategy} on {mesh_words(trial.mesh)}" if trial.mesh else "", trial.reason)
+                for trial in trials
+                if not trial.fits
+            )
+            told = [f"NO  {': '.join(filter(None, (', '.join(names), reason)))}" for names, reason in refused]
             yield Section(f"{size:,} devices: {count}", [Grid.of(self._ranked(fitting), indent=2), Lines(told)])
 
     def _summary(self) -> list[Row]:
@@ -99,13 +104,6 @@ class Fit(Document):
     def _ranked(self, trials: Sequence[Reply]) -> list[Row]:
         left_out = ("devices", f"device_{self.unit}_per_second", "limit_bytes", "error")
         return [{"rank": k, **without(self._row(trial), *left_out)} for k, trial in enumerate(trials, 1)]
-
-    def _reasons(self, trials: Sequence[Reply]) -> Iterator[tuple[str, str]]:
-        """Trials without a plan, those of one reason together."""
-        refused = [trial for trial in trials if not trial.fits]
-        names = [f"{trial.strategy} on {mesh_words(trial.mesh)}" if trial.mesh else "" for trial in refused]
-        told = by_reason((t.strategy, name, t.reason) for t, name in zip(refused, names, strict=True))
-        yield from ((", ".join(alike), reason) for alike, reason in told)
 
 
 @takes(Several)
