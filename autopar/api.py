@@ -201,7 +201,7 @@ def compare(
     planner = Planner(model, on[0], args, kwargs, loss_fn=loss_fn, request=request)
     known = Comparison({})
     question = Question(planner, total=max(1, len(cases)), keep=keep, report=report)
-    for answer in question.answers(cases):
+    for answer in map(question.answer, cases):
         known = Comparison({**known.results, answer.name: answer.plan or answer.error})
         each(known)
     report(1.0, "")

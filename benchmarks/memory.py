@@ -168,7 +168,8 @@ def main() -> None:
     import transformers
 
     from autopar.cli.common import mesh_shape
-    from autopar.planning.plan import bytes_text, seconds_text, table
+    from autopar.report.rendering import rendered
+    from autopar.report.sections import Grid, Row, Section
 
     transformers.logging.set_verbosity_error()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -180,11 +181,16 @@ def main() -> None:
     for name in chosen.models:
         measured += rows(name, mesh_shape(chosen.mesh))
         print(f"{name} done", file=sys.stderr, flush=True)
-    lines = [("model", "limit", "predicted", "measured", "predicted / measured", "predicted step")]
-    for r in measured:
-        sizes = (bytes_text(r[key]) for key in ("limit", "predicted", "measured"))
-        lines.append((r["model"], *sizes, f"{r['ratio']:.3f}", seconds_text(r["step_seconds"])))
-    print("\n".join(table(lines)))
+    lines: list[Row] = [
+        {
+            "model": r["model"],
+            **{f"{name}_bytes": r[name] for name in ("limit", "predicted", "measured")},
+            "predicted / measured": f"{r['ratio']:.3f}",
+            "predicted_step_seconds": r["step_seconds"],
+        }
+        for r in measured
+    ]
+    print(rendered([Section("", [Grid.of(lines, keys=0)])], 1000))
     if chosen.json is not None:
         chosen.json.write_text(json.dumps(measured, indent=1) + "\n")
     wrong = [r for r in measured if abs(r["ratio"] - 1) > TOLERANCE or r["measured"] > r["limit"] * (1 + TOLERANCE)]

@@ -25,9 +25,11 @@ from torch import nn  # noqa: E402
 from autopar.cli.common import drawable  # noqa: E402
 from autopar.passes.blocks.partition import blocks  # noqa: E402
 from autopar.passes.capture.trace import capture  # noqa: E402
-from autopar.planning.plan import table  # noqa: E402
+from autopar.report.rendering import rendered  # noqa: E402
+from autopar.report.sections import Grid, Section  # noqa: E402
 
 GB = figures.GB
+WIDTH = 1000
 BATCH, LENGTH, HIDDEN, HEADS = 16, 512, 2048, 16
 U = BATCH * LENGTH * HIDDEN * 2
 HH = HIDDEN * HIDDEN * 2
@@ -35,8 +37,8 @@ HH = HIDDEN * HIDDEN * 2
 
 def show(title: str, rows: Sequence[Sequence[Any]], notes: Sequence[str] = ()) -> None:
     print(f"\n{title}\n")
-    for line in table([tuple(map(str, row)) for row in rows]):
-        print(f"  {line}")
+    heads, *cells = [tuple(map(str, row)) for row in rows]
+    print(rendered([Section("", [Grid(heads, cells, keys=0, indent=2)])], WIDTH))
     for note in notes:
         print(f"  * {note}")
 

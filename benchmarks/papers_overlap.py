@@ -37,10 +37,12 @@ from autopar.cost.roofline import COPIES  # noqa: E402
 from autopar.cost.streams import timeline  # noqa: E402
 from autopar.cost.timeline import COMPUTE  # noqa: E402
 from autopar.passes.space.space import Space  # noqa: E402
-from autopar.planning.plan import table  # noqa: E402
 from autopar.planning.planner import Planner  # noqa: E402
 from autopar.planning.request import Request  # noqa: E402
+from autopar.report.rendering import rendered  # noqa: E402
+from autopar.report.sections import Grid, Section  # noqa: E402
 
+WIDTH = 1000
 CHIPS = (16, 32, 64, 128, 256)
 HEADS = {"GPT-3": 96, "Megatron-NLG": 128}
 SEVEN = (*gemms.ALGORITHMS, "1D TP", "FSDP")
@@ -48,8 +50,8 @@ SEVEN = (*gemms.ALGORITHMS, "1D TP", "FSDP")
 
 def show(title: str, rows: Sequence[Sequence[Any]], notes: Sequence[str] = ()) -> None:
     print(f"\n{title}\n")
-    for line in table([tuple(map(str, row)) for row in rows]):
-        print(f"  {line}")
+    heads, *cells = [tuple(map(str, row)) for row in rows]
+    print(rendered([Section("", [Grid(heads, cells, keys=0, indent=2)])], WIDTH))
     for note in notes:
         print(f"  * {note}")
     sys.stdout.flush()

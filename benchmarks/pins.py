@@ -220,7 +220,8 @@ def line(case: str, row: Row) -> tuple[str, ...]:
 
 
 def main() -> None:
-    from autopar.planning.plan import table
+    from autopar.report.rendering import rendered
+    from autopar.report.sections import Grid, Section
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="hf:LlamaConfig")
@@ -243,7 +244,8 @@ def main() -> None:
         print("  " + "  ".join(lines[-1]) + f"  ({time.perf_counter() - began:.0f} s)", flush=True)
         if options.json:
             options.json.write_text(json.dumps(rows, indent=1) + "\n")
-    print("\n".join(table(lines)))
+    heads, *others = lines
+    print(rendered([Section("", [Grid(heads, others, keys=0)])], 1000))
 
 
 if __name__ == "__main__":

@@ -26,9 +26,10 @@ from torch import nn
 
 from autopar.cluster.library import CLUSTERS, named_cluster
 from autopar.cluster.machine import Cluster
-from autopar.planning.plan import table
 from autopar.planning.planner import Planner
 from autopar.planning.presets import PRESETS
+from autopar.report.rendering import rendered
+from autopar.report.sections import Grid, Section
 
 DEVICES = 64
 
@@ -298,7 +299,8 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> list[str]:
             presets = [seconds for r in here for seconds in r["presets"].values()]
             below.append(f"{1 - min(r['free'] for r in here) / min(presets):.1%}" if presets else "-")
         cells.append((name, *below))
-    return table(cells)
+    heads, *rest = cells
+    return rendered([Section("", [Grid(heads, rest, keys=0)])], 1000).splitlines()
 
 
 def documented(rows: Sequence[Mapping[str, Any]]) -> str:

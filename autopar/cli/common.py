@@ -23,7 +23,7 @@ from autopar.cluster import library
 from autopar.extensions import GROUP, nearest
 from autopar.planning.request import ASKED, AUTO, NUMBER, Option, check, check_dtype, check_optimizer, options_of
 from autopar.planning.saved import saved
-from autopar.report.rendering import comma_separated, markdown, page_width, rendered
+from autopar.report.rendering import comma_separated, markdown, rendered
 from autopar.report.sections import Grid, Lines, Part, Section
 from autopar.report.telling import Ticker, complain, following, notes
 
@@ -64,7 +64,7 @@ def reports_bad_input(command: Callable[P, T]) -> Callable[P, T]:
 
 def say(*groups: Sequence[Part]) -> None:
     """Prints lines and tables as wide as all pages are, with an empty line between groups."""
-    typer.echo(rendered((Section("", parts) for parts in groups), page_width()))
+    typer.echo(rendered((Section("", parts) for parts in groups), width=None))
 
 
 def titled(title: str, table: Grid) -> Sequence[Part]:
@@ -75,7 +75,7 @@ def titled(title: str, table: Grid) -> Sequence[Part]:
 def show(answer: Any, form: str = TEXT, *, full: bool = False) -> None:
     """Prints an answer, or all that it says where it says more, in one of the formats TABULAR that it has."""
     texts: dict[str, Callable[[], str]] = {
-        TEXT: lambda: answer.text(width=page_width(), **({"full": True} if full else {})),
+        TEXT: lambda: answer.text(width=None, **({"full": True} if full else {})),
         JSON: lambda: json.dumps(answer.to_json()),
         CSV: lambda: comma_separated(answer.rows()),
         MARKDOWN: lambda: markdown(answer.rows()),

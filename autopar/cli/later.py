@@ -17,5 +17,4 @@ class Deferred:
 
     def __getattr__(self, attribute: str) -> Any:
         with Ticker("loading PyTorch", enabled="torch" not in sys.modules):
-            module = import_module(self.__name)
-        return getattr(module, attribute)
+            return getattr(import_module(self.__name), attribute)

@@ -16,8 +16,8 @@ import typer
 from autopar.cluster import library
 from autopar.cluster.library import write
 from autopar.cluster.links import KINDS, interpolated
-from autopar.planning.texts import bytes_text, seconds_text
-from autopar.report.sections import Grid, Lines, Part
+from autopar.planning.texts import short_bytes, short_seconds
+from autopar.report.sections import Grid, Lines, Part, Row
 from autopar.report.telling import notes
 
 from .common import AsJson, deliver, integers, progress, reports_bad_input, say, titled
@@ -43,7 +43,6 @@ else:
 
 SMALL_BYTES = 1 << 18
 SHOWN_BYTES = 1 << 20
-LEVEL_HEADS = ("level", "size", "topology", "out of a child", "between two", "latency a step", "launch")
 
 
 @reports_bad_input
@@ -186,12 +185,12 @@ def _print_check(measured: measurements.Measurements, cluster: Cluster) -> None:
     for (kind, axis), same in itertools.groupby(rows, key=lambda row: (row.kind, row.axis)):
         by_size = {row.bytes: row for row in same}
         lines.append((kind, axis, *(_cell(by_size[size]) for size in sizes)))
-    heads = ("collective", "axis", *(bytes_text(size) for size in sizes))
+    heads = ("collective", "axis", *(short_bytes(size) for size in sizes))
     collectives = Grid(heads, lines, keys=2, right=range(2, len(heads)))
     products = []
     for dtype, shape, predicted, seconds in calibration.compute_check(measured, cluster):
         error = f"{predicted / seconds - 1:+.0%}"
-        products.append((shape, dtype, seconds_text(predicted), seconds_text(seconds), error))
+        products.append((shape, dtype, short_seconds(predicted), short_seconds(seconds), error))
     say(
         titled("predicted / measured, ms", collectives),
         [Grid(("product", "dtype", "predicted", "measured", "error"), products, right=(2, 3, 4))],
@@ -210,7 +209,7 @@ def _summary(rows: list[calibration.Prediction]) -> str:
         errors = [abs(row.error) for row in rows if row.fitted == fitted and (row.bytes < SMALL_BYTES) == small]
         if errors:
             where = "one level" if fitted else "other axes"
-            size = f"{'under' if small else 'from'} {bytes_text(SMALL_BYTES)}"
+            size = f"{'under' if small else 'from'} {short_bytes(SMALL_BYTES)}"
             near = sum(error <= 0.15 for error in errors)
             lines.append(
                 f"collectives on {where}, {size}: {near} of {len(errors)} within 15%, "
@@ -232,65 +231,64 @@ def clusters_command(
         typer.echo(json.dumps({key: _facts(cluster) for key, cluster in clusters.items()}, indent=2))
         return
     if name is None:
-        rows = [
-            (
-                *(key, f"{cluster.devices:,}", cluster.device.name, _memory(cluster.device)),
-                ", ".join(f"{level.name} {level.size}" for level in cluster.levels),
-            )
+        library_rows: list[Row] = [
+            {
+                "cluster": key,
+                "devices": cluster.devices,
+                "device": cluster.device.name,
+                "memory (for a step)": _memory(cluster.device),
+                "levels, from the outermost in": ", ".join(f"{level.name} {level.size}" for level in cluster.levels),
+            }
             for key, cluster in clusters.items()
         ]
-        heads = ("cluster", "devices", "device", "memory (for a step)", "levels, from the outermost in")
-        say([Grid(heads, rows, right=(1,))])
+        say([Grid.of(library_rows)])
         return
     (cluster,) = clusters.values()
     device = cluster.device
     rates = ", ".join(f"{dtype} {rate / 1e12:.4g}" for dtype, rate in device.flops_per_second.items())
-    moving = ", ".join(f"{bytes_text(size)} reaches {part:.0%}" for size, part in device.memory_curve)
+    moving = ", ".join(f"{short_bytes(size)} reaches {part:.0%}" for size, part in device.memory_curve)
     most = "the peak" if device.has_peak else "most"
     told = [
         f"{cluster.name}: {cluster.source}",
         f"{cluster.devices} x {device.name}: TFLOP/s {rates} at {most}, of which an operator of "
         + ", ".join(f"{flops:.2g} flops reaches {part:.0%}" for flops, part in device.efficiency)
-        + f"; {_memory(device)} at {bytes_text(device.memory_bytes_per_second)}/s"
+        + f"; {_memory(device)} at {short_bytes(device.memory_bytes_per_second)}/s"
         + (f", of which an operator that moves {moving}" if len(device.memory_curve) > 1 else "")
-        + f"; {seconds_text(device.seconds_per_op)} an operator",
+        + f"; {short_seconds(device.seconds_per_op)} an operator",
     ]
     if ratios := device.operator_ratios:
         told.append("of that, operators take: " + ", ".join(f"{op} {ratio:.2g}" for op, ratio in ratios.items()))
-    levels = Grid(LEVEL_HEADS, [_level_row(level) for level in cluster.levels], right=(1, 3, 4, 5, 6))
-    shown: list[Sequence[Part]] = [[Lines(told, indent=0)], [levels]]
+    shown: list[Sequence[Part]] = [[Lines(told, indent=0)], [Grid.of([_level_row(level) for level in cluster.levels])]]
     if cluster.groups:
-        columns = ("measured groups", "apart", *KINDS)
-        title = f"collectives of {bytes_text(SHOWN_BYTES)}"
-        groups = [_group_row(measured) for measured in cluster.groups]
-        shown.append(titled(title, Grid(columns, groups, keys=2, right=range(1, len(columns)))))
+        groups = Grid.of([_group_row(measured) for measured in cluster.groups], keys=2)
+        shown.append(titled(f"collectives of {short_bytes(SHOWN_BYTES)}", groups))
     say(*shown)
 
 
-def _level_row(level: Level) -> tuple[str, ...]:
+def _level_row(level: Level) -> Row:
     pair = level.bytes_per_second
-    return (
-        level.name,
-        str(level.size),
-        level.topology,
-        f"{bytes_text(level.group_bytes_per_second)}/s",
-        "a matrix" if isinstance(pair, tuple) else f"{bytes_text(pair)}/s",
-        seconds_text(level.most_latency_seconds),
-        seconds_text(level.launch_seconds),
-    )
+    return {
+        "level": level.name,
+        "size": level.size,
+        "topology": level.topology,
+        "out_of_a_child_bytes_per_second": level.group_bytes_per_second,
+        "between_two_bytes_per_second": "a matrix" if isinstance(pair, tuple) else pair,
+        "latency_a_step_seconds": level.most_latency_seconds,
+        "launch_seconds": level.launch_seconds,
+    }
 
 
-def _group_row(measured: Groups) -> tuple[str, ...]:
+def _group_row(measured: Groups) -> Row:
     curves = measured.seconds
-    shown = [seconds_text(interpolated(curves[kind], SHOWN_BYTES)) if kind in curves else "" for kind in KINDS]
-    return (f"{measured.ranks} ranks", str(measured.stride), *shown)
+    seconds = {f"{kind}_seconds": interpolated(curves[kind], SHOWN_BYTES) if kind in curves else None for kind in KINDS}
+    return {"measured groups": f"{measured.ranks} ranks", "apart": measured.stride, **seconds}
 
 
 def _memory(device: Device) -> str:
     """The memory, and what of it a step may take."""
     if device.memory_bytes is None or device.usable_bytes is None:
         return "unknown"
-    return f"{bytes_text(device.memory_bytes)} ({bytes_text(device.usable_bytes)})"
+    return f"{short_bytes(device.memory_bytes)} ({short_bytes(device.usable_bytes)})"
 
 
 def _cluster(name: str) -> Cluster:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from autopar import files
+from autopar.cluster import library
 from autopar.planning.request import ASKED, AUTO, Request, Source, quiet
 from autopar.planning.saved import is_plan, saved
 from autopar.report.telling import notes
@@ -22,36 +23,24 @@ from .later import Deferred
 if TYPE_CHECKING:
     import torch
 
-    from autopar import api, testing
-    from autopar.cluster import library as clusters
+    import autopar
+    from autopar import testing
     from autopar.ir import text
     from autopar.passes import flow
-    from autopar.planning import plan as planning
     from autopar.planning import reading
-    from autopar.report import difference as differences
-    from autopar.report import export, html
+    from autopar.report import export
     from autopar.report import figure as figures
-    from autopar.report import fit as fits
-    from autopar.report import simulation as simulations
-    from autopar.runtime import fx
 
     from . import loading
 else:
     torch = Deferred("torch")
-    api = Deferred("autopar.api")
-    clusters = Deferred("autopar.cluster.library")
+    autopar = Deferred("autopar")
     flow = Deferred("autopar.passes.flow")
     text = Deferred("autopar.ir.text")
     testing = Deferred("autopar.testing")
-    planning = Deferred("autopar.planning.plan")
     reading = Deferred("autopar.planning.reading")
-    differences = Deferred("autopar.report.difference")
     export = Deferred("autopar.report.export")
-    html = Deferred("autopar.report.html")
     figures = Deferred("autopar.report.figure")
-    fits = Deferred("autopar.report.fit")
-    simulations = Deferred("autopar.report.simulation")
-    fx = Deferred("autopar.runtime.fx")
     loading = Deferred("autopar.cli.loading")
 
 PLAN = typer.Argument(help="What plan --out wrote.")
@@ -75,9 +64,9 @@ def plan_command(
 
     Example: autopar plan hf:LlamaConfig --set num_hidden_layers=4 --mesh dp=2,tp=4 --cluster dgx-a100
     """
-    planning.Plan.check_path(save)
+    autopar.Plan.check_path(save)
     with working():
-        plan = loading.ask(api.plan, common.meshes(mesh), model, options)
+        plan = loading.ask(autopar.plan, common.meshes(mesh), model, options)
     common.show(loading.kept(plan, Source(**model), save), common.chosen(as_json), full=full)
 
 
@@ -106,7 +95,7 @@ def compare_command(
         raise ValueError(f"--out is {folder}, a file: give a folder for the plans")
     meshes = [common.mesh_shape(text) for text in mesh]
     clusters, solvers = (list(dict.fromkeys(names or ())) or None for names in (cluster, solver))
-    ask = partial(loading.ask, api.compare, meshes, model, options, solvers=solvers, cluster=clusters, keep=keep)
+    ask = partial(loading.ask, autopar.compare, meshes, model, options, solvers=solvers, cluster=clusters, keep=keep)
     goes_on = "goes on from there" if keep is not None else "would go on from there with --keep FILE"
     comparison, status = common.so_far(ask, quiet, f"the same command {goes_on}")
     if figure is not None:
@@ -146,16 +135,16 @@ def fit_command(
     path = keep or files.cached("fit.sqlite")
     before: dict[int, Any] = {}
 
-    def found(result: fits.Fit) -> None:
+    def found(result: autopar.Fit) -> None:
         """Says what is the fastest of its size so far."""
         for size in result.sizes:
             best = result.best(size)
             if best is not None and before.get(size) != best:
-                notes().print(f"{size:,} devices, so far: {fits.trial_words(best)}", markup=False, soft_wrap=True)
+                notes().print(f"{size:,} devices, so far: {best}", markup=False, soft_wrap=True)
             before[size] = best
 
     more: dict[str, Any] = {"strategies": strategy or None, "axes": axes, "keep": path}
-    ask = partial(loading.ask, fits.fit, sizes, model, options, **more)
+    ask = partial(loading.ask, autopar.fit, sizes, model, options, **more)
     result, status = common.so_far(ask, found, "the same command goes on from there")
     if result.kept:
         notes().print(f"{result.kept} answers were known from before, kept in {path}", soft_wrap=True)
@@ -203,20 +192,18 @@ def simulate_command(
         raise ValueError("--real goes with --trace: say where to write both as one trace")
     with working():
         if given is None:
-            simulation = loading.ask(
-                simulations.simulate, common.mesh_shape(mesh or ""), {"model": target, **model}, options
-            )
+            on, source, model = common.mesh_shape(mesh or ""), None, {"model": target, **model}
         else:
-            source = loading.source_of(given, model)
+            on, source = dict(given.mesh), loading.source_of(given, model)
             options = {"cluster": reading.cluster_of(given), **options}
-            simulation = loading.ask(simulations.simulate, dict(given.mesh), model, options, source=source, plan=given)
-    timeline, used = simulation.timeline, simulation.plan
+        simulation = loading.ask(autopar.simulate, on, model, options, source=source, plan=given)
+    used = simulation.plan
     if trace is not None:
         with working("writing the trace"):
-            trace.write_text(json.dumps(timeline.to_chrome() if real is None else simulations.merged(timeline, real)))
+            trace.write_text(json.dumps(simulation.trace(real)))
     if figure is not None:
         with working(DRAWING):
-            figures.draw_timeline(timeline, figure, f"{used.model} on {used.cluster}, by {used.solver}")
+            figures.draw_timeline(simulation.timeline, figure, f"{used.model} on {used.cluster}, by {used.solver}")
     common.show(simulation, common.chosen(as_json))
 
 
@@ -259,7 +246,7 @@ def show_command(
         with working("writing the program" if program else READING):
             shown = plan.program() if program else plan.joint_graph()
             if form == FX and save is not None:
-                torch.save(fx.graph_module(shown), save)  # type: ignore[arg-type]
+                torch.save(autopar.graph_module(shown), save)  # type: ignore[arg-type]
                 common.wrote(save)
             elif form == "dot":
                 written = export.to_dot(shown)
@@ -298,7 +285,7 @@ def lower_command(
     else:
         with files.reading(f"{source} is no program", "give one that autopar lower wrote"):
             program = text.parsed_program(files.text_of(source))
-        program = flow.lowered(program, passes or "", clusters.named_cluster(cluster, device_type="cpu"))
+        program = flow.lowered(program, passes or "", library.named_cluster(cluster, device_type="cpu"))
     common.deliver(text.text_of(program), save)
 
 
@@ -356,7 +343,7 @@ def report_command(
         raise ValueError(f"--out is {save}: give the path of a page, which ends in .html")
     plan = current(path, model, needs_model=True)
     with working():
-        html.save_report(plan, save)
+        autopar.save_report(plan, save)
     common.wrote(save)
 
 
@@ -386,7 +373,7 @@ def diff_command(before: Annotated[Path, PLAN], after: Annotated[Path, PLAN], as
     plan that was edited are computed again."""
     for path in (before, after):
         saved(path)
-    common.show(differences.difference(current(before), current(after)), common.chosen(as_json))
+    common.show(autopar.difference(current(before), current(after)), common.chosen(as_json))
 
 
 @common.asks(model=Source, options=Request, again=True, defaults={})
@@ -407,23 +394,23 @@ def what_if_command(
             "what-if was asked nothing: say what would be different, such as --memory-limit 20GiB, --mesh dp=4,tp=2, "
             "--solver fsdp, --batch 16 or --pin NAME:AXIS=PLACEMENT; autopar what-if --help lists all"
         )
-    planning.Plan.check_path(save)
+    autopar.Plan.check_path(save)
     before = opened(path)
     source = loading.source_of(before, model, changes=True)
     on = dict(before.mesh) if mesh is None else common.mesh_shape(mesh)
     with working():
-        after = loading.ask(api.plan, on, model, reading.options_of(before, **options), source=source)
+        after = loading.ask(autopar.plan, on, model, reading.options_of(before, **options), source=source)
     after = loading.kept(after, source, save)
-    common.show(differences.difference(before, after), common.chosen(as_json))
+    common.show(autopar.difference(before, after), common.chosen(as_json))
 
 
-def opened(path: Path) -> planning.Plan:
+def opened(path: Path) -> autopar.Plan:
     """A saved plan. What is none is refused before PyTorch is there."""
     data = saved(path)
-    return planning.Plan.from_json(data, str(path))
+    return autopar.Plan.from_json(data, str(path))
 
 
-def current(path: Path, model: common.Typed | None = None, *, needs_model: bool = False) -> planning.Plan:
+def current(path: Path, model: common.Typed | None = None, *, needs_model: bool = False) -> autopar.Plan:
     """A saved plan; one that was edited, or `needs_model`, is read with its model, if it or what is typed of the
     `model` says how it is built. Raises ValueError if a model is needed and nothing says how."""
     plan = opened(path)
@@ -432,4 +419,4 @@ def current(path: Path, model: common.Typed | None = None, *, needs_model: bool 
         return plan
     with working():
         loaded = loading.built(source, model or {})
-        return api.read_plan(plan, loaded.model, loaded.args, loaded.kwargs, loss_fn=loaded.loss_fn)
+        return autopar.read_plan(plan, loaded.model, loaded.args, loaded.kwargs, loss_fn=loaded.loss_fn)

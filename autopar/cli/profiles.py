@@ -12,8 +12,8 @@ import typer
 from autopar import files
 from autopar.files import reading, text_of
 from autopar.planning.request import ASKED, Request, Source
-from autopar.planning.texts import bytes_text, seconds_text
-from autopar.report.sections import Grid, Lines
+from autopar.planning.texts import short_bytes, short_seconds
+from autopar.report.sections import Grid, Lines, Row
 from autopar.report.telling import notes
 
 from . import common
@@ -66,19 +66,26 @@ def profile_command(
 def list_command(profiles: File = None) -> None:
     """Segment programs that were measured, and how much else."""
     database = _opened(profiles)
-    heads = ("model", "mesh", "plan", "program", "step", "spread", "runs", "peak", "when")
-    rows = []
-    for row in sorted(database.rows("programs"), key=lambda row: row.measured_at):
-        when = datetime.datetime.fromtimestamp(row.measured_at).isoformat(" ", "minutes")
-        runs = f"{row.runs}{', stopped' if row.abandoned else ''}"
-        cells = (seconds_text(row.seconds), seconds_text(row.spread), runs, bytes_text(row.peak_bytes), when)
-        rows.append((row.model, row.mesh, row.label, row.structure, *cells))
+    rows: list[Row] = [
+        {
+            "model": row.model,
+            "mesh": row.mesh,
+            "plan": row.label,
+            "program": row.structure,
+            "step_seconds": row.seconds,
+            "spread_seconds": row.spread,
+            "runs": f"{row.runs}{', stopped' if row.abandoned else ''}",
+            "peak_bytes": row.peak_bytes,
+            "when": datetime.datetime.fromtimestamp(row.measured_at).isoformat(" ", "minutes"),
+        }
+        for row in sorted(database.rows("programs"), key=lambda row: row.measured_at)
+    ]
     machines = [
         f"{machine}: {', '.join(f'{count} {name}' for name, count in counts.items())}"
         for machine, counts in database.machines().items()
     ]
     lines = Lines([*machines, str(database.path)], indent=0)
-    common.say([Grid(heads, rows, keys=3, right=(4, 5, 7)), lines])
+    common.say([Grid.of(rows, keys=3), lines])
 
 
 @common.reports_bad_input
@@ -98,18 +105,17 @@ def show_command(
         told += (
             f"{row.label} plan of {row.model} on {row.mesh}, program {row.structure}",
             f"machine {row.machine}",
-            f"step {seconds_text(row.seconds)} +- {seconds_text(row.spread)} in {row.runs} runs, of which operators "
-            f"{seconds_text(row.compute_seconds)}, waiting {seconds_text(row.waiting_seconds)}; composed of its parts "
-            f"{seconds_text(row.composed_seconds)}; optimizer {seconds_text(row.optimizer_seconds)}; peak "
-            f"{bytes_text(row.peak_bytes)}",
+            f"step {short_seconds(row.seconds)} +- {short_seconds(row.spread)} in {row.runs} runs, of which "
+            f"operators {short_seconds(row.compute_seconds)}, waiting {short_seconds(row.waiting_seconds)}; composed "
+            f"of its parts {short_seconds(row.composed_seconds)}; optimizer {short_seconds(row.optimizer_seconds)}; "
+            f"peak {short_bytes(row.peak_bytes)}",
         )
     operators = sorted(database.rows("operators", machine=matches[0].machine), key=lambda row: -row.seconds)
-    slowest = Grid(
-        ("operator on local shapes", "seconds", "spread", "runs"),
-        [(row.key, seconds_text(row.seconds), seconds_text(row.spread), str(row.runs)) for row in operators[:20]],
-        right=(1, 2, 3),
-    )
-    common.say([Lines(told, indent=0), slowest])
+    slowest: list[Row] = [
+        {"operator on local shapes": row.key, "seconds": row.seconds, "spread_seconds": row.spread, "runs": row.runs}
+        for row in operators[:20]
+    ]
+    common.say([Lines(told, indent=0), Grid.of(slowest)])
 
 
 @common.reports_bad_input

@@ -29,7 +29,9 @@ def pins(space: Space, constraints: Constraints) -> Pins:
     Raises ValueError for an invalid placement, an axis that the mesh lacks, a name that nothing has, or that only some
     copies of a repeated layer have, a split that a site does not offer, and for two constraints that contradict.
     """
-    named = [(site, list(_names(space, region, site))) for region in space.regions() for site in region.sites.values()]
+    named = [
+        (site, list(names_of(space, region, site))) for region in space.regions() for site in region.sites.values()
+    ]
     pinned: dict[str, dict[int, tuple[AxisChoice, ...]]] = {}
     said: dict[tuple[str, int], str] = {}
     for pattern, placements in constraints.items():
@@ -76,8 +78,8 @@ def _parsed(space: Space, pattern: str, axis: str, text: str | int) -> _Constrai
     return _Constraint(pattern, axis, None if text == "R" else int(match[1]))
 
 
-def _names(space: Space, region: Region, site: Site) -> Iterator[str]:
-    """The names of a site: one for each copy of a repeated layer."""
+def names_of(space: Space, region: Region, site: Site) -> Iterator[str]:
+    """The names that people know a site by: one for each copy of a repeated layer."""
     if site.kind in ("op", "input"):
         repeat = next((r for r, body in zip(space.repeats, space.bodies, strict=True) if body is region), None)
         if repeat is None or site.node is None:

@@ -32,7 +32,7 @@ from .provenance import Provenance
 from .request import LimitFrom
 from .saved import FORMAT, may_be_plan, of_format, saved
 from .stages import Pipeline
-from .texts import bytes_text, seconds_text, table
+from .texts import short_bytes, short_seconds
 from .timing import Timing
 from .training import Training
 
@@ -349,8 +349,11 @@ class Plan:
 
     def text(self, *, full: bool = False, width: int | None = None) -> str:
         """The plan on one page of so many columns (those of the terminal if not given), or all that it says."""
-        text: str = _view("page").text_of(self, full=full, width=width)
+        text: str = self._page(full=full).text(width)
         return text
+
+    def _page(self, **how: bool) -> Any:
+        return _view("page").Page(plan=self, **how)
 
     def __str__(self) -> str:
         return self.text()
@@ -358,16 +361,16 @@ class Plan:
     def __repr__(self) -> str:
         mesh = ", ".join(f"{axis}={n}" for axis, n in self.mesh.items())
         return (
-            f"<Plan of {self.model} on {mesh} of {self.cluster}, by {self.solver}: step {seconds_text(self.seconds)}, "
-            f"peak {bytes_text(self.bytes)}>"
+            f"<Plan of {self.model} on {mesh} of {self.cluster}, by {self.solver}: step {short_seconds(self.seconds)}, "
+            f"peak {short_bytes(self.bytes)}>"
         )
 
     def _repr_html_(self) -> str:
-        html: str = _view("page").notebook(self)
+        html: str = self._page()._repr_html_()
         return html
 
     def __rich_console__(self, console: Any, options: Any) -> Any:
-        yield from _view("page").page(self, options.max_width)
+        yield from self._page().__rich_console__(console, options)
 
 
 def graph_digest(graph: JointGraph) -> str:
@@ -381,8 +384,5 @@ __all__ = [
     "Plan",
     "Run",
     "Segment",
-    "bytes_text",
     "graph_digest",
-    "seconds_text",
-    "table",
 ]

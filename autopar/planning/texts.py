@@ -1,7 +1,11 @@
 """Numbers, lists and tables as people read them."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
 
 
 def listed(words: Sequence[str]) -> str:
@@ -32,6 +36,14 @@ def pattern(names: Sequence[str]) -> str:
     return ".".join(part[0] if len(set(part)) == 1 else "*" for part in zip(*split, strict=True))
 
 
+def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+    """The values of each key, in their order."""
+    groups: dict[K, list[V]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return groups
+
+
 def by_reason(refused: Iterable[tuple[str, str, str]]) -> list[tuple[list[str], str]]:
     """Names and why there is no plan of each, those of one reason together: of a solver or preset, its name here, and
     its reason."""
@@ -41,20 +53,14 @@ def by_reason(refused: Iterable[tuple[str, str, str]]) -> list[tuple[list[str], 
     return [(list(own), shared if len(own) > 1 else next(iter(own.values()))) for shared, own in alike.items()]
 
 
+def pairs(named: Mapping[str, object]) -> str:
+    """Names, each with what is said of it: "torch 2.8.0, transformers 4.57.1"."""
+    return ", ".join(f"{name} {text}" for name, text in named.items())
+
+
 def mesh_words(mesh: Mapping[str, int], between: str = ",") -> str:
     """As `--mesh` takes it, or with something else `between` the axes."""
     return between.join(f"{axis}={size}" for axis, size in mesh.items())
-
-
-def table(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-def seconds_text(value: float) -> str:
-    if value >= 1:
-        return f"{value:.3f} s"
-    return f"{value * 1e3:.3f} ms" if value >= 1e-3 else f"{value * 1e6:.1f} us"
 
 
 def short_seconds(value: float) -> str:
@@ -104,6 +110,10 @@ def short_bytes(value: float) -> str:
     return f"{digits(value / size)} {unit}" if size > 1 else f"{value:.0f} B"
 
 
+def _rate(value: float) -> str:
+    return f"{short_bytes(value)}/s"
+
+
 def _count(value: float) -> str:
     return f"{value:,.0f}"
 
@@ -115,6 +125,7 @@ def _part(value: float) -> str:
 UNITS: Mapping[str, Callable[[float], str]] = {
     "seconds": short_seconds,
     "bytes": short_bytes,
+    "bytes_per_second": _rate,
     "per_second": digits,
     "count": _count,
     "devices": _count,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.planning.plan import Plan
-from autopar.planning.texts import by_reason, listed
+from autopar.planning.texts import by_reason, grouped, listed
 
 from .document import Document
 from .facts import COLUMNS, figures_of
@@ -49,7 +49,14 @@ class Comparison(Document):
     def collectives(self) -> list[Row]:
         """What each plan sends: a row for each kind of collective on each mesh axis."""
         return [
-            {"plan": name, "collective": c.kind, **{what: getattr(c, what) for what in ("axis", *SENT)}}
+            {
+                "plan": name,
+                "collective": c.kind,
+                "axis": c.axis,
+                "count": c.count,
+                "bytes": c.bytes,
+                "seconds": c.seconds,
+            }
             for name, plan in self.results.items()
             if isinstance(plan, Plan)
             for c in plan.account.collectives
@@ -61,12 +68,8 @@ class Comparison(Document):
 
     def alike(self) -> dict[str, list[str]]:
         """Name -> the names of the same plan, that one first; each plan once, best first."""
-        first: dict[tuple[str, str, float, int], str] = {}
-        names: dict[str, list[str]] = {}
-        for name, plan in self.plans.items():
-            key = plan.digest, plan.cluster, plan.seconds, plan.bytes
-            names.setdefault(first.setdefault(key, name), []).append(name)
-        return names
+        same = grouped(((p.digest, p.cluster, p.seconds, p.bytes), name) for name, p in self.plans.items())
+        return {names[0]: names for names in same.values()}
 
     def sections(self) -> Iterator[Section]:
         """The table. The same plan of several stands there once, and so does a reason why there is none."""
@@ -77,15 +80,13 @@ class Comparison(Document):
         told += [f"{listed(names)}: no plan: {reason}" for names, reason in refused]
         yield Section("", [Grid.of(rows), Lines(told, indent=0)])
 
-    def text(self, width: int = 80, *, full: bool = False) -> str:
+    def text(self, width: int | None = 80, *, full: bool = False) -> str:
         """The table, and, if it is to be `full`, what each plan sends."""
         if not full:
             return super().text(width)
         sent = [row for row in self.collectives() if row["plan"] in self.alike()]
         return rendered([*self.sections(), Section("", [Grid.of(sent, keys=3)])], width)
 
-
-SENT = ("count", "bytes", "seconds")
 
 ROWS_ALONE = ("solver", "mesh", "cluster", "MFU")
 """Columns that the text leaves out, which has little room."""

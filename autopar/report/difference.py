@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from autopar.planning.plan import Plan
-from autopar.planning.texts import UNITS, digits, listed, mesh_words, short_bytes, signed, together
+from autopar.planning.texts import UNITS, digits, listed, mesh_words, pairs, short_bytes, signed, together
 
 from .document import Document
 from .facts import (
@@ -149,25 +149,27 @@ def _is_same(old: Value, new: Value) -> bool:
 
 def _asked(plan: Plan) -> Told:
     origin = plan.provenance
-    told: dict[str, tuple[Value, str]] = {
-        "model": (plan.model, ""),
-        "mesh": (plan.mesh, ""),
-        "cluster": (plan.cluster, ""),
-        "solver": (plan.solver, ""),
-        "cost": (plan.cost, ""),
-        "optimizer": (plan.optimizer, ""),
-        "memory limit": (plan.memory_limit_bytes, "bytes"),
-        "pinned": (pinned_text(plan) or None, ""),
-        "recompute": (plan.training.recompute, ""),
-        "micro-batches": (str(plan.training.micro_batches), ""),
-        "compile": (plan.training.compile or "no", ""),
-        "imbalance": (", ".join(f"{rows:g}" for rows in plan.training.imbalance) or "1", ""),
+    told: dict[str, Value] = {
+        "model": plan.model,
+        "mesh": plan.mesh,
+        "cluster": plan.cluster,
+        "solver": plan.solver,
+        "cost": plan.cost,
+        "optimizer": plan.optimizer,
+        "memory limit": plan.memory_limit_bytes,
+        "pinned": pinned_text(plan) or None,
+        "recompute": plan.training.recompute,
+        "micro-batches": str(plan.training.micro_batches),
+        "compile": plan.training.compile or "no",
+        "imbalance": ", ".join(f"{rows:g}" for rows in plan.training.imbalance) or "1",
     }
     if origin is not None:
-        told["parameters"] = (float(origin.parameter_count), "count")
-        told["inputs"] = (", ".join(f"{name} {text}" for name, text in origin.inputs.items()), "")
-        told["versions"] = (", ".join(f"{name} {text}" for name, text in origin.versions.items()), "")
-    return told
+        told["parameters"] = float(origin.parameter_count)
+        told |= {"inputs": pairs(origin.inputs), "versions": pairs(origin.versions)}
+    return {what: (value, UNIT_OF_ASKED.get(what, "")) for what, value in told.items()}
+
+
+UNIT_OF_ASKED = {"memory limit": "bytes", "parameters": "count"}
 
 
 def _figures(plan: Plan) -> Told:
@@ -175,12 +177,10 @@ def _figures(plan: Plan) -> Told:
     if (rate := rate_of(plan)) is not None:
         told[f"{work_of(plan)[1]}/s a device"] = (rate / plan.ranks, "per_second")
         told["MFU"] = (plan.utilization, "MFU")
-    parts = step_parts(plan)
-    told |= {"optimizer step" if what == "optimizer" else what: (parts[what], "seconds") for what in parts}
-    told["peak of a rank"] = (float(plan.bytes), "bytes")
-    told |= {label: (float(size), "bytes") for label, size in memory_parts(plan).items()}
-    told["buckets"] = (float(plan.bucket_bytes), "bytes")
-    return told
+    parts = {"optimizer step" if what == "optimizer" else what: part for what, part in step_parts(plan).items()}
+    sizes = {"peak of a rank": plan.bytes, **memory_parts(plan), "buckets": plan.bucket_bytes}
+    told |= {what: (seconds, "seconds") for what, seconds in parts.items()}
+    return told | {what: (float(size), "bytes") for what, size in sizes.items()}
 
 
 def _collectives(plan: Plan) -> Told:

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
+from rich.console import Console, ConsoleOptions, RenderableType
+
 from .hypertext import fragment
-from .rendering import rendered
+from .rendering import renderables, rendered
 from .sections import Section
 
 
@@ -18,9 +20,12 @@ class Document:
         """What people read."""
         raise NotImplementedError
 
-    def text(self, width: int = 80) -> str:
-        """The sections in at most so many columns."""
+    def text(self, width: int | None = 80) -> str:
+        """The sections in at most so many columns; None: those of the terminal."""
         return rendered(self.sections(), width)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        yield from renderables(self.sections(), options.max_width)
 
     def __str__(self) -> str:
         return self.text()

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from autopar.cost.timeline import Communication
 from autopar.planning.plan import Plan, Run, Segment
-from autopar.planning.provenance import EDITED, ELSEWHERE, STAGED, UNSTAGED
+from autopar.planning.provenance import EDITED, ELSEWHERE, STAGED, UNSTAGED, Candidate
 from autopar.planning.texts import digits, mesh_words
 
 from .sections import Row
@@ -108,6 +108,14 @@ def count_text(number: int) -> str:
 def pinned_text(plan: Plan) -> str:
     """What a person pinned."""
     return ", ".join(f"{name} {axis}={text}" for name, axes in plan.constraints.items() for axis, text in axes.items())
+
+
+def candidates(plan: Plan) -> list[Candidate]:
+    """The plan and those that competed with it; none if they are not known."""
+    if (origin := plan.provenance) is None:
+        return []
+    chosen = Candidate(name=origin.winner, seconds=plan.seconds, bytes=plan.bytes, precision="chosen")
+    return [chosen, *origin.candidates]
 
 
 def called(candidate: str) -> str:

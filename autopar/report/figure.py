@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autopar.cost.timeline import COMPUTE, Timeline
-from autopar.planning.texts import bytes_text
+from autopar.planning.texts import grouped, short_bytes
 from autopar.planning.timing import OPERATOR_KINDS, operator_kind
 
 from .comparison import Comparison
@@ -53,7 +53,7 @@ def draw(comparison: Comparison, path: str | Path) -> None:
         axes.barh([*plans], width, left=left, label=part)
         left = [start + more for start, more in zip(left, width, strict=True)]
     for row, (end, p) in enumerate(zip(left, plans.values(), strict=True)):
-        axes.text(end, row, f" {bytes_text(p.bytes)}", va="center", fontsize=8)
+        axes.text(end, row, f" {short_bytes(p.bytes)}", va="center", fontsize=8)
     axes.invert_yaxis()  # the best on top
     axes.margins(x=0.15)
     axes.set_xlabel("predicted step, ms (and memory of a rank)")
@@ -91,12 +91,15 @@ def draw_timeline(timeline: Timeline, path: str | Path, title: str = "") -> None
     kinds: dict[str, None] = {}
     for axes, (first, last) in ends.items():
         for row, stream in enumerate(streams):
-            by_kind: dict[str, list[tuple[float, float]]] = {}
-            for event in timeline.events:
-                if event.stream == stream and event.start_seconds < last and event.end_seconds > first:
-                    kind = operator_kind(event) if stream == COMPUTE else event.op.removeprefix("collective.")
-                    by_kind.setdefault(kind, []).append((event.start_seconds * 1e3, event.seconds * 1e3))
-            for kind, spans in by_kind.items():
+            spans_of = grouped(
+                (
+                    operator_kind(event) if stream == COMPUTE else event.op.removeprefix("collective."),
+                    (event.start_seconds * 1e3, event.seconds * 1e3),
+                )
+                for event in timeline.events
+                if event.stream == stream and event.start_seconds < last and event.end_seconds > first
+            )
+            for kind, spans in spans_of.items():
                 kinds[kind] = None
                 axes.broken_barh(spans, (row - 0.4, 0.8), color=COLOURS[kind], linewidth=0)
         axes.set_yticks(range(len(streams)), streams)

@@ -13,13 +13,11 @@ from torch import nn
 
 from autopar.cluster.library import named_cluster
 from autopar.cluster.machine import Cluster
-from autopar.ir.garbage import uncollected
 from autopar.planning.meshes import AXES, may_gain, meshes, promising, quick_seconds, with_stages
 from autopar.planning.planner import Planner
 from autopar.planning.presets import PRESETS
-from autopar.planning.progress import Stage
 from autopar.planning.request import AUTO, Request, Several, check, takes
-from autopar.planning.texts import by_reason, digits, mesh_words, short_seconds
+from autopar.planning.texts import by_reason, mesh_words
 
 from .document import Document
 from .facts import count_text
@@ -78,7 +76,7 @@ class Fit(Document):
             "peak_bytes": size,
             "limit_bytes": trial.limit_bytes,
             "of_limit_part": size / trial.limit_bytes if size and trial.limit_bytes else None,
-            "strategy": strategy_words(trial),
+            "strategy": trial.found_by,
             "mesh": mesh_words(trial.mesh) if trial.mesh else "",
             "error": "" if trial.fits else trial.reason,
         }
@@ -91,7 +89,12 @@ class Fit(Document):
             trials = self.of(size)
             fitting = [trial for trial in trials if trial.fits]
             count = f"{len(fitting)} of {len(trials)} fit" if trials[0].mesh else "NO"
-            told = [f"NO  {names}{': ' if names else ''}{reason}" for names, reason in self._reasons(trials)]
+            refused = by_reason(
+                (trial.strategy, f"{trial.strategy} on {mesh_words(trial.mesh)}" if trial.mesh else "", trial.reason)
+                for trial in trials
+                if not trial.fits
+            )
+            told = [f"NO  {': '.join(filter(None, (', '.join(names), reason)))}" for names, reason in refused]
             yield Section(f"{size:,} devices: {count}", [Grid.of(self._ranked(fitting), indent=2), Lines(told)])
 
     def _summary(self) -> list[Row]:
@@ -101,28 +104,6 @@ class Fit(Document):
     def _ranked(self, trials: Sequence[Reply]) -> list[Row]:
         left_out = ("devices", f"device_{self.unit}_per_second", "limit_bytes", "error")
         return [{"rank": k, **without(self._row(trial), *left_out)} for k, trial in enumerate(trials, 1)]
-
-    def _reasons(self, trials: Sequence[Reply]) -> Iterator[tuple[str, str]]:
-        """Trials without a plan, those of one reason together."""
-        refused = [trial for trial in trials if not trial.fits]
-        names = [f"{trial.strategy} on {mesh_words(trial.mesh)}" if trial.mesh else "" for trial in refused]
-        told = by_reason((t.strategy, name, t.reason) for t, name in zip(refused, names, strict=True))
-        yield from ((", ".join(alike), reason) for alike, reason in told)
-
-
-def strategy_words(trial: Reply) -> str:
-    """The strategy; of a search that took a preset's plan, that too."""
-    return (
-        f"{trial.strategy}: {trial.winner}"
-        if trial.winner in PRESETS and trial.strategy not in PRESETS
-        else trial.strategy
-    )
-
-
-def trial_words(trial: Reply) -> str:
-    """What a trial reaches, and how."""
-    reached = f"{short_seconds(trial.seconds)}, {digits(trial.items_per_second)} {trial.work[1]}/s"
-    return f"{reached} by {strategy_words(trial)} on {mesh_words(trial.mesh)}"
 
 
 @takes(Several)
@@ -202,20 +183,12 @@ def _trials(
         by_hand = hand_mesh(machine, size)
         look = partial(_looked, question, request, len(candidates))
         best = promising(candidates, look, finalists) if searches else []
-        variants = [
-            Variant(
-                name=f"{size:,} devices, {strategy} on {mesh_words(mesh)}",
-                mesh=mesh,
-                request=replace(request, solver=strategy),
-                weight=SEARCH if strategy in searches else PRESET,
-            )
-            for strategy in strategies
-            for mesh in _distinct([*(best if strategy in searches else []), by_hand])
-        ]
+        searched = best if by_hand in best else [*best, by_hand]
         known = []
-        for answer in question.answers(variants):
-            known.append(answer)
-            yield answer
+        for strategy in strategies:
+            for mesh in searched if strategy in searches else [by_hand]:
+                known.append(_planned(question, replace(request, solver=strategy), mesh))
+                yield known[-1]
         if AUTO in searches:
             yield from _in_stages(question, request, min(known, key=lambda answer: answer.seconds))
 
@@ -226,26 +199,25 @@ def _in_stages(question: Question, request: Request, best: Reply) -> Iterator[Re
     if best.plan is not None and not may_gain(best.plan):
         return
 
-    def on(mesh: Mapping[str, int]) -> Planner:
-        return question.on(mesh, request)
-
-    def compute(stage: Stage) -> list[dict[str, int]]:
-        with uncollected():
-            return with_stages(on, best.mesh, question.planner.batch, replace(request, stage=stage))
+    def compute(asked: Request) -> list[dict[str, int]]:
+        return with_stages(partial(question.on, request=request), best.mesh, question.planner.batch, asked)
 
     doing = f"{best.devices:,} devices, looking at stages"
     for mesh in question.known(("stages", best.mesh), request, compute, SCAN, doing):
-        name = f"{best.devices:,} devices, {AUTO} on {mesh_words(mesh)}"
-        yield question.answer(Variant(name=name, mesh=mesh, request=request, weight=SEARCH))
+        yield _planned(question, request, mesh)
+
+
+def _planned(question: Question, request: Request, mesh: Mapping[str, int]) -> Reply:
+    name = f"{math.prod(mesh.values()):,} devices, {request.solver} on {mesh_words(mesh)}"
+    return question.answer(Variant(name=name, mesh=mesh, request=request, weight=PRESET if request.preset else SEARCH))
 
 
 def _looked(question: Question, request: Request, count: int, mesh: Mapping[str, int], below: float) -> float:
     """The seconds of a quick look at one of so many meshes; infinity if nothing fits."""
 
-    def compute(stage: Stage) -> float | None:
+    def compute(asked: Request) -> float | None:
         try:
-            with uncollected():
-                seconds = quick_seconds(question.on(mesh, request), replace(request, stage=stage), count, below)
+            seconds = quick_seconds(question.on(mesh, request), asked, count, below)
         except ValueError:  # the search itself says what is wrong
             return None
         return seconds if math.isfinite(seconds) else None
@@ -253,10 +225,6 @@ def _looked(question: Question, request: Request, count: int, mesh: Mapping[str,
     doing = f"{math.prod(mesh.values()):,} devices, looking at {mesh_words(mesh)}"
     seconds = question.known(("look", mesh, count, repr(below)), request, compute, SCAN, doing)
     return math.inf if seconds is None else seconds
-
-
-def _distinct(every: Sequence[Mapping[str, int]]) -> list[Mapping[str, int]]:
-    return [mesh for number, mesh in enumerate(every) if mesh not in every[:number]]
 
 
 def hand_mesh(cluster: Cluster, devices: int) -> dict[str, int]:

@@ -37,29 +37,16 @@ class KeptAnswer:
     answer: str
 
 
-class Answers(Database):
-    """Answers by key."""
+class Kept(Database):
+    """Answers by key. Raises ValueError as `Database`."""
 
     what, application_id, version = "file of answers", 0x6170_6674, 0
     tables = {"kept": (KeptAnswer, ("key",))}  # noqa: RUF012
     remedy = "give another file"
 
-
-class Kept:
-    """Answers by key; without a path, those of this process alone. Raises ValueError as `Database`."""
-
-    def __init__(self, path: str | Path | None) -> None:
-        self.database = None if path is None else Answers(path)
-        self.here: dict[str, Any] = {}
-
     def get(self, key: str) -> Any:
         """The answer, or None."""
-        if key not in self.here and self.database is not None:
-            for row in self.database.rows("kept", key=key):
-                self.here[key] = json.loads(row.answer)
-        return self.here.get(key)
+        return next((json.loads(row.answer) for row in self.rows("kept", key=key)), None)
 
     def put(self, key: str, answer: Any) -> None:
-        self.here[key] = answer
-        if self.database is not None:
-            self.database.add([KeptAnswer(key=key, answer=json.dumps(answer))])
+        self.add([KeptAnswer(key=key, answer=json.dumps(answer))])

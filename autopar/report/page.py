@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import chain
-
-from rich.console import RenderableType
 
 from autopar.planning.plan import LIMIT_WORDS, ParameterPlan, Plan
 from autopar.planning.provenance import EDITED, STAGED, UNSTAGED, Candidate
@@ -16,8 +14,10 @@ from autopar.planning.request import NAMES
 from autopar.planning.texts import (
     bytes_text,
     digits,
+    grouped,
     listed,
     mesh_words,
+    pairs,
     short_bytes,
     short_seconds,
     starred,
@@ -31,8 +31,10 @@ from autopar.planning.training import (
     recompute_text,
 )
 
+from .document import Document
 from .facts import (
     STARTS,
+    candidates,
     count_text,
     memory_parts,
     numbered,
@@ -43,10 +45,8 @@ from .facts import (
     traffic,
     work_of,
 )
-from .hypertext import fragment
 from .pipeline import stages
 from .placements import MOST_ROWS, PlacementRow, input_rows, joined, placement_rows, shortened, words_of
-from .rendering import page_width, renderables, rendered
 from .sections import Bars, Grid, Labelled, Lines, Row, Section, Stack
 from .words import legend
 
@@ -72,19 +72,15 @@ UNFUSED = "dropout of attention weights keeps attention from the fused kernels"
 WITHOUT_DROPOUT = "set it to 0 in the model, such as by --set attn_pdrop=0 or attention_dropout=0"
 
 
-def text_of(plan: Plan, *, full: bool, width: int | None) -> str:
-    """The page, or all that a plan says, in so many columns (those of the terminal if not given)."""
-    return rendered(full_sections(plan) if full else page_sections(plan), page_width() if width is None else width)
+@dataclass(frozen=True, kw_only=True)
+class Page(Document):
+    """The page of a plan, or all that it says."""
 
+    plan: Plan
+    full: bool = False
 
-def page(plan: Plan, width: int) -> Iterator[RenderableType]:
-    """What `rich` prints of the page."""
-    return renderables(page_sections(plan), width)
-
-
-def notebook(plan: Plan) -> str:
-    """The page as HTML."""
-    return fragment(page_sections(plan))
+    def sections(self) -> Iterator[Section]:
+        return full_sections(self.plan) if self.full else page_sections(self.plan)
 
 
 def page_sections(plan: Plan) -> Iterator[Section]:
@@ -117,13 +113,12 @@ def full_sections(plan: Plan) -> Iterator[Section]:
     yield Section("", [Grid(("input", *axes), [(name, *p) for name, p in plan.inputs.items()])])
     if (origin := plan.provenance) is None:
         return
-    chosen = Candidate(name=origin.winner, seconds=plan.seconds, bytes=plan.bytes, precision="chosen")
-    yield Section("candidates", [Grid.of([asdict(candidate) for candidate in (chosen, *origin.candidates)])])
-    named = (", ".join(f"{name} {text}" for name, text in of.items()) for of in (origin.inputs, origin.versions))
+    yield Section("candidates", [Grid.of([asdict(candidate) for candidate in candidates(plan)])])
     told = [
         f"model: {origin.parameter_count:,} parameters, mostly {origin.dtype}; {origin.flops:.4g} floating point "
         f"operations a step",
-        *(f"{what}: {words}" for what, words in zip(("inputs", "versions"), named, strict=True)),
+        f"inputs: {pairs(origin.inputs)}",
+        f"versions: {pairs(origin.versions)}",
         *([f"command: {origin.command}"] if origin.command else []),
     ]
     yield Section("", [Lines(told, indent=0)])
@@ -166,16 +161,14 @@ def verdict(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "cut", f"{searched}, {why}: more may find a shorter step"
     if plan.constraints:
         yield "pinned", pinned_text(plan)
-    for text in precision_text(plan.training, plan.held_in):
-        yield "dtypes", text
-    for text in micro_batches_text(plan.training):
-        yield "micros", text
-    for text in compile_text(plan.training):
-        yield "kernels", text
-    for text in recompute_text(plan.training, plan.checkpoints):
-        yield "again", text
-    for text in experts_text(plan.training, plan.experts):
-        yield "experts", text
+    trained = {
+        "dtypes": precision_text(plan.training, plan.held_in),
+        "micros": micro_batches_text(plan.training),
+        "kernels": compile_text(plan.training),
+        "again": recompute_text(plan.training, plan.checkpoints),
+        "experts": experts_text(plan.training, plan.experts),
+    }
+    yield from ((label, text) for label, texts in trained.items() for text in texts)
 
 
 def _fits(plan: Plan) -> tuple[str, str]:
@@ -412,9 +405,7 @@ def limit_text(plan: Plan) -> str:
 
 def _grouped(parameters: Mapping[str, ParameterPlan]) -> list[tuple[str, ParameterPlan]]:
     """One row for parameters that are planned alike, and whose names differ only in numbers."""
-    groups: dict[tuple[str, ParameterPlan], list[str]] = {}
-    for name, plan in parameters.items():
-        groups.setdefault((starred(name), plan), []).append(name)
+    groups = grouped(((starred(name), plan), name) for name, plan in parameters.items())
     return [
         (together(names) + (f" ({len(names)})" if len(names) > 1 else ""), plan) for (_, plan), names in groups.items()
     ]

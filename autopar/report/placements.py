@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from autopar.planning.plan import Plan
-from autopar.planning.texts import starred, together
+from autopar.planning.texts import grouped, starred, together
 
 from .words import input_words, parameter_words
 
@@ -40,17 +40,15 @@ def words_of(plan: Plan) -> dict[str, str]:
 
 def placement_rows(words: Mapping[str, W]) -> list[PlacementRow[W]]:
     """Parameters by what is said of them, in the order of the model, rows of one repeated module together."""
-    groups: dict[tuple[str, W], dict[str, list[str]]] = {}
-    for name, said in words.items():
-        module, end = _split(name)
-        groups.setdefault((starred(module), said), {}).setdefault(end, []).append(name)
+    split = {name: _split(name) for name in words}
+    groups = grouped(((starred(split[name][0]), said), name) for name, said in words.items())
     found: list[tuple[int, PlacementRow[W]]] = []
     places = {name: place for place, name in enumerate(words)}
     first: dict[str, int] = {}
-    for (_, said), names in groups.items():
-        for count in dict.fromkeys(map(len, names.values())):
-            ends = [end for end, every in names.items() if len(every) == count]
-            layers = tuple(_split(name)[0] for name in names[ends[0]])
+    for (_, said), alike in groups.items():
+        names = grouped((split[name][1], name) for name in alike)
+        for ends in grouped((len(every), end) for end, every in names.items()).values():
+            layers = tuple(split[name][0] for name in names[ends[0]])
             module = _called(layers)
             place = min(places[names[end][0]] for end in ends)
             first[module] = min(place, first.get(module, place))
@@ -96,10 +94,12 @@ def joined(names: tuple[str, ...]) -> str:
 def input_rows(plan: Plan) -> list[tuple[str, str]]:
     """Inputs that arrive alike, and how."""
     shapes = plan.provenance.inputs if plan.provenance is not None else {}
-    told: dict[str, list[str]] = {}
-    for name, placements in plan.inputs.items():
-        short = name.removeprefix("kwargs.")
-        short = re.sub(r"^args\.(\d+)$", r"input \1", short)
-        words = input_words(placements, tuple(plan.mesh), shapes.get(name.removeprefix("kwargs."), ""))
-        told.setdefault(words, []).append(short)
+    shorter = {name: name.removeprefix("kwargs.") for name in plan.inputs}
+    told = grouped(
+        (
+            input_words(placements, tuple(plan.mesh), shapes.get(shorter[name], "")),
+            re.sub(r"^args\.(\d+)$", r"input \1", shorter[name]),
+        )
+        for name, placements in plan.inputs.items()
+    )
     return [(", ".join(names), words) for words, names in told.items()]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -17,13 +17,14 @@ from autopar.cluster.library import CLUSTERS, named_cluster
 from autopar.cluster.library.write import cluster_toml
 from autopar.extensions import TABLES
 from autopar.files.kinds import Count, Size
+from autopar.ir.garbage import uncollected
 from autopar.planning.costs import COSTS
 from autopar.planning.plan import Plan, graph_digest
 from autopar.planning.planner import Planner
+from autopar.planning.presets import PRESETS
 from autopar.planning.progress import Stage
 from autopar.planning.request import DEFAULTS, Request, Several, quiet
-from autopar.planning.texts import left_text, short_bytes
-from autopar.solve.problem import Infeasible
+from autopar.planning.texts import digits, left_text, mesh_words, short_bytes, short_seconds
 
 from .facts import work_of
 from .kept import Kept, code_digest, key_of
@@ -89,6 +90,17 @@ class Reply:
         return "" if self.plan is None or self.plan.provenance is None else self.plan.provenance.winner
 
     @property
+    def found_by(self) -> str:
+        """The strategy; of a search that took a preset's plan, that too."""
+        is_preset = self.winner in PRESETS and self.strategy not in PRESETS
+        return f"{self.strategy}: {self.winner}" if is_preset else self.strategy
+
+    def __str__(self) -> str:
+        """What it reaches, and how."""
+        reached = f"{short_seconds(self.seconds)}, {digits(self.items_per_second)} {self.work[1]}/s"
+        return f"{reached} by {self.found_by} on {mesh_words(self.mesh)}"
+
+    @property
     def reason(self) -> str:
         """Why there is no plan, in a few words."""
         if self.needed_bytes is not None and self.limit_bytes is not None:
@@ -102,11 +114,11 @@ class Reply:
         return {**{name: getattr(self, name) for name in names}, **told}
 
 
-def asked(options: Several) -> tuple[dict[str, Any], Kept, Callable[[float, str], None], Callable[[Any], None]]:
+def asked(options: Several) -> tuple[dict[str, Any], Kept | None, Callable[[float, str], None], Callable[[Any], None]]:
     """The keywords of a request; and apart, where answers are kept, who is told how far it is, and who of them."""
     request: dict[str, Any] = dict(options)
     keep, report, each = (request.pop(name, DEFAULTS[name]) for name in ("keep", "report", "each"))
-    return request, Kept(keep), report, each
+    return request, None if keep is None else Kept(keep), report, each
 
 
 class Question:
@@ -126,23 +138,19 @@ class Question:
         self.done = self.computed = self.seconds = 0.0
         self.was_kept = 0
 
-    def answers(self, cases: Iterable[Variant]) -> Iterator[Reply]:
-        yield from map(self.answer, cases)
-
     def answer(self, case: Variant) -> Reply:
         """The answer to one case."""
         devices = math.prod(case.mesh.values())
         asked = Reply(name=case.name, devices=devices, mesh=case.mesh, strategy=case.request.solver)
 
-        def compute(stage: Stage) -> Reply:
-            request = replace(case.request, stage=stage)
+        def compute(request: Request) -> Reply:
             limit = None
             try:
                 on = self.on(case.mesh, request)
                 limit = on.limit(request)
                 plan = on.planned(request)
             except ValueError as error:
-                needed = getattr(error, "smallest_bytes", math.inf) if isinstance(error, Infeasible) else math.inf
+                needed = getattr(error, "smallest_bytes", math.inf)
                 needed = needed if math.isfinite(needed) else None
                 return replace(asked, limit_bytes=limit, error=str(error), needed_bytes=needed)
             return replace(asked, plan=plan, limit_bytes=plan.memory_limit_bytes)
@@ -161,13 +169,13 @@ class Question:
         self,
         key: tuple[Any, ...],
         request: Request,
-        compute: Callable[[Stage], T],
+        compute: Callable[[Request], T],
         weight: float,
         doing: str,
         write: Callable[[T], Any] = lambda value: value,
         read: Callable[[Any], T] = lambda value: value,
     ) -> T:
-        """What was kept of a request by a key, or what is computed, which is kept."""
+        """What was kept of a request by a key, or what is computed of it, which is kept."""
         kept = self.kept if self.kept is not None and self._is_repeatable(request) else None
         whole = key_of(*key, *self._depends_on(request)) if kept is not None else ""
         if kept is not None and (answer := kept.get(whole)) is not None:
@@ -179,7 +187,8 @@ class Question:
         stage = stage.part(self.done / self.total, min(1.0, (self.done + weight) / self.total))
         self.report(stage.begin, f"{stage.doing}{stage.left}")
         began = time.monotonic()
-        value = compute(stage)
+        with uncollected():
+            value = compute(replace(request, stage=stage))
         self.seconds += time.monotonic() - began
         self.computed += weight
         self.done += weight

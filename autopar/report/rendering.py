@@ -30,8 +30,9 @@ def page_width() -> int:
     return max(WIDTH_LEAST, min(WIDTH_MOST, shutil.get_terminal_size((80, 24)).columns))
 
 
-def rendered(sections: Iterable[Section], width: int) -> str:
-    """Sections as plain text of at most so many columns."""
+def rendered(sections: Iterable[Section], width: int | None) -> str:
+    """Sections as plain text of at most so many columns; None: those of the terminal."""
+    width = page_width() if width is None else width
     console = Console(file=io.StringIO(), width=width, color_system=None, highlight=False, legacy_windows=False)
     with console.capture() as capture:
         for part in renderables(sections, width):
@@ -53,10 +54,13 @@ def _renderables(part: Part, width: int) -> Iterator[RenderableType]:
         case Lines(texts, indent, style):
             yield from (Padding(Text(text, style=style), (0, 0, 0, indent)) for text in texts)
         case Labelled(rows, wide):
-            yield _names(rows, width) if wide else _labels(rows)
+            yield _labelled(rows, wide, width)
         case Bars(rows, whole):
             room = max(10, width - max(len(label) for label, *_ in rows) - max(len(text) for *_, text in rows) - 6)
-            bars = _columns("cyan", "", "")
+            bars = Table.grid(padding=(0, 1))
+            bars.add_column(no_wrap=True, style="cyan")
+            bars.add_column(no_wrap=True)
+            bars.add_column(no_wrap=True, justify="right")
             for label, seconds, text in rows:
                 bars.add_row(f"  {label}", "█" * max(1, round(min(seconds / whole, 1.0) * room)), text)
             yield bars
@@ -66,36 +70,21 @@ def _renderables(part: Part, width: int) -> Iterator[RenderableType]:
             yield from _tables(part, width)
 
 
-def _columns(*styles: str, **first: int) -> Table:
-    """A table without heads whose cells are not broken."""
-    grid = Table.grid(padding=(0, 1))
-    for number, style in enumerate(styles):
-        grid.add_column(no_wrap=True, style=style, justify="right" if number > 1 else "left", **first)  # type: ignore[arg-type]
-    return grid
-
-
-def _labels(rows: Sequence[tuple[str, str]]) -> Table:
-    grid = _columns("cyan", min_width=LABEL)
-    grid.add_column(overflow="fold")
-    for label, text in rows:
-        grid.add_row(Text(f"  {label}", style="bold red" if label in BAD else ""), Text(text))
-    return grid
-
-
-def _names(rows: Sequence[tuple[str, str]], width: int) -> Table:
-    grid = Table.grid(padding=(0, 2), expand=False)
-    left = max(16, min(max((len(name) for name, _ in rows), default=16) + 2, round(width * 0.45)))
-    grid.add_column(width=left, overflow="fold", style="cyan")
+def _labelled(rows: Sequence[tuple[str, str]], wide: bool, width: int) -> Table:
+    grid = Table.grid(padding=(0, 2 if wide else 1))
+    longest = max((len(name) for name, _ in rows), default=16) + 2
+    left = max(16, min(longest, round(width * 0.45))) if wide else None
+    grid.add_column(no_wrap=not wide, width=left, min_width=LABEL, overflow="fold", style="cyan")
     grid.add_column(overflow="fold")
     for name, words in rows:
-        grid.add_row(_hanging(f"  {name}"), Text(words))
+        grid.add_row(_hanging(f"  {name}", "bold red" if name in BAD else ""), Text(words))
     return grid
 
 
-def _hanging(text: str) -> RenderableType:
+def _hanging(text: str, style: str = "") -> RenderableType:
     """A text whose further lines begin where it does."""
     words = text.lstrip()
-    return Padding(Text(words), (0, 0, 0, len(text) - len(words))) if words != text else Text(text)
+    return Padding(Text(words, style), (0, 0, 0, len(text) - len(words)))
 
 
 def _stack(parts: Sequence[tuple[str, int]], whole: float, width: int) -> Iterator[RenderableType]:

@@ -52,6 +52,10 @@ class Simulation(Document):
             "communication": self.collectives(),
         }
 
+    def trace(self, real: str | Path | Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """The timeline as a trace for Perfetto, beside what `torch.profiler` exported of a `real` step (`merged`)."""
+        return self.timeline.to_chrome() if real is None else merged(self.timeline, real)
+
     def collectives(self) -> list[dict[str, Any]]:
         """What it sends: a row for each kind of collective on each mesh axis, with what of it is hidden."""
         return [{**asdict(row), "hidden_seconds": row.hidden_seconds} for row in self.timeline.communication]
@@ -59,20 +63,13 @@ class Simulation(Document):
     def sections(self) -> Iterator[Section]:
         """The step, and its collectives."""
         timeline, plan = self.timeline, self.plan
-        figures = {
-            "step": self.seconds,
-            "forward and backward": timeline.seconds,
-            "optimizer": plan.account.optimizer_seconds,
-            "operators": timeline.busy_seconds(COMPUTE),
-            "communication": timeline.communication_seconds,
-            "exposed": timeline.exposed_seconds,
-        }
-        step, both, update, operators, sent, exposed = (f"{what} {short_seconds(s)}" for what, s in figures.items())
         mfu = "" if plan.utilization is None else f", MFU {plan.utilization:.1%}"
         lines = [
             f"{plan.model} on {mesh_words(plan.mesh, ' x ')} of {plan.cluster}, by {plan.solver}",
-            f"{step}{mfu}: {both}, {update}",
-            f"{operators}; {sent}, {exposed}",
+            f"step {short_seconds(self.seconds)}{mfu}: forward and backward {short_seconds(timeline.seconds)}, "
+            f"optimizer {short_seconds(plan.account.optimizer_seconds)}",
+            f"operators {short_seconds(timeline.busy_seconds(COMPUTE))}; communication "
+            f"{short_seconds(timeline.communication_seconds)}, exposed {short_seconds(timeline.exposed_seconds)}",
         ]
         rows: list[Row] = [{"collective": row.pop("kind"), **row} for row in self.collectives()]
         yield Section("", [Lines(lines, indent=0)])

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from autopar.planning.plan import ParameterPlan
-from autopar.planning.texts import listed
+from autopar.planning.texts import grouped, listed
 
 DIMS: Mapping[str, tuple[str, ...]] = {
     "linear": ("column", "row"),
@@ -43,11 +43,7 @@ def _periodic(word: str, period: int) -> str:
 
 def parameter_words(plan: ParameterPlan, axes: Sequence[str]) -> str:
     """Where a parameter lives, and where it is used."""
-    phrases: dict[str, list[str]] = {}
-    for i, axis in enumerate(axes):
-        uses = list(dict.fromkeys(layout[i] for layout in plan.in_use))
-        if phrase := _on_axis(plan, plan.at_rest[i], uses):
-            phrases.setdefault(phrase, []).append(axis)
+    phrases = grouped((phrase, axis) for i, axis in enumerate(axes) if (phrase := _on_axis(plan, i)))
     told = [phrase.replace("{axes}", listed(on)) for phrase, on in sorted(phrases.items(), key=_order)]
     gathered = "gathered once" if plan.gather == "keep" else "gathered twice"
     if any("sharded at rest" in phrase for phrase in phrases):
@@ -62,8 +58,9 @@ def _order(item: tuple[str, list[str]]) -> bool:
     return "at rest" in item[0]
 
 
-def _on_axis(plan: ParameterPlan, at_rest: str, uses: Sequence[str]) -> str:
+def _on_axis(plan: ParameterPlan, axis: int) -> str:
     """One axis in words, {axes} for its name; nothing for what is whole there."""
+    at_rest, uses = plan.at_rest[axis], list(dict.fromkeys(layout[axis] for layout in plan.in_use))
     if at_rest == "R":
         split = [use for use in uses if use != "R"]
         return f"{_of(plan, split)} on {{axes}} in use (each rank stores all)" if split else ""
@@ -93,13 +90,13 @@ def split_words(text: str, kind: str, dims: int) -> str:
 def input_words(placements: Sequence[str], axes: Sequence[str], shape: str) -> str:
     """An input in words: "batch on dp, sequence on tp". Only what has rows of tokens has a sequence."""
     dims = shape.count(",") + 1 if "[" in shape else 0
-    told: dict[str, list[str]] = {}
-    for text, axis in zip(placements, axes, strict=True):
-        if split := split_of(text):
-            dim, period = split
-            is_named = dim == 0 or (dim == 1 and dims == 2 and shape.startswith("int"))
-            word = INPUT_DIMS[dim] if is_named else f"dim {dim}"
-            told.setdefault(_periodic(word, period), []).append(axis)
+
+    def split_words(dim: int, period: int) -> str:
+        is_named = dim == 0 or (dim == 1 and dims == 2 and shape.startswith("int"))
+        return _periodic(INPUT_DIMS[dim] if is_named else f"dim {dim}", period)
+
+    splits = ((split_of(text), axis) for text, axis in zip(placements, axes, strict=True))
+    told = grouped((split_words(*split), axis) for split, axis in splits if split)
     return ", ".join(f"{word} on {listed(on)}" for word, on in told.items()) or "replicated"
 
 

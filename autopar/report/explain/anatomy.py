@@ -14,7 +14,7 @@ from autopar.cost.timeline import COMPUTE, Timeline
 from autopar.passes.blocks.block import Blocks
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
-from autopar.planning.texts import starred, together
+from autopar.planning.texts import grouped, starred, together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,11 +96,14 @@ def _placed(every: Sequence[Moment], step: Timeline) -> Iterator[MemoryAt]:
 def _blocks(planner: Planner, blocks: Blocks) -> Iterator[BlockFacts]:
     """Those whose names and modules differ in numbers alone count as one."""
     graph = planner.captured.graph
-    alike: dict[tuple[tuple[str, ...], int, tuple[str, ...]], list[tuple[str, ...]]] = {}
-    for block in blocks.blocks:
-        modules = tuple(dict.fromkeys(graph.nodes[node].module for node in block.contractions))
-        key = (tuple(map(starred, modules)), len(block.nodes), tuple(map(str, block.dims)))
-        alike.setdefault(key, []).append(modules)
+    known = (
+        (tuple(dict.fromkeys(graph.nodes[node].module for node in block.contractions)), len(block.nodes), block.dims)
+        for block in blocks.blocks
+    )
+    alike = grouped(
+        ((tuple(map(starred, modules)), operators, tuple(map(str, dims))), modules)
+        for modules, operators, dims in known
+    )
     for (_, operators, splits), every in alike.items():
         modules = tuple(dict.fromkeys(map(together, zip(*every, strict=True))))
         named = next((module for module in modules if module), "the model")

@@ -94,16 +94,15 @@ def _again(other: Alternative, chosen: Alternative) -> tuple[str, str, str, str]
     """The plan that is pinned to an alternative."""
     again = other.replanned
     assert again is not None
-    if again.seconds is None or again.bytes is None:
-        return other.words, "-", "-", f"no plan: {again.refused}"
-    planned = Alternative(choice="", words="", seconds=again.seconds, bytes=again.bytes)
-    return other.words, *_figures(planned, chosen), ", ".join(again.moved) or "nothing"
+    told = f"no plan: {again.refused}" if again.seconds is None else ", ".join(again.moved) or "nothing"
+    return other.words, *_figures(again, chosen), told
 
 
-def _figures(other: Alternative, chosen: Alternative) -> tuple[str, str]:
+def _figures(other: Alternative | Replanned, chosen: Alternative) -> tuple[str, str]:
+    """The step and the peak, as differences from those of what the plan takes."""
     if other.seconds is None or other.bytes is None:
         return "-", "-"
-    about = "" if other.is_exact else "~"
+    about = "~" if isinstance(other, Alternative) and not other.is_exact else ""
     if other is chosen or chosen.seconds is None or chosen.bytes is None:
         return about + short_seconds(other.seconds), about + short_bytes(other.bytes)
     longer = other.seconds - chosen.seconds

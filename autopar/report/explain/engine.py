@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from itertools import product
 
-from autopar.passes.space.choices import KEEP, NO_POLICY, REGATHER, SiteChoice
+from autopar.passes.space.choices import SiteChoice
 from autopar.passes.space.problem import Assignment, Decisions
 from autopar.planning.account import Account, Traffic, account, sources
+from autopar.planning.options import joint
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
 from autopar.planning.progress import Stage
 from autopar.planning.reading import request_of
 from autopar.planning.steps import NEAR, QUICK
-from autopar.planning.texts import short_bytes, short_seconds
+from autopar.planning.texts import grouped, short_bytes, short_seconds
 
 from ..facts import traffic
 from ..page import UNFUSED, WITHOUT_DROPOUT
@@ -60,7 +61,7 @@ class Explainer:
     def _site(self, of: Named, replan: int) -> Explanation:
         (place,) = of.places
         own = list(_taken(place, self.assignment))
-        choice = own[self._copy_of(place, of.name) or 0]
+        choice = own[place.names.index(of.name) if of.name in place.names else 0]
         words = choice_words(self.space, place.site, choice)
         candidates = self._candidates(place, choice)
         others = self._estimated(place, candidates[:CLOSE])
@@ -82,11 +83,8 @@ class Explainer:
     def _candidates(self, place: Location, taken: SiteChoice) -> list[Candidate]:
         """All other choices that readers and makers can live with, the cheapest first."""
         site, space = place.site, self.space
-        per_axis = [site.choices[ranks] for ranks in space.mesh]
-        policies = (KEEP, REGATHER) if site.kind == "parameter" else NO_POLICY
         candidates = []
-        for axes, policy in product(product(*per_axis), policies):
-            choice = SiteChoice(axes, policy)
+        for choice in joint(site, [site.choices[ranks] for ranks in space.mesh], math.inf):
             if choice == taken or space.option(site, choice) is None:
                 continue
             changed = _with(place, self.assignment, choice)
@@ -167,15 +165,11 @@ class Explainer:
         return {axis: text.partition("%")[0].rstrip(")") + ")" if text != "R" else "R"
                 for axis, text in zip(self.space.axes, texts, strict=True)}  # fmt: skip
 
-    def _copy_of(self, place: Location, name: str) -> int | None:
-        """Which copy of a layer a name is of, if it names one."""
-        return place.names.index(name) if place.body is not None and name in place.names else None
-
     def _facts(self, place: Location, own: Sequence[SiteChoice]) -> Iterator[str]:
         site = place.site
         if site.meta is not None:
             size = f"{site.meta}, {site.meta.bytes:,} bytes"
-            yield size if place.body is None else f"{size}, in each of {len(place.names)} layers, which change together"
+            yield size if not place.region else f"{size}, in each of {len(place.names)} layers, which change together"
         yield from _unfused([place])
         if site.fixed:
             yield "it stays replicated, since every copy of a repeated layer reads it"
@@ -191,7 +185,7 @@ class Explainer:
 
     def _alike(self, place: Location) -> list[str]:
         """Other parameters that the pattern of a layer's parameter names."""
-        if place.body is None or place.site.kind != "parameter":
+        if not place.region or place.site.kind != "parameter":
             return []
         names = (name for name in self.space.graph.parameters if name not in place.names)
         return [name for name in names if fnmatchcase(name, place.pattern)]
@@ -302,10 +296,12 @@ def _op(place: Location) -> str:
 
 def _taken(place: Location, assignment: Assignment) -> Iterator[SiteChoice]:
     """What a place takes, in each copy."""
-    if place.body is None:
-        yield assignment.rest[place.site.name]
-    else:
-        yield from (decisions[place.site.name] for decisions in assignment.copies[place.body])
+    yield from (decisions[place.site.name] for decisions in _regions(assignment)[place.region])
+
+
+def _regions(assignment: Assignment) -> list[tuple[Decisions, ...]]:
+    """The decisions of each region, one for each copy of it."""
+    return [(assignment.rest,), *assignment.copies]
 
 
 def _with(
@@ -317,12 +313,10 @@ def _with(
     def changed(decisions: Decisions) -> Mapping[str, SiteChoice]:
         return {**decisions, name: choice} if instead_of in (None, decisions[name]) else decisions
 
-    if place.body is None:
-        return replace(assignment, rest=changed(assignment.rest))
-    copies = tuple(
-        tuple(map(changed, here)) if number == place.body else here for number, here in enumerate(assignment.copies)
-    )
-    return replace(assignment, copies=copies)
+    regions = _regions(assignment)
+    regions[place.region] = tuple(map(changed, regions[place.region]))
+    (rest,), *copies = regions
+    return replace(assignment, rest=rest, copies=tuple(copies))
 
 
 def _distinct(others: list[Alternative], taken: str) -> list[Alternative]:
@@ -338,11 +332,8 @@ def _distinct(others: list[Alternative], taken: str) -> list[Alternative]:
 def _shortest_policy(others: list[Alternative]) -> list[Alternative]:
     """Of alternatives that differ in whether gathered weights are kept: the one with the shorter step, and the other
     one if it needs less memory."""
-    kept: dict[str, list[Alternative]] = {}
-    for other in others:
-        kept.setdefault(other.choice.rsplit(" ", 1)[0], []).append(other)
     result = []
-    for same in kept.values():
+    for same in grouped((other.choice.rsplit(" ", 1)[0], other) for other in others).values():
         first, *rest = sorted(same, key=lambda a: (a.seconds or 0.0, a.bytes or 0.0))
         result += [first, *(a for a in rest if (a.bytes or 0.0) < (first.bytes or 0.0))]
     return result

@@ -8,24 +8,30 @@ from dataclasses import dataclass
 
 from autopar.extensions import nearest
 from autopar.ir.program import COLLECTIVES
-from autopar.passes.space.sites import Region, Site
+from autopar.passes.space.sites import Site
 from autopar.passes.space.space import Space
+from autopar.planning.constraints import names_of
 from autopar.planning.texts import pattern
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Location:
-    """A site, and the names that people know it by, one for each copy of a repeated layer. `body` is the number of the
-    layer's body, or None for the rest of the model."""
+    """A site, and the names that people know it by, one for each copy of a repeated layer. `region` is the number
+    of the region that it lies in: 0 for the rest of the model, and those of repeated layers' bodies."""
 
     site: Site
     names: tuple[str, ...]
-    body: int | None
+    region: int
 
     @property
     def pattern(self) -> str:
         """One name for all copies, with * where they differ."""
         return pattern(self.names)
+
+    @property
+    def called(self) -> tuple[str, ...]:
+        """All names that it answers to."""
+        return *self.names, self.pattern
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,27 +47,10 @@ class Named:
 
 def places(space: Space) -> Iterator[Location]:
     """Of all sites that people can name."""
-    for region in space.regions():
-        number = next((k for k, body in enumerate(space.bodies) if body is region), None)
+    for number, region in enumerate(space.regions()):
         for site in region.sites.values():
             if site.kind in ("parameter", "input") or (site.kind == "op" and not site.fixed):
-                yield Location(site=site, names=_names(space, region, number, site), body=number)
-
-
-def _names(space: Space, region: Region, number: int | None, site: Site) -> tuple[str, ...]:
-    if site.kind == "input":
-        return (site.module.removeprefix("kwargs."),)
-    if site.kind == "op":
-        if number is None or site.node is None:
-            return (site.module,)
-        repeat = space.repeats[number]
-        position = repeat.copies[0].index(space.graph.producer[site.name])
-        return tuple(space.graph.nodes[copy[position]].module for copy in repeat.copies)
-    name_of = {value: name for name, value in space.graph.parameters.items()}
-    if number is None:
-        return (name_of[site.name],)
-    own = next((own for own in zip(*space.repeats[number].own, strict=True) if own[0] == site.name), (site.name,))
-    return tuple(name_of[value] for value in own)
+                yield Location(site=site, names=tuple(names_of(space, region, site)), region=number)
 
 
 def named(space: Space, name: str, tied: Mapping[str, str]) -> Named:
@@ -70,14 +59,12 @@ def named(space: Space, name: str, tied: Mapping[str, str]) -> Named:
         return Named(name=name, kind="collective", collective=collective)
     every = list(places(space))
     asked = tied.get(name, name).removeprefix("kwargs.")
-    for kind in ("parameter", "input"):
+    for kind in ("parameter", "input", "op"):
         for place in every:
-            if place.site.kind == kind and asked in (*place.names, place.pattern):
-                return Named(name=name, kind=kind, places=(place,))
-    for place in every:
-        if place.site.kind == "op" and asked == place.site.name:
-            return Named(name=name, kind="operator", places=(place,))
-    inside = tuple(place for place in every if any(_lies_in(one, asked) for one in (*place.names, place.pattern)))
+            names = (place.site.name,) if kind == "op" else place.called
+            if place.site.kind == kind and asked in names:
+                return Named(name=name, kind="operator" if kind == "op" else kind, places=(place,))
+    inside = tuple(place for place in every if any(_lies_in(one, asked) for one in place.called))
     if inside and asked:
         return Named(name=name, kind="module", places=inside)
     raise ValueError(f"nothing in the model is called {name!r}{_nearest(space, every, asked)}")
@@ -98,7 +85,7 @@ def _collective(space: Space, name: str) -> tuple[str, str] | None:
 
 def _nearest(space: Space, every: list[Location], asked: str) -> str:
     """The name most like one that nothing has, or what names there are."""
-    names = dict.fromkeys(name for place in every for name in (*place.names, place.pattern) if name)
+    names = dict.fromkeys(name for place in every for name in place.called if name)
     modules = dict.fromkeys(name.rpartition(".")[0] for name in names)
     known = [*names, *(module for module in modules if module), *(f"{kind} {a}" for kind in COLLECTIVES
                                                                   for a in space.axes)]  # fmt: skip

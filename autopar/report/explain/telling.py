@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from autopar.ir.layout import period_of
@@ -12,7 +13,7 @@ from autopar.passes.space.space import Space
 from autopar.planning.account import Account
 from autopar.planning.description import texts
 from autopar.planning.plan import Plan
-from autopar.planning.texts import listed, short_bytes, short_seconds
+from autopar.planning.texts import grouped, listed, short_bytes, short_seconds
 
 from .answer import SAME_PART, Alternative
 
@@ -26,10 +27,7 @@ def choice_words(space: Space, site: Site, choice: SiteChoice) -> str:
         parts = list(_operator_parts(space, site, choice))
     else:
         parts = list(placement_texts(space, site, str(choice)))
-    told: dict[str, list[str]] = {}
-    for part, axis, ranks in zip(parts, space.axes, space.mesh, strict=True):
-        if ranks > 1:
-            told.setdefault(part, []).append(axis)
+    told = grouped((part, axis) for part, axis, ranks in zip(parts, space.axes, space.mesh, strict=True) if ranks > 1)
     words = [f"{part} on {listed(axes)}" for part, axes in told.items()]
     return ", ".join([*words, *([choice.policy] if choice.policy and _is_split(choice) else [])])
 
@@ -79,15 +77,14 @@ def _operator_words(site: Site, choice: AxisChoice) -> str:
 
 def changes(before: Account, after: Account) -> Iterator[str]:
     """The collectives that one account has more or fewer of than another."""
-    old = {(c.kind, c.axis): c for c in before.collectives}
-    new = {(c.kind, c.axis): c for c in after.collectives}
-    for key in dict.fromkeys((*old, *new)):
-        count = (new[key].count if key in new else 0) - (old[key].count if key in old else 0)
-        size = (new[key].bytes if key in new else 0) - (old[key].bytes if key in old else 0)
+    old, new = ({(c.kind, c.axis): (c.count, c.bytes) for c in one.collectives} for one in (before, after))
+    for kind, axis in dict.fromkeys((*old, *new)):
+        was, now = (one.get((kind, axis), (0, 0)) for one in (old, new))
+        count, size = now[0] - was[0], now[1] - was[1]
         if count or size:
             sign = "+" if size > 0 or (size == 0 and count > 0) else "-"
-            times = f"{count:+d} {key[0]}" if count else f"{'larger' if size > 0 else 'smaller'} {key[0]}"
-            yield f"{times} {key[1]} ({sign}{short_bytes(abs(size))})"
+            times = f"{count:+d} {kind}" if count else f"{'larger' if size > 0 else 'smaller'} {kind}"
+            yield f"{times} {axis} ({sign}{short_bytes(abs(size))})"
 
 
 def moved(before: Plan, after: Plan, but: Sequence[str]) -> Iterator[str]:
@@ -100,35 +97,30 @@ def moved(before: Plan, after: Plan, but: Sequence[str]) -> Iterator[str]:
 
 def verdict(plan: Plan, others: Sequence[Alternative]) -> Iterator[str]:
     """What decides, in a sentence or two."""
-    timed = [o for o in others if o.seconds is not None and o.bytes is not None]
+    timed = [(o.seconds, o.bytes, o.words) for o in others if o.seconds is not None and o.bytes is not None]
+    limit = math.inf if plan.memory_limit_bytes is None else plan.memory_limit_bytes
+    fitting = [one for one in timed if one[1] <= limit]
+    quicker = [one for one in timed if one[0] < plan.seconds * (1 - SAME_PART)]
+    same = [size for seconds, size, _ in fitting if seconds <= plan.seconds * (1 + SAME_PART)]
     if not timed:
         yield "no other choice is possible here while the rest of the plan stays"
-        return
-    fitting = [o for o in timed if plan.memory_limit_bytes is None or (o.bytes or 0) <= plan.memory_limit_bytes]
-    quicker = [o for o in timed if (o.seconds or 0) < plan.seconds * (1 - SAME_PART)]
-    for other in quicker:
-        if other not in fitting:
-            yield f"memory decides: {other.words} would be faster but does not fit"
-            return
-    if quicker:
-        best = min(quicker, key=lambda o: o.seconds or 0)
-        saved = plan.seconds - (best.seconds or 0)
+    elif too_large := [words for _, size, words in quicker if size > limit]:
+        yield f"memory decides: {too_large[0]} would be faster but does not fit"
+    elif quicker:
+        seconds, _, words = min(quicker, key=lambda one: one[0])
+        saved = plan.seconds - seconds
         yield (
-            f"{best.words} would make the step {short_seconds(saved)} shorter on its timeline; the search compares "
+            f"{words} would make the step {short_seconds(saved)} shorter on its timeline; the search compares "
             f"plans with a part of parameters' traffic hidden, and did not come to it"
         )
-        return
-    same = [o for o in fitting if (o.seconds or 0) <= plan.seconds * (1 + SAME_PART)]
-    if same:
-        lean = sum(1 for o in same if (o.bytes or 0) < plan.bytes)
+    elif same:
+        lean = sum(size < plan.bytes for size in same)
         which = "with one" if len(same) == 1 else f"with {len(same)}"
         needs = f"; {lean} of these {'saves' if lean == 1 else 'save'} memory" if lean else ", and none saves memory"
         needs = needs if len(same) > 1 else ", and it saves memory" if lean else ", and it saves no memory"
         yield f"no alternative is faster; {which} the step is the same{needs}"
-        return
-    if fitting:
-        best = min(fitting, key=lambda o: o.seconds or 0)
-        longer = short_seconds((best.seconds or 0) - plan.seconds)
-        yield f"the next best, {best.words}, makes the step {longer} longer"
-        return
-    yield "memory decides: no alternative fits the limit"
+    elif fitting:
+        seconds, _, words = min(fitting, key=lambda one: one[0])
+        yield f"the next best, {words}, makes the step {short_seconds(seconds - plan.seconds)} longer"
+    else:
+        yield "memory decides: no alternative fits the limit"

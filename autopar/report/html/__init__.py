@@ -18,12 +18,12 @@ from typing import Any
 from autopar.cost.memory import KINDS
 from autopar.cost.timeline import COMPUTE
 from autopar.planning.plan import Plan
-from autopar.planning.texts import digits, mesh_words, short_bytes, short_seconds
+from autopar.planning.texts import digits, mesh_words, pairs, short_bytes, short_seconds
 from autopar.planning.timing import OPERATOR_KINDS, operator_kind
 
 from .. import page
 from ..explain.anatomy import Anatomy
-from ..facts import called, count_text, numbered, range_text, rate_of, work_of
+from ..facts import called, candidates, count_text, numbered, range_text, rate_of, work_of
 from ..hypertext import COLOURS, STYLE, below, body, heading, table
 from ..sections import Bars, Labelled, Lines
 from .drawing import mesh_svg
@@ -129,7 +129,7 @@ def _header(plan: Plan) -> str:
     about = [f"mesh {mesh_words(plan.mesh, ' × ')}, {plan.ranks:,} devices", f"cluster {plan.cluster}"]
     if origin is not None:
         about.insert(0, f"{count_text(origin.parameter_count)} parameters, {origin.dtype}")
-        about.append("planned by " + ", ".join(f"{name} {number}" for name, number in origin.versions.items()))
+        about.append(f"planned by {pairs(origin.versions)}")
     tiles = "".join(
         f'<div class="tile"><div class="dim">{escape(label)}</div><b>{escape(figure)}</b>'
         f'<div class="dim">{escape(note)}</div></div>'
@@ -174,16 +174,14 @@ def _step(plan: Plan, about: Anatomy) -> Iterator[str]:
 
 
 def _candidates(plan: Plan) -> str:
-    origin = plan.provenance
-    if origin is None:
+    known = sorted(candidates(plan), key=lambda candidate: candidate.seconds)
+    if not known:
         return ""
-    chosen = f"{called(origin.winner)} (chosen)"
-    rows: list[tuple[str, float, str, float | None]] = [(chosen, plan.seconds, "", plan.bytes)]
-    for c in origin.candidates:
-        rows.append((called(c.name), c.seconds, "" if c.precision == "simulated" else c.precision, c.bytes))
-    rows.sort(key=lambda row: row[1])
-    bars = [(name, seconds, " ".join(filter(None, (how, short_seconds(seconds))))) for name, seconds, how, _ in rows]
-    peaks = ", ".join(f"{name} {short_bytes(size)}" for name, _, _, size in rows if size is not None)
+    names = {c: f"{called(c.name)} (chosen)" if c.precision == "chosen" else called(c.name) for c in known}
+    said = {c: "" if c.precision in ("chosen", "simulated") else f"{c.precision} " for c in known}
+    bars = [(names[c], c.seconds, said[c] + short_seconds(c.seconds)) for c in known]
+    peaks = ", ".join(f"{names[c]} {short_bytes(c.bytes)}" for c in known if c.bytes is not None)
+    chosen = next(names[c] for c in known if c.precision == "chosen")
     return body([Bars(bars, plan.seconds, chosen), Lines([f"memory at the peak: {peaks}"], style="dim")])
 
 

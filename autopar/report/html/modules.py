@@ -10,6 +10,7 @@ from html import escape
 
 from autopar.ir.tree import joined
 from autopar.planning.plan import ParameterPlan, Plan
+from autopar.planning.texts import grouped
 
 from ..facts import count_text
 from ..words import parameter_words
@@ -47,28 +48,21 @@ def module_tree(name: str, parameters: Mapping[str, ParameterPlan]) -> Module:
 def _folded(name: str, path: str, inside: Sequence[tuple[tuple[str, ...], ParameterPlan]]) -> Module:
     """A module, of the parameters in it by the parts of their names."""
     own = tuple((parts[0], plan) for parts, plan in inside if len(parts) == 1)
-    below: dict[str, list[tuple[tuple[str, ...], ParameterPlan]]] = {}
-    for (first, *rest), plan in inside:
-        if rest:
-            below.setdefault(first, []).append((tuple(rest), plan))
+    below = grouped((first, (tuple(rest), plan)) for (first, *rest), plan in inside if rest)
     inner: list[Module] = []
-    keys: list[object] = []
     for part, module in below.items():
         made = _folded(part, joined(path, part), module)
-        key = _key(made)
-        last = inner[-1] if inner else None
-        if last is not None and part.isdigit() and keys[-1] == key and _follows(last, part):
-            first = last.name.partition(" ")[0]
-            inner[-1] = replace(last, name=f"{first} to {part}", count=last.count + 1)
+        if inner and _follows(inner[-1], part) and _key(inner[-1]) == _key(made):
+            first = inner[-1].name.partition(" ")[0]
+            inner[-1] = replace(inner[-1], name=f"{first} to {part}", count=inner[-1].count + 1)
         else:
             inner.append(made)
-            keys.append(key)
     return Module(name=name, path=path, parameters=own, modules=tuple(inner))
 
 
 def _follows(last: Module, part: str) -> bool:
     end = last.name.rpartition(" ")[2]
-    return end.isdigit() and int(part) == int(end) + 1
+    return end.isdigit() and part.isdigit() and int(part) == int(end) + 1
 
 
 def _key(module: Module) -> object:
