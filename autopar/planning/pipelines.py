@@ -361,7 +361,8 @@ class Pipelines:
             starts = [look for look in near if _may_beat(look, best)]
             near = [found for look in starts for found in self._within(look, request, aim * limit, self._near(look))]
             best = self._best_of(near, request, limit, best)
-        best = self._best_of([look for look in possible if look not in fitting], request, limit, best)
+        larger = [look for look in possible if look not in fitting and (best is None or look.bytes <= limit)]
+        best = self._best_of(larger, request, limit, best)
         for aim in AIMS:
             if best is None:
                 quickest = min(looks, key=lambda look: look.seconds)
