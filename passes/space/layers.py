@@ -215,14 +215,14 @@ class LayerBuilder(SiteBuilder):
         for index in self.without_rule[before:]:
             position = repeat.copies[0].index(index)
             self.without_rule += [copy[position] for copy in repeat.copies[1:]]
-        left, right = [], []
+        left, right, ends = [], [], dict[str, tuple[bool, bool]]()
         for border in repeat.borders:
-            entering, leaving = border.values[0], border.values[1]
-            a = self._border(entering, read=border.backward, backward=border.backward)
-            b = self._border(leaving, read=not border.backward, backward=border.backward)
-            sites += [a, b]
-            left.append(a.name)
-            right.append(b.name)
+            for value, read in ((border.values[0], border.backward), (border.values[1], not border.backward)):
+                is_read, is_late = ends.get(value, (False, True))  # a value may cross in forward and in backward
+                ends[value] = is_read or read, is_late and border.backward
+            left.append(border_name(border.values[0]))
+            right.append(border_name(border.values[1]))
+        sites += [self._border(value, read=read, backward=late) for value, (read, late) in ends.items()]
         numbers = output_numbers(self.graph)
         sites += [self.output(number, home) for name in repeat.results[0] for number in numbers.get(name, ())]
         region = replace(Region.of(repeat.name, sites), left=tuple(left), right=tuple(right))
