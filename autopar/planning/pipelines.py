@@ -17,6 +17,7 @@ import logging
 import math
 import time
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -286,8 +287,10 @@ class Pipelines:
 
     def __init__(self, planner: StagePlanner) -> None:
         self.planner, self.axis, self.devices = planner, planner.axis, planner.mesh[planner.axis]
-        self.smallest = math.inf
-        """The least bytes of a device that were reached."""
+        self.smallest = self.estimated = math.inf
+        """The least bytes of a device that were reached, and those that estimates came to."""
+        self.working: dict[int, int] = defaultdict(int)
+        """Number of micro-batches -> what units of stages that were cut need beside what is held."""
         self.accounts: dict[tuple[int, Assignment], Account] = {}
         """Of assignments, by their numbers of micro-batches."""
 
@@ -306,11 +309,12 @@ class Pipelines:
             best, request = self._best(request, usable), replace(request, headroom=0.0)
         if best is None:
             assert limit is not None
+            smallest = self.smallest if math.isfinite(self.smallest) else max(limit, self.estimated)
             error = Infeasible(
                 f"no pipeline of {self.devices} stages was found that fits in {short_bytes(limit)} a device: the "
-                f"smallest needs {short_bytes(self.smallest)}. Give more devices, more memory, or more micro-batches"
+                f"smallest needs {short_bytes(smallest)}. Give more devices, more memory, or more micro-batches"
             )
-            error.smallest_bytes = self.smallest
+            error.smallest_bytes = smallest
             raise error
         plan = self.described(best, request, time.perf_counter() - started)
         assert plan.pipeline is not None
@@ -462,7 +466,8 @@ class Pipelines:
 
     def _bytes(self, on: StagePlanner, assignment: Assignment) -> float:
         """About what a device needs: its share of what is at rest, and of the micro-batches in flight, which are the
-        fewer the later its stage, and of which stages before `recomputed` keep the less."""
+        fewer the later its stage, and of which stages before `recomputed` keep the less; and what its units need while
+        they run, as far as that is known."""
         copies = [again for number in range(len(assignment.copies)) for again in assignment.again(number)]
         part = sum(copies) / max(1, len(copies))
         items, of_all = (self._account(on, one) for one in (assignment, replace(assignment, recompute=())))
@@ -477,7 +482,7 @@ class Pipelines:
         ]  # outside of layers, where a stage has one of those that are large
         resting = _rest_bytes(items) - sum(apart) + self.devices * max(apart, default=0.0)
         most = max(n * (share * less + (1 - share) * kept) for n, share in zip(flights, shares, strict=True))
-        return (resting + most) / self.devices
+        return (resting + most) / self.devices + self.working[on.training.micro_batches]
 
     def _within(self, look: Look, request: Request, limit: float, allowed: Allowed | None) -> Iterator[Look]:
         """An assignment of which a device needs no more than the limit, if there is one of the options that are allowed
@@ -498,7 +503,7 @@ class Pipelines:
             solved: Solved = on.seconds.timed("limit", search.within, sized)
         except Infeasible as error:
             logger.info("%d micro-batches: %s", look.micro_batches, error)
-            self.smallest = min(self.smallest, error.smallest_bytes / self.devices)
+            self.estimated = min(self.estimated, error.smallest_bytes / self.devices)
             return
         yield self._estimate(replace(look, solved=solved))
 
@@ -541,6 +546,8 @@ class Pipelines:
                 return None
             made, estimated = min(found, key=lambda one: _order(one[0], limit))
             self.smallest = min(self.smallest, made.peak)
+            working = max(stage.working for stage in made.step.figures.stages)
+            self.working[look.micro_batches] = max(self.working[look.micro_batches], working)
             what = f"{look.micro_batches} micro-batches, {made.step.run.schedule.name}"
             logger.info("%s: %.4g s, about %.4g", what, made.step.seconds, look.seconds)
             logger.info("%s: %.3g bytes, about %.3g", what, made.peak, look.bytes)

@@ -50,6 +50,31 @@ def test_a_step_in_stages_is_the_step(name: str) -> None:
         assert difference(made.piped(cut, schedule), wanted) < 1e-12, schedule.name
 
 
+class Layers(nn.Module):
+    """Layers whose weight's gradient reads what the next operators read as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return x.square().mean()
+
+
+def test_a_gradient_is_added_up_where_its_parameter_is() -> None:
+    """Wherever the model is cut: then no sum of gradients goes to another stage."""
+    made = in_time(Case(model=Layers(), batch=lambda step: ((torch.randn(8, 4),), {})), 2, {"pp": 4, "dp": 2})
+    places = list(dict.fromkeys(node.serves for node in made.program.forward if node.serves))[1:]
+    assert any(name.startswith("tanh") for name in places)
+    wanted = made.whole()
+    for name in places:
+        cut = staged(made.program, (name,))
+        assert cut.sums == (), name
+        assert difference(made.piped(cut, schedules.one_f_one_b(2, 4)), wanted) < 1e-12, name
+
+
 @pytest.mark.parametrize("name", ["GPT-2", "BART"])
 def test_it_is_that_of_one_device(name: str) -> None:
     case = in_dtype(zoo.case(name, 3), torch.float64)

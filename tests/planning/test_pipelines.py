@@ -281,8 +281,19 @@ def test_a_memory_limit_is_kept() -> None:
     plan = made.plan()
     assert plan.bytes <= 0.9 * free.bytes
     assert plan.seconds >= free.seconds * (1 - 1e-9)
-    with pytest.raises(ValueError, match="no pipeline of 2 stages was found that fits in 1000 B"):
+    with pytest.raises(ValueError, match="no pipeline of 2 stages was found that fits in 1000 B") as raised:
         planner({"pp": 2}, micro_batches=4, memory_limit_bytes=1000).plan()
+    smallest = raised.value.smallest_bytes  # type: ignore[attr-defined]
+    assert 1000 < smallest <= 2 * free.bytes, "of a device, and not of all"
+
+
+def test_what_is_searched_within_a_limit_is_estimated_to_keep_it() -> None:
+    """Near an assignment, and among all options."""
+    made, request = on_stages(4), Request(cluster=CLUSTER)
+    look, *_ = made.pipelines._looks(made.in_time(4), request, None, math.inf)
+    for allowed in (made.pipelines._near(look), None):
+        (found,) = made.pipelines._within(look, request, 0.8 * look.bytes, allowed)
+        assert look.seconds <= found.seconds * (1 + 1e-9) and found.bytes <= 0.8 * look.bytes
 
 
 class Normed(nn.Module):
