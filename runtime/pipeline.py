@@ -88,6 +88,15 @@ class StageRun(Generic[V]):
         }
         self.counts = SummedUnit.of(self.units.counts, [str(o.name) for o in self.units.counts.outputs])
 
+    @property
+    def programs(self) -> list[Program]:
+        """What it runs, as often as there are micro-batches for it."""
+        found = [self.units.counted, self.units.rest]
+        for part in (self.counts, *self.parts.values()):
+            variants = (part.unit, part.adding, part.adding_to) if part.totals else (part.unit,)
+            found += variants[: self.staged.micro_batches]
+        return [program for program in found if program.forward]
+
     def begin(self) -> None:
         """Forgets the last step."""
         self.once, self.sums, self.added = {}, {}, set()

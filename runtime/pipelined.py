@@ -124,14 +124,18 @@ class RankMachine:
         self.units: dict[int, tuple[Program, bool]] = {}
         """By identity: a unit, and whether it differs by micro-batch."""
 
-    def run(self, unit: Program, values: dict[str, torch.Tensor], micro_batch: int) -> dict[str, torch.Tensor]:
+    def executable(self, unit: Program, micro_batch: int) -> Executable:
         _, differs = self.units.get(id(unit)) or self.units.setdefault(
             id(unit), (unit, any(map(tells_time, unit.forward)))
         )
         key = id(unit), micro_batch if differs else 0
         if key not in self.compiled:
             self.compiled[key] = self.compile(unit, (key[1], *self.coordinate))
-        results, _ = self.compiled[key].forward([values.pop(i.name) for i in unit.inputs])
+        return self.compiled[key]
+
+    def run(self, unit: Program, values: dict[str, torch.Tensor], micro_batch: int) -> dict[str, torch.Tensor]:
+        executable = self.executable(unit, micro_batch)
+        results, _ = executable.forward([values.pop(i.name) for i in unit.inputs])
         return {str(o.name): value for o, value in zip(unit.outputs, results, strict=True) if value is not None}
 
 
@@ -193,6 +197,9 @@ class StageRanks:
             for stage in self.staged.stages
             if self.devices[stage.number] == number
         }
+        for run in self.stages.values():
+            for unit in run.programs:
+                machine.executable(unit, 0)
         self.names = [i.name for i in self.staged.program.given]
         self.given: dict[str, torch.Tensor] = {}
         self.seed = 1.0

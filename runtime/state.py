@@ -166,19 +166,22 @@ class State:
 
     def _in_stages(self, pipelined: Pipelined) -> Executable:
         """A pipeline as this rank runs it."""
-        groups = (None, *self.groups[1:])
+        groups, writer = (None, *self.groups[1:]), self._writer(together=False)
 
         def compiled(program: Program, coordinate: tuple[int, ...]) -> Executable:
-            return ObservedSource(program, coordinate, groups, self.device, located).executable()
+            return writer(program, coordinate, groups, self.device, located).executable()
 
         return pipeline_executable(pipelined, self.coordinate, self.groups, self.device, compiled)
 
     def compiled(self, program: Program, *, together: bool = False) -> Executable:
         """A program as this rank runs it; `together`: all ranks ask for it at once."""
-        writer: Callable[..., ObservedSource] = ObservedSource
-        if self.module.compiler is not None:
-            writer = partial(CompiledSource, compiler=self.module.compiler, together=together)
+        writer = self._writer(together=together)
         return compile(program, self.groups, device=self.device, around=located, writer=writer)
+
+    def _writer(self, *, together: bool) -> Callable[..., ObservedSource]:
+        if self.module.compiler is None:
+            return ObservedSource
+        return partial(CompiledSource, compiler=self.module.compiler, together=together)
 
     def input_placements(self, i: ProgramInput) -> tuple[Placement, ...]:
         """Those at which uneven shards, which torch would cut otherwise, are cut from the global tensor."""

@@ -146,10 +146,6 @@ def axis_of_stages(request: Request, mesh: Mapping[str, int]) -> str:
     if axis and axis not in mesh:
         raise ValueError(f"pipeline is {axis!r}{nearest(axis, mesh)}, and the mesh has {', '.join(mesh)}")
     axis = axis if mesh.get(axis, 1) > 1 else ""
-    if axis and request.compile:
-        raise ValueError(
-            f"compile is {request.compile!r} with stages on {axis!r}, whose programs run as they are: leave it out"
-        )
     if axis and request.cost != "analytical":
         raise ValueError(
             f"cost is {request.cost!r} with stages on {axis!r}, whose prices are 'analytical': leave it out"

@@ -14,8 +14,10 @@ import ranks
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from fusing import quick_compiler, traced
 from models import in_dtype
 from staging import in_time
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -25,6 +27,8 @@ from autopar.ir.schedule import EARLY_RECEIVES
 from autopar.planning.at_rest import Decided
 from autopar.planning.reports import Once
 from autopar.planning.request import Request
+from autopar.runtime import module as runtime_module
+from autopar.runtime.compiling import Inductor
 from autopar.runtime.modes import Modes, Planning
 from autopar.runtime.module import CallOptions, ParallelModule
 from autopar.runtime.pipeline import StageRun
@@ -116,6 +120,40 @@ def _trains(
     held = sum(p.to_local().numel() for p in parallel.parameters())
     found["part"] = held / sum(p.numel() for p in plain.parameters())
     return found
+
+
+def _compiled_error(schedule: str) -> tuple[float, int]:
+    """Of the gradients of a module in stages that is compiled, the largest error; and how many stretches that took."""
+    compilers = []
+
+    def quick(mode: str, mesh: Any) -> Inductor:
+        compilers.append(quick_compiler(traced))
+        return compilers[-1]
+
+    runtime_module.Inductor = quick  # type: ignore[assignment, misc]
+    torch.manual_seed(0)
+    layers = [layer for _ in range(3) for layer in (nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU())]
+    model = nn.Sequential(*layers).double()
+    plain = copy.deepcopy(model)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    x = torch.randn(6, 8, dtype=torch.float64)
+    options = {"loss_fn": lambda y: y.square().mean(), "micro_batches": 3, "schedule": schedule, "compile": True}
+    parallel = autopar.parallelize(model, mesh, (x,), **options)
+    for _ in range(2):
+        parallel(x).backward()
+        plain(x).square().mean().backward()
+    errors = [
+        float((p.grad.full_tensor() - q.grad).abs().max())
+        for p, q in zip(parallel.parameters(), plain.parameters(), strict=True)
+    ]
+    assert parallel.plan.training.compile and not compilers[-1].failed
+    return max(errors), len(compilers[-1].compiled)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_units_of_stages_are_compiled(schedule: str) -> None:
+    for error, stretches in ranks.run(2, _compiled_error, schedule):
+        assert error < 1e-12 and stretches > 2
 
 
 @pytest.mark.parametrize(
