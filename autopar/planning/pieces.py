@@ -8,8 +8,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
-from autopar.cluster.collectives import collective_seconds
-from autopar.cluster.links import Link
 from autopar.ir.graph import WAIT
 from autopar.ir.layout import local_meta
 from autopar.ir.program import LAYOUT, Program
@@ -42,14 +40,13 @@ class ForwardPieces:
     kept: Sequence[float]
     crosses: Sequence[float]
 
-    def chain(self, micro_batches: int, link: Link) -> Chain:
-        """The pieces as they are cut, over a link."""
+    def chain(self, micro_batches: int) -> Chain:
         parts = zip(self.forward, self.inputs, self.weights, self.once, strict=True)
         return Chain(
             seconds=[micro_batches * (f + i + w) + once for f, i, w, once in parts],
             rest_bytes=self.rest,
             held_bytes=self.held,
-            crosses=[micro_batches * collective_seconds("shift", size, link) for size in self.crosses],
+            crosses=self.crosses,
         )
 
     def costs(self, cuts: Sequence[int]) -> tuple[list[StageCost], list[float]]:

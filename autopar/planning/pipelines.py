@@ -567,7 +567,7 @@ class Pipelines:
         on, m, (parts, spans) = look.on, look.micro_batches, pieces_of
         assert isinstance(on.cluster, StagedCluster)
         link = on.cluster.between_stages(on.space.mesh)
-        chain, most = parts.chain(m, link), math.inf if limit is None else limit
+        chain, most = parts.chain(m), math.inf if limit is None else limit
         found: list[tuple[float, tuple[int, ...], Scheduler, int]] = []
         for row, chunks in self._schedules(request, spans is not None, len(parts.names)):
             few = min(m, FEW * self.devices)

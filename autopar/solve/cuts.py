@@ -18,7 +18,7 @@ Span = tuple[int, int]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chain:
     """Pieces in their order: of each the `seconds` of a step, the bytes that its stage has at rest and those that it
-    holds of a micro-batch in flight; and the seconds of a step in which what `crosses` its beginning travels."""
+    holds of a micro-batch in flight; and what `crosses` its beginning."""
 
     seconds: Sequence[float]
     rest_bytes: Sequence[float]
@@ -29,9 +29,9 @@ class Chain:
 def cut(
     chain: Chain, in_flight: Sequence[float], limits: Sequence[float] | None = None, spans: Sequence[Span] | None = None
 ) -> list[int] | None:
-    """The pieces with which the stages begin, but for the first: those of the shortest longest stage, or link between
-    two, and of these the ones where the least crosses. Stage i has `in_flight[i]` micro-batches in flight, and keeps
-    `limits[i]`; cut i lies in `spans[i]`. None where no cuts keep the limit."""
+    """The pieces with which the stages begin, but for the first: those of the shortest longest stage, and of these the
+    ones where the least crosses. Stage i has `in_flight[i]` micro-batches in flight, and keeps `limits[i]`; cut i
+    lies in `spans[i]`. None where no cuts keep the limit."""
     pieces, stages = len(chain.seconds), len(in_flight)
     if pieces < stages:
         return None
@@ -41,13 +41,12 @@ def cut(
     for stage, (low, high) in enumerate(spans or ()):
         begins = np.arange(pieces + 1)
         fits[stage + 1] = fits[stage + 1] & ((begins >= low) & (begins <= high))[:, None]
-    crosses = np.append(np.asarray(chain.crosses, dtype=float), 0.0)[:, None]
-    seconds = np.maximum(seconds, crosses)
     longest = _stages([np.where(ok, seconds, math.inf) for ok in fits], np.maximum)
     if longest is None:
         return None
     taken = zip([0, *longest], [*longest, pieces], strict=True)
     most_seconds = AS_LONG * max(float(seconds[begin, end]) for begin, end in taken)
+    crosses = np.append(np.asarray(chain.crosses, dtype=float), 0.0)[:, None]
     return _stages([np.where(ok & (seconds <= most_seconds), crosses, math.inf) for ok in fits], np.add)
 
 

@@ -71,12 +71,12 @@ def planned(count: int | str = 4, schedule: str = "auto") -> tuple[Planner, Plan
 
 
 def longest(chain: Chain, cuts: tuple[int, ...], in_flight: list[int], limits: list[float]) -> float:
-    """Seconds of the longest stage, or of the longest link between two; infinite if a stage keeps not its limit."""
+    """Seconds of the longest stage; infinite if one keeps not its limit."""
     ends = list(itertools.pairwise((0, *cuts, len(chain.seconds))))
     for (a, b), count, limit in zip(ends, in_flight, limits, strict=True):
         if sum(chain.rest_bytes[a:b]) + count * sum(chain.held_bytes[a:b]) > limit:
             return math.inf
-    return max(*(sum(chain.seconds[a:b]) for a, b in ends), *(chain.crosses[a] for a in cuts))
+    return max(sum(chain.seconds[a:b]) for a, b in ends)
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -85,8 +85,8 @@ def test_cuts_are_those_of_brute_force(seed: int) -> None:
     size = rng.randint(3, 9)
     stages = rng.randint(2, min(4, size))
     chain = Chain(*([rng.random() for _ in range(size)] for _ in range(0)), **{
-        name: [rng.random() for _ in range(size)] for name in ("seconds", "rest_bytes", "held_bytes")
-    }, crosses=[0.0, *(3 * rng.random() for _ in range(size - 1))])  # fmt: skip
+        name: [rng.random() for _ in range(size)] for name in ("seconds", "rest_bytes", "held_bytes", "crosses")
+    })  # fmt: skip
     in_flight, limits = [stages - k for k in range(stages)], [rng.choice((math.inf, 6.0, 4.0))] * stages
     every = itertools.combinations(range(1, size), stages - 1)
     best = min(longest(chain, cuts, in_flight, limits) for cuts in every)
@@ -121,7 +121,7 @@ def test_stages_take_what_their_pieces_were_estimated_to_take() -> None:
 
 def test_the_cut_of_a_plan_has_the_shortest_longest_stage_of_all() -> None:
     made, parts = parts_of_gpt2()
-    chain = parts.chain(made.training.micro_batches, made.cluster.between_stages(made.space.mesh))
+    chain = parts.chain(made.training.micro_batches)
     free = [math.inf] * 3
     found = cut(chain, [3, 2, 1])
     assert found is not None
