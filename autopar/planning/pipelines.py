@@ -363,9 +363,9 @@ class Pipelines:
             best = self._best_of(near, request, limit, best)
         larger = [look for look in possible if look not in fitting and (best is None or look.bytes <= limit)]
         best = self._best_of(larger, request, limit, best)
+        quickest = min(looks, key=lambda look: look.seconds)
         for aim in AIMS:
             if best is None:
-                quickest = min(looks, key=lambda look: look.seconds)
                 best = self._best_of([*self._within(quickest, request, aim * limit, None)], request, limit, None)
         return best
 

@@ -267,7 +267,7 @@ class Kinds:
         self.made, self.read = producers(self.nodes), readers(self.nodes)
         self.parameters = {i.target: i.name for i in program.inputs if i.role == "parameter"}
         self.varying = {i.name for i in program.inputs if varies(i, program)}
-        self.trained = reached(self.nodes, (i.name for i in program.inputs if i.role == "parameter"))
+        self.trained = reached(self.nodes, self.parameters.values())
         begun = [node.name for node in self.nodes if _in_time(node)]
         self.summed = reached(self.nodes, begun)
         self.totals: dict[str, str] = {}
