@@ -21,7 +21,7 @@ from autopar.compat.tensors import memory_of
 from autopar.cost.lifetimes import Line, lifetimes
 from autopar.cost.liveness import Memory, MemoryPlace
 from autopar.ir.graph import Node, Ref
-from autopar.ir.program import Program, RankIndex
+from autopar.ir.program import Program, has_rank
 from autopar.ir.rewrite import reading
 from autopar.passes.lower.stretches import Stretch, stretches
 
@@ -88,15 +88,11 @@ class Unit:
     @property
     def differs_by_rank(self) -> bool:
         """Whether ranks have other numbers in its place."""
-        return any(_of_rank((node.args, tuple(value for _, value in node.kwargs))) for node in self.nodes)
+        return any(map(has_rank, self.nodes))
 
     def examples(self) -> list[torch.Tensor]:
         """Operands that lie as they will."""
         return [torch.empty_strided(p.shape, p.stride, dtype=p.dtype, device=self.device) for p in self.operands]
-
-
-def _of_rank(value: Any) -> bool:
-    return isinstance(value, RankIndex) or (isinstance(value, tuple) and any(map(_of_rank, value)))
 
 
 def unit_of(

@@ -5,7 +5,7 @@ Every rank runs the same program; only its coordinate in the mesh differs. One i
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -53,17 +53,32 @@ GATHERED = ("all_gather", "all_to_all")
 
 @dataclass(frozen=True, slots=True)
 class RankIndex:
-    """An integer that differs by rank: constant + sum of coordinate[axis] * stride over `terms`."""
+    """An integer that differs by rank: constant + sum of coordinate[axis] * stride over `terms`, or the one of `values`
+    that stands at that place."""
 
     terms: tuple[tuple[int, int], ...]
     constant: int = 0
+    values: tuple[int, ...] = ()
 
     def at(self, coordinate: tuple[int, ...]) -> int:
-        return self.constant + sum(coordinate[axis] * stride for axis, stride in self.terms)
+        index = self.constant + sum(coordinate[axis] * stride for axis, stride in self.terms)
+        return self.values[index] if self.values else index
 
     def source(self, axes: tuple[str, ...]) -> str:
         parts = [f"{axes[axis]}_rank" + (f" * {stride}" if stride != 1 else "") for axis, stride in self.terms]
-        return " + ".join(parts + ([str(self.constant)] if self.constant or not parts else []))
+        index = " + ".join(parts + ([str(self.constant)] if self.constant or not parts else []))
+        return f"{[*self.values]}[{index}]" if self.values else index
+
+
+def has_rank(node: Node, such: Callable[[RankIndex], object] = bool) -> bool:
+    """Whether an operator takes such a number that differs by rank."""
+
+    def found(value: Any) -> bool:
+        return (
+            bool(such(value)) if isinstance(value, RankIndex) else isinstance(value, tuple) and any(map(found, value))
+        )
+
+    return found((node.args, node.kwargs))
 
 
 def names_no_device(instruction: Node) -> bool:

@@ -23,7 +23,7 @@ which are inferred, and what is saved, which is what backward reads of forward.
 import ast
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -261,6 +261,8 @@ class _Reader:
                 return -self._value(operand)
             case ast.BinOp(left=left, op=ast.Mult() | ast.Add() as operator, right=right):
                 return _joined(self._value(left), self._value(right), isinstance(operator, ast.Mult))
+            case ast.Subscript(value=ast.List() as values, slice=index):
+                return replace(self._value(index), values=self._value(values))
             case ast.Attribute(value=ast.Name(id="torch"), attr=name) if isinstance(getattr(torch, name, None), TORCH):
                 return getattr(torch, name)
             case ast.Call(func=ast.Name(id="device"), keywords=keywords):

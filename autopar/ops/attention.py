@@ -1,26 +1,38 @@
 """Attention: what can be split, and what a shard of queries or keys does.
 
-Batch and heads are split as they are; of grouped heads, several of queries go with one of keys. Queries are
-split with keys and values replicated (context parallel): under a causal mask each rank takes its own rows of the
-mask, which it writes out. Keys and values are split with queries replicated: each rank attends to its keys, and the
-parts are weighted by their sums of exponentials.
+Batch and heads are split as they are; of grouped heads, several of queries go with one of keys. Queries are split with
+keys and values replicated (context parallel). Keys and values are split with queries replicated: each rank attends to
+its keys, and the parts are weighted by their sums of exponentials. Where queries and keys are one sequence, both are
+split together, and keys and values go around in a ring (Liu et al. 2023): a rank attends to one block after the other,
+and in backward the gradients of a block travel with it.
+
+Under a causal mask a shard is a causal call that begins at another place. The last shard of a sequence sees the most
+keys; where the sequence is dealt out one by one, all see as many (striped attention, Brandon et al. 2023).
 """
 
+import itertools
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from autopar.ir.graph import TensorMeta
-from autopar.ir.layout import padded_shape
+from autopar.ir.graph import WAIT, TensorMeta
+from autopar.ir.layout import REPLICATE, Layout, Placement, Split, digits_of, padded_shape
+from autopar.ir.program import RankIndex
 
-from .expansions import LocalCall, Results, all_reduce, global_indices
+from .expansions import LocalCall, Results, all_reduce, global_indices, wide
 from .families import Rule
-from .rule import Call, OpRule
+from .rule import Call, Factor, OpRule
 from .sdpa import composed
+from .sdpa.bands import joined, seen
 from .template import Dim, Linear, Name, Named, assemble, parse, roles, tensor_arguments
+from .traced import record
+
+RING = "s"
+"""The factor that splits queries and keys together."""
 
 
 def attended(
@@ -33,8 +45,9 @@ def attended(
     """Attention by a template, forward or backward. Split keys expand always, since those that are padding are to be
     hidden, and split queries under a causal mask, which would mask a shard as if it came first.
 
-    `products`: the matrix products of [queries, keys, width]; two forward, five backward. `over`: what a split of keys
-    leaves of each result, by default a partial sum.
+    `products`: the matrix products of [queries, keys, width]; two forward, five backward. Their flops are of the keys
+    that a causal query sees, by the rank that sees the most. `over`: what a split of keys leaves of each result, by
+    default a partial sum.
     """
     template = parse(text)
 
@@ -43,7 +56,7 @@ def attended(
         causal = call.argument("is_causal")
         inputs, outputs = template.bind(call)
         heads, keys = metas["key"].shape[1:3]
-        rows = math.prod(metas["query"].shape[:3])
+        queries, rows = metas["query"].shape[2], math.prod(metas["query"].shape[:3])
         masked = {i: -math.inf for i, role in enumerate(roles(call)) if role == "attn_mask"}
         assembled = assemble(
             call,
@@ -52,13 +65,27 @@ def attended(
             {"q": Dim(expands=causal, even=False), "k": Dim(expands=True, even=False, reductions=over, padding=masked)},
             template.positions(call, linear),
         )
+        places = call.argument("offset")
+        offsets = (places.values or (keys,)) if isinstance(places, RankIndex) else (places,)
+        share = max(seen(queries, keys, offset) for offset in set(offsets)) if causal else 1.0
         return replace(
             assembled,
-            flops=2.0 * products * metas["query"].numel * keys,
+            factors=(*assembled.factors, *_ring(assembled.factors, len(outputs), causal)),
+            flops=2.0 * products * metas["query"].numel * keys * share,
             inside_bytes=4.0 * composed.PASSES[products] * rows * keys if "dropout_mask" in metas else 0.0,
         )
 
     return rule
+
+
+def _ring(factors: Sequence[Factor], outputs: int, causal: bool) -> tuple[Factor, ...]:
+    """Queries and keys that are split together, where there are as many."""
+    numbers = {factor.name: number for number, factor in enumerate(factors)}
+    if not {"q", "k"} <= numbers.keys() or factors[numbers["q"]].size != factors[numbers["k"]].size:
+        return ()
+    of = numbers["q"], numbers["k"]
+    size = factors[of[0]].size
+    return (Factor(RING, size, ("",) * outputs, expands=True, of=of, striped=causal),)
 
 
 def _named(names: Named, meta: TensorMeta | None, heads: int) -> Named:
@@ -72,16 +99,101 @@ def _named(names: Named, meta: TensorMeta | None, heads: int) -> Named:
     return list(map(named, names, meta.shape if meta else ()))
 
 
-def _mask(local: LocalCall, causal: bool, given: Tensor | None) -> Tensor | None:
-    """What is added to the scores of local queries and keys: 0 where a query may see a key, -inf elsewhere, and in
-    padding."""
-    metas = dict(zip(roles(local.call), zip(local.call.inputs, local.operands, strict=True), strict=True))
+Places = Mapping[int, int]
+"""Mesh axis -> how many places before this rank the block of keys comes from."""
+
+
+def _from(local: LocalCall, places: Places, axis: int) -> int:
+    """The coordinate, on a mesh axis, of the rank that a block of keys comes from: an int that differs by rank."""
+    n, back = local.emitter.mesh[axis], places.get(axis, 0)
+    if not back:
+        return local.coordinate(axis)
+    return RankIndex(((axis, 1),), values=tuple((i - back) % n for i in range(n)))  # type: ignore[return-value]
+
+
+def _offset(local: LocalCall, places: Places) -> int | None:
+    """How far behind the first key of a block this rank's first query stands, in steps from one local query or key to
+    the next: an int that differs by rank; None where they have no common step."""
+    metas, mesh = _roles(local), local.emitter.mesh
+    digits, steps = [], []
+    for meta, layout in (metas["query"], metas["key"]):
+        split = digits_of(layout, 2, mesh.__getitem__)
+        size = padded_shape(meta.shape, layout)[2]
+        digits.append(split)
+        steps.append(_step(split, size, mesh))
+    if steps[0] is None or steps[0] != steps[1]:
+        return None
+    axes = sorted({axis for split in digits for _, axis in split})
+    values = []
+    for coordinate in itertools.product(*(range(mesh[axis]) for axis in axes)):
+        at = dict(zip(axes, coordinate, strict=True))
+        first_query = sum(stride * at[axis] for stride, axis in digits[0])
+        first_key = sum(stride * ((at[axis] - places.get(axis, 0)) % mesh[axis]) for stride, axis in digits[1])
+        values.append((first_query - first_key) // steps[0])
+    if len(set(values)) == 1:
+        return values[0]
+    terms = [(axis, math.prod(mesh[other] for other in axes[i + 1 :])) for i, axis in enumerate(axes)]
+    return RankIndex(tuple(terms), values=tuple(values))  # type: ignore[return-value]
+
+
+def _step(digits: Sequence[tuple[int, int]], size: int, mesh: Sequence[int]) -> int | None:
+    """The distance between the neighbours of a dim's elements that a rank holds, if it is the same for all of them."""
+    above = size
+    for stride, axis in digits:  # outermost first: a run of elements
+        if stride * mesh[axis] != above:
+            break
+        above = stride
+    else:
+        return 1
+    below = 1
+    for stride, axis in reversed(digits):  # innermost first: every so manyth
+        if stride != below:
+            return None
+        below = stride * mesh[axis]
+    return below
+
+
+Roles = dict[str, tuple[TensorMeta, Layout]]
+
+
+def _roles(local: LocalCall) -> Roles:
+    """Name of an operand -> its global meta and its layout."""
+    return dict(zip(roles(local.call), zip(local.call.inputs, local.operands, strict=True), strict=True))
+
+
+def _block(local: LocalCall, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    """What goes around of a rank: its keys and values, and a mask of keys that is the same for all queries."""
+    mask = _roles(local).get("attn_mask")
+    if RING in local.splits and mask is not None and mask[0].shape[-2] == 1 < mask[0].shape[-1]:
+        return key, value, _tensors(local)["attn_mask"]
+    return key, value
+
+
+def _tensors(local: LocalCall) -> dict[str, Any]:
+    """The operands, by name."""
+    return dict(zip(tensor_arguments(local.call.node.op), local.args, strict=False))
+
+
+def _masks(
+    local: LocalCall, places: Places, around: Sequence[Tensor]
+) -> tuple[Tensor | None, Tensor | None, dict[str, Any]]:
+    """For local queries and a block of keys: what is added to the scores (0 where a query may see a key, -inf elsewhere
+    and in padding), which weights dropout keeps, and the other arguments. `around`: the mask that came with the
+    block, if one does."""
+    metas, given = _roles(local), _tensors(local)
     (query, query_layout), (key, key_layout) = metas["query"], metas["key"]
-    keys = key.shape[2]
+    mask = around[0] if around else _columns(local, given.get("attn_mask"), places)
+    kept = _columns(local, given.get("dropout_mask"), places)
+    causal, keys, named = local.call.argument("is_causal"), key.shape[2], dict(local.kwargs)
     padded = padded_shape(key.shape, key_layout)[2] > keys
-    if not causal and (not padded or (given is not None and given.shape[-1] > 1)):
-        return given
-    columns = global_indices(local, key.shape, key_layout, 2)
+    if causal and mask is None and (query.shape[2] <= keys or not padded):
+        offset = _offset(local, places)
+        if offset is not None:
+            return None, kept, {**named, "offset": offset}
+    named["is_causal"] = False
+    if not causal and (not padded or (mask is not None and mask.shape[-1] > 1)):
+        return mask, kept, named
+    columns = global_indices(local, key.shape, key_layout, 2, lambda axis: _from(local, places, axis))
     hidden = columns >= keys if padded else None
     if causal:
         rows = global_indices(local, query.shape, query_layout, 2)
@@ -90,45 +202,120 @@ def _mask(local: LocalCall, causal: bool, given: Tensor | None) -> Tensor | None
     else:
         assert hidden is not None
         hidden = hidden.reshape(1, 1, 1, -1)
-    mask = torch.zeros_like(hidden, dtype=query.dtype).masked_fill(hidden, -math.inf)
-    return mask if given is None else given + mask
+    added = torch.zeros_like(hidden, dtype=query.dtype).masked_fill(hidden, -math.inf)
+    return added if mask is None else mask + added, kept, named
 
 
-def _with_mask(local: LocalCall) -> tuple[tuple[Any, ...], Tensor | None, dict[str, Any]]:
-    """The tensors of a call in their order, among them the mask that shards need, the mask, and the other arguments."""
-    tensors = tensor_arguments(local.call.node.op)
-    given = dict(zip(tensors, local.args, strict=False))
-    mask = _mask(local, local.call.argument("is_causal"), given.get("attn_mask"))
-    given = {**given, "attn_mask": mask}
-    return tuple(given.get(name) for name in tensors), mask, {**dict(local.kwargs), "is_causal": False}
+def _columns(local: LocalCall, mask: Tensor | None, places: Places) -> Tensor | None:
+    """The columns of a mask that belong to a block of keys: of those that go around, it holds all."""
+    if mask is None or RING not in local.splits or mask.shape[-1] == 1:
+        return mask
+    (key, layout), mesh, ring = _roles(local)["key"], local.emitter.mesh, local.splits[RING]
+    # as if nothing were split but what goes around
+    held: list[Placement] = [REPLICATE] * len(mesh)
+    digits = digits_of(layout, 2, mesh.__getitem__)
+    for number, (stride, axis) in enumerate(digits):
+        if axis in ring:
+            below = math.prod(mesh[other] for _, other in digits[number + 1 :] if other not in ring)
+            held[axis] = Split(2, stride // below * mesh[axis])
+    others = math.prod(mesh[axis] for _, axis in digits if axis not in ring)
+    shape = (*key.shape[:2], padded_shape(key.shape, layout)[2] // others, key.shape[3])
+    columns = global_indices(local, shape, tuple(held), 2, lambda axis: _from(local, places, axis))
+    if mask.shape[-1] == shape[2]:
+        return mask.index_select(mask.ndim - 1, columns)
+    beyond = columns >= mask.shape[-1]
+    block = mask.index_select(mask.ndim - 1, columns.masked_fill(beyond, 0))
+    return block if mask.dtype == torch.bool else block.masked_fill(beyond, -math.inf)
+
+
+Visit = Callable[[Places, Sequence[Tensor]], Sequence[Tensor]]
+"""What is done with a block that comes from so many places before, and what its own rank is to have of it."""
+
+
+def _around(
+    local: LocalCall, block: Sequence[Tensor], visit: Visit, axes: Sequence[int], places: Places
+) -> Sequence[Tensor]:
+    """Visits the blocks of all ranks along mesh axes, as they go around in a ring, inner rings within outer ones.
+    Returns the sums of what visits leave for this rank's own block, which go around with it."""
+    if not axes:
+        return visit(places, block)
+    axis, *inner = axes
+    left: Sequence[Tensor] = ()
+    last = local.emitter.mesh[axis] - 1
+    for step in range(last + 1):
+        coming = [] if step == last else [_sent(value, axis) for value in block]
+        made = _around(local, block, visit, inner, {**places, axis: step})
+        sums = [_arrived(x) + one for x, one in zip(left, made, strict=True)] if left else made
+        left = [_sent(x, axis) for x in sums]
+        block = [_arrived(value) for value in coming]
+    return [_arrived(x) for x in left]
+
+
+def _sent(value: Tensor, axis: int) -> Tensor:
+    """Sets out to the next rank of a mesh axis."""
+    value = value.contiguous()
+    sent: Tensor = record(value.emitter, "collective.rotate", value, 1, axis)  # type: ignore[attr-defined]
+    return sent
+
+
+def _arrived(value: Tensor) -> Tensor:
+    arrived: Tensor = record(value.emitter, WAIT, value)  # type: ignore[attr-defined]
+    return arrived
 
 
 def forward(local: LocalCall) -> Results:
-    """With queries split under a causal mask, or with keys split: two all-reduces of [batch, heads, queries], of the
-    largest logsumexp and of the sum of what stands behind them."""
-    tensors, mask, named = _with_mask(local)
-    output, logsumexp = local.result(*tensors, **named)
+    """With queries split under a causal mask, or with keys split. Of split keys, two all-reduces of [batch, heads,
+    queries], of the largest logsumexp and of the sum of what stands behind them; in a ring, the parts are joined one
+    by one."""
+    query, key, value = local.args[:3]
+    made: list[tuple[Tensor, Tensor]] = []
+    blind = False
+
+    def visit(places: Places, block: Sequence[Tensor]) -> Sequence[Tensor]:
+        nonlocal blind
+        mask, kept, named = _masks(local, places, block[2:])
+        output, sums = local.result(query, *block[:2], mask, kept, **named)
+        if mask is not None and local.splits.keys() & {"k", RING}:
+            # the op says 0 for queries that see no key
+            sums = sums.masked_fill(mask.amax(-1) == -math.inf, -math.inf)
+        blind = blind or mask is not None or named["is_causal"]
+        made[:] = [joined(made[0], (output, sums)) if made else (output, sums)]
+        return ()
+
+    _around(local, _block(local, key, value), visit, local.splits.get(RING, ()), {})
+    output, sums = made[0]
+    dtype = local.call.output.dtype
     if "k" not in local.splits:
-        return output, logsumexp
-    if mask is not None:
-        # the op says 0 for queries that see no key
-        logsumexp = logsumexp.masked_fill(mask.amax(-1) == -math.inf, -math.inf)
-    highest = all_reduce(logsumexp, "max", local.splits["k"])
-    if mask is not None:
+        if blind and RING in local.splits:
+            sums = sums.masked_fill(sums == -math.inf, 0.0)
+        return output.to(dtype), sums
+    highest = all_reduce(sums, "max", local.splits["k"])
+    if blind:
         nowhere = highest == -math.inf
         highest = highest.masked_fill(nowhere, 0.0)
-    powers = torch.exp(logsumexp - highest)
+    powers = torch.exp(sums - highest)
     total = all_reduce(powers, "sum", local.splits["k"])
-    if mask is not None:
+    if blind:
         total = total.masked_fill(nowhere, 1.0)
     part = output * (powers / total).unsqueeze(-1)
-    return part.to(output.dtype), highest + torch.log(total)
+    return part.to(dtype), highest + torch.log(total)
 
 
 def backward(local: LocalCall) -> Results:
     """Its backward. The logsumexp is that of all keys, so that each rank finds its own part of the probabilities."""
-    tensors, _, named = _with_mask(local)
-    return local.result(*tensors, **named)
+    gradient, query, key, value, out, sums = local.args[:6]
+    of_query: list[Tensor] = []
+
+    def visit(places: Places, block: Sequence[Tensor]) -> Sequence[Tensor]:
+        mask, kept, named = _masks(local, places, block[2:])
+        made, *of_block = local.result(gradient, query, *block[:2], out, sums, mask, kept, **named)
+        if RING in local.splits:
+            made = wide(made)
+        of_query[:] = [of_query[0] + made if of_query else made]
+        return of_block
+
+    of_key, of_value = _around(local, _block(local, key, value), visit, local.splits.get(RING, ()), {})
+    return of_query[0].to(local.call.output.dtype), of_key, of_value
 
 
 def contiguous_rows(x: Tensor) -> Tensor:

@@ -79,9 +79,11 @@ def all_reduce(value: Tensor, reduction: str, axes: tuple[int, ...]) -> Tensor:
     return value
 
 
-def global_indices(local: LocalCall, shape: Shape, layout: Layout, dim: int) -> Tensor:
-    """int64 [local size of the dim]: the global index of each of this rank's elements along a dim; in
-    padding, indices beyond the end."""
+def global_indices(
+    local: LocalCall, shape: Shape, layout: Layout, dim: int, coordinate: Callable[[int], int] | None = None
+) -> Tensor:
+    """int64 [local size of the dim]: the global index of each of this rank's elements along a dim, or of those of the
+    rank with other coordinates; in padding, indices beyond the end."""
     mesh = local.emitter.mesh
     digits = digits_of(layout, dim, mesh.__getitem__)
     size = padded_shape(shape, layout)[dim]
@@ -96,7 +98,7 @@ def global_indices(local: LocalCall, shape: Shape, layout: Layout, dim: int) -> 
         above = stride
     cut = indices.reshape(*radix, above)
     for number, (_, axis) in enumerate(digits):
-        cut = cut.select(number + 1, local.coordinate(axis))
+        cut = cut.select(number + 1, (coordinate or local.coordinate)(axis))
     return cut.reshape(-1)
 
 

@@ -37,6 +37,9 @@ class Factor:
     (nested ones included) is allowed, because the expansion computes global indices. A shard
     holds at least `least` indices: what its neighbours need of it. `even` says that the number of ranks must
     divide it: the op would read padding, or padding would stand inside of a dim.
+
+    `of` names factors that are split together by this one, which no dim carries: an operand or a result is split where
+    it carries the first of them, or else the next. If it is `striped`, its indices may also be dealt out one by one.
     """
 
     name: str
@@ -46,6 +49,8 @@ class Factor:
     contiguous: bool = False
     least: int = 1
     even: bool = False
+    of: tuple[int, ...] = ()
+    striped: bool = False
 
     def may_be_cut(self, ranks: int) -> bool:
         """Whether shards of a split over `ranks` in all hold what the op needs. One rank needs no neighbours."""
@@ -53,7 +58,8 @@ class Factor:
 
     def periods(self, ranks: int, mesh: Shape) -> tuple[int, ...]:
         """The periods to consider for a contiguous split over `ranks`, an axis of the mesh."""
-        return (self.size,) if self.even else periods_of(self.size, ranks, mesh)
+        whole = (self.size,) if self.even else periods_of(self.size, ranks, mesh)
+        return (*whole, ranks) if self.striped and self.size > ranks else whole
 
     def may_split(self, period: int, ranks: int) -> bool:
         """Whether a split of this period over an axis of `ranks` is one of this factor."""
@@ -143,11 +149,19 @@ class OpRule:
 
     def input_splits(self, operand: int, factor: int, period: int) -> tuple[Split, ...]:
         """How an operand is cut where a factor is split with this period: one split for each dim that carries it."""
-        return _splits(self.inputs[operand], self.input_scales, operand, factor, period)
+        return self._splits(self.inputs[operand], self.input_scales, operand, factor, period)
 
     def output_splits(self, output: int, factor: int, period: int) -> tuple[Split, ...]:
         """How a result is cut where a factor is split with this period."""
-        return _splits(self.outputs[output], self.output_scales, output, factor, period)
+        return self._splits(self.outputs[output], self.output_scales, output, factor, period)
+
+    def _splits(
+        self, dims: Dims, scales: tuple[tuple[int, ...], ...], position: int, factor: int, period: int
+    ) -> tuple[Split, ...]:
+        factor = next((one for one in self.factors[factor].of if one in dims), factor)
+        return tuple(
+            Split(dim, period * _scale(scales, position, dim)) for dim, carried in enumerate(dims) if carried == factor
+        )
 
     def input_factor(self, operand: int, split: Split) -> tuple[int, int] | None:
         """The factor, and its period, that a split of an operand is a split of, or None."""
@@ -166,14 +180,6 @@ class OpRule:
 
 def _scale(scales: tuple[tuple[int, ...], ...], position: int, dim: int) -> int:
     return scales[position][dim] if scales else 1
-
-
-def _splits(
-    dims: Dims, scales: tuple[tuple[int, ...], ...], position: int, factor: int, period: int
-) -> tuple[Split, ...]:
-    return tuple(
-        Split(dim, period * _scale(scales, position, dim)) for dim, carried in enumerate(dims) if carried == factor
-    )
 
 
 def _factor(dims: Dims, scales: tuple[tuple[int, ...], ...], position: int, split: Split) -> tuple[int, int] | None:

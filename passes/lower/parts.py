@@ -12,14 +12,14 @@ from typing import Any
 from autopar.ir.emitter import Emitter
 from autopar.ir.graph import CONTIGUOUS, PERMUTE, RESHAPE, WAIT, Node, Ref, TensorMeta
 from autopar.ir.layout import REPLICATE, Partial, Shape, Split
-from autopar.ir.program import LAYOUT
+from autopar.ir.program import LAYOUT, has_rank
 from autopar.ir.rewriter import inlined
 from autopar.ops.aten import SELECT, SLICE
 from autopar.ops.emit import OPERAND, Emission, local_program
 from autopar.ops.kinds import ADD, CAT
 from autopar.ops.rules import rule_of
 
-from .regions import Metas, Refused, Region, adding, factors_of, has_rank, local_call
+from .regions import Metas, Refused, Region, adding, factors_of, local_call
 
 
 def in_parts(
@@ -300,6 +300,6 @@ def _form(instruction: Node, metas: Metas, region: Region) -> Emission:
     )
     emission = local_program(call, rule, ((rule.factors[factor].name, (0,)),), operands, results, mesh)
     for written in emission.instructions:
-        if written.collective or has_rank((written.args, written.kwargs)):
+        if written.collective or has_rank(written):
             raise Refused(f"{instruction.op} depends on which part it makes")
     return emission

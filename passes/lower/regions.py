@@ -13,7 +13,7 @@ from typing import Any
 
 from autopar.ir.graph import CONTIGUOUS, VIEWS, WAIT, Node, TensorMeta, is_view
 from autopar.ir.layout import PARTIAL, REPLICATE, Partial, Placement, Split
-from autopar.ir.program import RankIndex
+from autopar.ir.program import has_rank
 from autopar.ops.emit import expands
 from autopar.ops.kinds import ADDING
 from autopar.ops.rule import Call, OpRule, call_of
@@ -169,16 +169,9 @@ def _passed(instruction: Node, metas: Metas, cut: Split, parts: int, ahead: bool
 
 
 def local_call(instruction: Node, metas: Metas) -> Call:
-    if has_rank((instruction.args, instruction.kwargs)):
+    if has_rank(instruction):
         raise Refused(f"{instruction.op} depends on the rank")
     return call_of(instruction, metas)
-
-
-def has_rank(value: Any, such: Callable[[RankIndex], object] = bool) -> bool:
-    """Whether such a number that differs by rank stands in an argument."""
-    if isinstance(value, RankIndex):
-        return bool(such(value))
-    return isinstance(value, tuple) and any(has_rank(item, such) for item in value)
 
 
 def adding(op: str) -> str | None:

@@ -38,7 +38,7 @@ from autopar.ir.graph import (
     readers,
 )
 from autopar.ir.layout import Replicate
-from autopar.ir.program import LAYOUT, Program, ProgramInput, ProgramOutput
+from autopar.ir.program import LAYOUT, Program, ProgramInput, ProgramOutput, has_rank
 from autopar.ir.rewrite import living, needed, reading
 from autopar.ir.rewriter import returning
 from autopar.ir.schedule import Edge
@@ -48,7 +48,6 @@ from autopar.ops.traced import Traced
 
 from .accumulate import add_meta, is_linear, result, tail, with_sums, within
 from .hold import gathered
-from .regions import has_rank
 
 TIME = 0
 """The mesh axis that lies in time."""
@@ -253,7 +252,7 @@ def varies(i: ProgramInput, program: Program) -> bool:
 
 def tells_time(node: Node) -> bool:
     """Whether a number that a node is given differs by micro-batch."""
-    return has_rank((node.args, node.kwargs), lambda index: any(axis == TIME for axis, _ in index.terms))
+    return has_rank(node, lambda index: any(axis == TIME for axis, _ in index.terms))
 
 
 class Kinds:

@@ -13,9 +13,11 @@ from autopar.cluster.collectives import collective_seconds
 from autopar.cost.redistribute import RouteStep
 from autopar.ir.graph import CAST, WAIT, TensorMeta
 from autopar.ir.layout import Layout, local_meta
+from autopar.ir.program import has_rank
 from autopar.ir.rewrite import input_and_output_metas
 from autopar.ops.emit import expands, fillings, local_program, local_shapes
-from autopar.ops.rule import Call, OpRule, fullest
+from autopar.ops.rule import Call, OpRule, call_of, fullest
+from autopar.ops.rules import rule_of
 
 from .choices import SiteChoice
 from .collapse import from_root
@@ -109,6 +111,9 @@ def operator_items(
             yield Item(kind, seconds, axis=axis, sent_bytes=largest)
         elif instruction.op != WAIT:
             work = _work(rule, share if instruction.op == op else 0.0)
+            if instruction.op == op and has_rank(instruction):  # ranks do more or less: as much as the busiest
+                local = rule_of(call_of(instruction, emission.metas))
+                work = _work(local, 1.0) if local is not None else work
             yield Item(COMPUTE, device.operator_seconds(instruction.op, inputs, outputs, *work))
 
 

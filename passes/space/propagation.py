@@ -110,6 +110,9 @@ class Propagation:
         if not rule.factors[number].may_split(period, self.ranks) or (number, period) in self.seeds[site.key]:
             return
         self.seeds[site.key][number, period] = None
+        for joint, factor in enumerate(rule.factors):
+            if number in factor.of:
+                yield self._factor(site, joint, period)
         for operand, read in enumerate(site.reads):
             for split in rule.input_splits(operand, number, period):
                 layout = to_root(read.alias.steps, (split,), (self.ranks,))

@@ -13,6 +13,7 @@ from autopar.cluster.measurements import Compute
 from autopar.ops.experts import MM, MM_WEIGHT, expert_mm, expert_mm_weight
 from autopar.ops.kinds import MOVERS
 from autopar.ops.sdpa import ATTENTION, ATTENTION_BACKWARD, attention, attention_backward
+from autopar.ops.sdpa.bands import seen
 from autopar.runtime.timing import Report, median_sample, median_seconds, seconds_of
 
 RING_BYTES: Mapping[str, int] = {"cpu": 1 << 26, "cuda": 1 << 29}
@@ -116,7 +117,8 @@ def arithmetic(
     """(op, what runs it, its operands, its flops) of what does arithmetic and is no plain product."""
     for shape in ATTENTIONS:
         q, k, v = (torch.randn(shape, device=device) for _ in range(3))
-        product, named = 2.0 * q.numel() * shape[-2], {"scale": shape[-1] ** -0.5, "is_causal": True}
+        places, named = shape[-2], {"scale": shape[-1] ** -0.5, "is_causal": True}
+        product = 2.0 * q.numel() * places * seen(places, places, 0)
         out, sums = attention(q, k, v, **named)
         yield ATTENTION, partial(attention, **named), (q, k, v), 2 * product
         yield ATTENTION_BACKWARD, partial(attention_backward, **named), (out, q, k, v, out, sums), 5 * product

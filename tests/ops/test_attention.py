@@ -19,6 +19,7 @@ from autopar.ir.graph import meta_of
 from autopar.ops import sdpa
 from autopar.ops.oracle import Report, check_rule, make_call
 from autopar.ops.rules import rule_of
+from autopar.ops.sdpa.bands import seen
 from autopar.ops.sdpa.workspace import workspace_bytes
 from autopar.passes.capture.attention import attended
 from autopar.planning.planner import Planner
@@ -55,7 +56,13 @@ def check(
 @pytest.mark.parametrize(("queries", "keys"), [(12, 12), (6, 12), (12, 6), (1, 12), (7, 7), (6, 5), (5, 11)])
 def test_queries_and_keys_are_split(queries: int, keys: int, causal: bool) -> None:
     for report in check(*tensors(2, 2, queries, keys), causal):
-        assert set(report.factors) == {"b", "h", "q", "k"} - ({"q"} if queries == 1 else set())
+        assert set(report.factors) == {
+            "b",
+            "h",
+            *(["q"] if queries > 1 else []),
+            "k",
+            *(["s"] if queries == keys else []),
+        }
 
 
 def test_a_scale_is_kept() -> None:
@@ -93,7 +100,50 @@ def test_queries_and_keys_are_split_under_a_causal_mask_beside_another(shape: tu
     mask[..., : 2 if shape[-1] > 1 else 0] = -torch.inf
     size = max(shape[-2:])
     for report in check(*tensors(4, 2, size, size), True, attn_mask=mask):
-        assert set(report.factors) == {"b", "h", "q", "k"}
+        assert set(report.factors) == {"b", "h", "q", "k", "s"}
+
+
+@pytest.mark.parametrize("size", [7, 8])
+@pytest.mark.parametrize("causal", [False, True])
+def test_masks_of_blocks_that_go_around(size: int, causal: bool) -> None:
+    """Weights that dropout keeps, and masks: of all keys, of padding on the left, of one column."""
+    torch.manual_seed(size)
+    kept = torch.rand(2, 4, size, size) > 0.25
+    for report in check(*tensors(4, 2, size, size), causal, dropout_mask=kept):
+        assert "s" in report.factors
+    for shape in [(size, size), (2, 1, 1, size), (2, 4, size, 1)]:
+        mask = torch.randn(shape, dtype=torch.float64)
+        mask[..., : 3 if shape[-1] > 1 else 0] = -torch.inf
+        check(*tensors(4, 2, size, size), causal, mask, kept if shape[0] == size else None)
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(-10, 10), st.sampled_from(["none", "mask", "dropout"]))
+@settings(max_examples=150, deadline=None)
+def test_causal_queries_that_begin_at_another_place(queries: int, keys: int, offset: int, also: str) -> None:
+    query, key, value = tensors(2, 1, queries, keys)
+    hidden = torch.arange(keys) > torch.arange(queries).unsqueeze(1) + offset
+    about: dict[str, Any] = {"scale": 0.5}
+    mask = torch.randn(2, 1, queries, keys, dtype=torch.float64) if also == "mask" else None
+    kept = torch.rand(2, 2, queries, keys) > 0.3 if also == "dropout" else None
+    if kept is not None:
+        about["dropout_p"] = 0.3
+    added = torch.zeros(queries, keys, dtype=torch.float64).masked_fill(hidden, -torch.inf)
+    expected = sdpa.attention(query, key, value, added if mask is None else mask + added, kept, **about)
+    made = sdpa.attention(query, key, value, mask, kept, **about, is_causal=True, offset=offset)
+    torch.testing.assert_close(made[0], expected[0])
+    sees = ~hidden.all(-1)
+    torch.testing.assert_close(made[1][..., sees], expected[1][..., sees])
+    assert (made[1][..., ~sees] == -torch.inf).all()
+    gradient = torch.randn_like(query)
+    of = sdpa.attention_backward(
+        gradient, query, key, value, *expected, added if mask is None else mask + added, kept, **about
+    )
+    ours = sdpa.attention_backward(
+        gradient, query, key, value, *expected, mask, kept, **about, is_causal=True, offset=offset
+    )
+    for one, other in zip(ours, of, strict=True):
+        torch.testing.assert_close(one, other)
+    assert seen(queries, keys, offset) == pytest.approx(1 - hidden.double().mean().item())
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -247,7 +297,7 @@ def test_grouped_heads_are_split_with_the_heads_of_their_keys(key_heads: int) ->
     """One head of keys for all is whole, and its gradient a sum."""
     for causal in (False, True):
         for report in check(*tensors(8, key_heads, 6, 6), causal):
-            assert set(report.factors) == {"b", "h", "q", "k"}
+            assert set(report.factors) == {"b", "h", "q", "k", "s"}
     check(*tensors(8, key_heads, 4, 6), False, attn_mask=torch.randn(2, 8, 4, 6, dtype=torch.float64))
 
 

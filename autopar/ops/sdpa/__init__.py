@@ -9,10 +9,11 @@ forward and backward stands the logsumexp alone, so that each may run in any ker
 
 Shapes: query [batch, heads, queries, width], key [batch, key heads, keys, width], value [batch, key heads, keys,
 value width], of one floating dtype; heads are a multiple of key heads. `attn_mask` is added to the scores and broadcast
-to [batch, heads, queries, keys]. `is_causal` hides keys behind a query's own place, both counted from the start.
+to [batch, heads, queries, keys]. `is_causal` hides keys behind a query's own place, both counted from the start, where
+the first query stands `offset` places behind the first key: shards of a causal call are causal calls.
 `dropout_mask`, bool [batch, heads, queries, keys], says which weights are kept; these are divided by 1 - dropout_p.
 The logsumexp of the scores is [batch, heads, queries], in float32 or, of float64, in float64. A query that sees no key
-has an output of 0.
+has an output of 0, and a logsumexp of -inf if it comes before all keys.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,6 +26,7 @@ from autopar.compat.kernels import attention_kernel
 from autopar.compat.tensors import is_fake
 from autopar.ir.own import define
 
+from . import bands
 from . import call as rooms
 from .call import Attending, Kernel, Pair, Triple
 from .composed import COMPOSED
@@ -46,7 +48,9 @@ def attention(
     **named: Any,
 ) -> Pair:
     """Output [batch, heads, queries, value width] and logsumexp [batch, heads, queries]; `named` as in `_call`."""
-    call = _call(attn_mask, dropout_mask, **named)
+    call, offset = _call(attn_mask, dropout_mask, **named)
+    if offset:
+        return bands.forward(kernel_of, query, key, value, call, offset)
     return kernel_of(query, key, value, call).forward(query, key, value, call)
 
 
@@ -62,7 +66,9 @@ def attention_backward(
     **named: Any,
 ) -> Triple:
     """The gradients of query, key and value. Output and logsumexp may be those of more keys than are given here."""
-    call = _call(attn_mask, dropout_mask, **named)
+    call, offset = _call(attn_mask, dropout_mask, **named)
+    if offset:
+        return bands.backward(kernel_of, grad_out, query, key, value, out, logsumexp, call, offset)
     return kernel_of(query, key, value, call).backward(grad_out, query, key, value, out, logsumexp, call)
 
 
@@ -73,9 +79,10 @@ def _call(
     scale: float,
     is_causal: bool = False,
     dropout_p: float = 0.0,
-) -> Attending:
+    offset: int = 0,
+) -> tuple[Attending, int]:
     kept_scale = 0.0 if dropout_p == 1.0 else 1.0 / (1.0 - dropout_p)
-    return Attending(mask=mask, kept=kept, causal=is_causal, scale=scale, kept_scale=kept_scale)
+    return Attending(mask=mask, kept=kept, causal=is_causal, scale=scale, kept_scale=kept_scale), offset * is_causal
 
 
 def kernel_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Attending) -> Kernel:
@@ -113,7 +120,10 @@ def expected_kernel(
     return "efficient" if aligned and width % aligned == value_width % aligned == 0 else "composed"
 
 
-_ABOUT = "Tensor? attn_mask=None, Tensor? dropout_mask=None, *, float scale, bool is_causal=False, float dropout_p=0.0"
+_ABOUT = (
+    "Tensor? attn_mask=None, Tensor? dropout_mask=None, *, float scale, bool is_causal=False, float dropout_p=0.0, "
+    "int offset=0"
+)
 
 OPERATORS: Mapping[Callable[..., Any], str] = {
     attention: f"(Tensor query, Tensor key, Tensor value, {_ABOUT}) -> (Tensor, Tensor)",
