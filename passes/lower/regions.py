@@ -7,7 +7,7 @@ dim is summed over, the parts add up (`Partial`). Period = size are parts of con
 takes every so many-th block, which is MeshSlice's blocked slicing (Algorithm 2).
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
