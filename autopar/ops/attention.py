@@ -34,6 +34,10 @@ from .traced import record
 RING = "s"
 """The factor that splits queries and keys together."""
 
+LONG = 4
+"""A sequence of so many times its heads' features, or more, may go around in a ring. Attention is then a third of a
+layer's work (of 12 features squared a token)."""
+
 
 def attended(
     text: str,
@@ -57,6 +61,7 @@ def attended(
         inputs, outputs = template.bind(call)
         heads, keys = metas["key"].shape[1:3]
         queries, rows = metas["query"].shape[2], math.prod(metas["query"].shape[:3])
+        features = metas["query"].shape[1] * metas["query"].shape[3]
         masked = {i: -math.inf for i, role in enumerate(roles(call)) if role == "attn_mask"}
         assembled = assemble(
             call,
@@ -70,7 +75,7 @@ def attended(
         share = max(seen(queries, keys, offset) for offset in set(offsets)) if causal else 1.0
         return replace(
             assembled,
-            factors=(*assembled.factors, *_ring(assembled.factors, len(outputs), causal)),
+            factors=(*assembled.factors, *_ring(assembled.factors, len(outputs), causal, queries >= LONG * features)),
             flops=2.0 * products * metas["query"].numel * keys * share,
             inside_bytes=4.0 * composed.PASSES[products] * rows * keys if "dropout_mask" in metas else 0.0,
         )
@@ -78,14 +83,14 @@ def attended(
     return rule
 
 
-def _ring(factors: Sequence[Factor], outputs: int, causal: bool) -> tuple[Factor, ...]:
+def _ring(factors: Sequence[Factor], outputs: int, causal: bool, long: bool) -> tuple[Factor, ...]:
     """Queries and keys that are split together, where there are as many."""
     numbers = {factor.name: number for number, factor in enumerate(factors)}
     if not {"q", "k"} <= numbers.keys() or factors[numbers["q"]].size != factors[numbers["k"]].size:
         return ()
     of = numbers["q"], numbers["k"]
     size = factors[of[0]].size
-    return (Factor(RING, size, ("",) * outputs, expands=True, of=of, striped=causal),)
+    return (Factor(RING, size, ("",) * outputs, expands=True, of=of, striped=causal, offered=long),)
 
 
 def _named(names: Named, meta: TensorMeta | None, heads: int) -> Named:

@@ -40,6 +40,7 @@ class Factor:
 
     `of` names factors that are split together by this one, which no dim carries: an operand or a result is split where
     it carries the first of them, or else the next. If it is `striped`, its indices may also be dealt out one by one.
+    What is not `offered` may be split, and is not considered.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Factor:
     even: bool = False
     of: tuple[int, ...] = ()
     striped: bool = False
+    offered: bool = True
 
     def may_be_cut(self, ranks: int) -> bool:
         """Whether shards of a split over `ranks` in all hold what the op needs. One rank needs no neighbours."""

@@ -224,7 +224,7 @@ class _Least:
     def _expanded(self, site: Site, call: Call, rule: OpRule) -> Iterator[float]:
         """Of options in which a local program stands for the op."""
         mesh, left = self.space.mesh, self.most
-        striped = any(factor.striped for factor in rule.factors)  # then work depends on the period
+        striped = any(factor.striped and factor.offered for factor in rule.factors)  # then work depends on the period
         for ways in _expanding(mesh, site.choices, rule):
             for choice in ways:
                 left -= 1
@@ -237,9 +237,9 @@ class _Least:
                 emission = local_program(call, rule, splits_of(rule, choice), *layouts, mesh, site.zeros)
                 yield self._emitted(emission)
                 metas = (*zip(call.inputs, layouts[0], strict=True), *zip(call.outputs, layouts[1], strict=True))
-                if not striped and all(
-                    meta is None or padded_shape(meta.shape, layout) == meta.shape for meta, layout in metas
-                ):
+                if striped:
+                    continue
+                if all(meta is None or padded_shape(meta.shape, layout) == meta.shape for meta, layout in metas):
                     break
 
     def _emitted(self, emission: Emission) -> float:

@@ -79,7 +79,7 @@ class Propagation:
                             self.digit(read.alias.root, layout[0])
         elif rule is not None and (rule.flops or any(self._is_stored(read.alias.root) for read in site.reads)):
             for number, factor in enumerate(rule.factors):
-                for period in factor.periods(self.ranks, self.space.mesh):
+                for period in factor.periods(self.ranks, self.space.mesh) if factor.offered else ():
                     self.run(self._factor(site, number, period))
 
     def _stored_periods(self, site: Site, size: int) -> tuple[int, ...]:
@@ -111,7 +111,7 @@ class Propagation:
             return
         self.seeds[site.key][number, period] = None
         for joint, factor in enumerate(rule.factors):
-            if number in factor.of:
+            if number in factor.of and factor.offered:
                 yield self._factor(site, joint, period)
         for operand, read in enumerate(site.reads):
             for split in rule.input_splits(operand, number, period):
