@@ -42,12 +42,11 @@ def seen(queries: int, keys: int, offset: int) -> float:
 
 
 def joined(one: Pair, other: Pair) -> Pair:
-    """Outputs and logsumexps, in a wide dtype, of attention to two sets of keys: those of both. The logsumexp of no key
-    is -inf."""
+    """Outputs and logsumexps of attention to two sets of keys: those of both, in the logsumexp's dtype. The logsumexp
+    of no key is -inf."""
     both = torch.logaddexp(one[1], other[1])
-    finite = both.masked_fill(both == -math.inf, 0.0)
-    parts = [out * torch.exp(sums - finite).unsqueeze(-1) for out, sums in (one, other)]
-    return parts[0] + parts[1], both
+    weight = torch.exp(other[1] - both.masked_fill(both == -math.inf, 0.0)).unsqueeze(-1)
+    return torch.lerp(one[0].to(weight.dtype), other[0].to(weight.dtype), weight), both
 
 
 KernelOf = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Attending], Kernel]
