@@ -1,0 +1,51 @@
+"""Context parallel as people write it: everything splits the sequence, and attention takes keys and values around in a
+ring, gathers them, or goes to heads by all-to-all. Presets for `solver=`, which `autopar.register_preset` adds."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from autopar.ir.layout import Split
+from autopar.ops.attention import RING
+from autopar.passes.space.choices import REPLICATED
+from autopar.passes.space.reached import Reached, reached
+from autopar.passes.space.sites import Site
+from autopar.planning.presets import Preset, register_preset
+from autopar.planning.presets.axis import AxisChoices, linear
+from autopar.planning.presets.context import Context
+
+FORMS = {"ring": RING, "striped": RING, "gathered": "q", "heads": "h"}
+"""Preset -> the factor of attention that it splits. "striped" is a ring of a sequence that is dealt out one by one."""
+
+
+def along(context: Context, axis: int, striped: bool) -> Reached:
+    """Where the sequence travels."""
+    ranks = context.space.mesh[axis]
+    if not striped:
+        return context.digits(axis, "sequence")
+    inputs = [site for site in context.inputs if site.meta is not None and len(site.meta.shape) > 1]
+    return reached(context.space, ranks, [(site.name, Split(1, ranks)) for site in inputs])
+
+
+def by_sequence(form: str, context: Context, site: Site, axis: int) -> AxisChoices:
+    """The choices of a site on the axis of a sequence."""
+    ranks = context.space.mesh[axis]
+    choices, digits = site.choices[ranks], along(context, axis, form == "striped")
+    if site.kind == "op":
+        names = [factor.name for factor in site.rule.factors] if site.rule is not None else []
+        if RING in names:
+            period = (ranks,) if form == "striped" else range(ranks + 1, 1 << 40)
+            return tuple(c for c in choices if c.splits and names[c.factor] == FORMS[form] and c.period in period)
+        return (*([c for c in digits.choices(site) if c in choices] or [REPLICATED]), *linear(site, ranks))
+    if site.kind == "parameter":
+        return (REPLICATED,)
+    if site.kind == "output":
+        return choices
+    kept = [c for c in choices if c.splits and Split(c.factor, c.period) in digits.splits.get(site.makes[0], {})]
+    return tuple(kept or [c for c in choices if not c.splits])
+
+
+def register() -> None:
+    """Adds the presets."""
+    for form in FORMS:
+        register_preset(Preset(name=form, tensor=partial(by_sequence, form)), replace=True)
