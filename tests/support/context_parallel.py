@@ -7,15 +7,19 @@ from functools import partial
 
 from autopar.ir.layout import Split
 from autopar.ops.attention import RING
-from autopar.passes.space.choices import REPLICATED
+from autopar.passes.space.choices import KEEP, REGATHER, REPLICATED
 from autopar.passes.space.reached import Reached, reached
 from autopar.passes.space.sites import Site
 from autopar.planning.presets import Preset, register_preset
-from autopar.planning.presets.axis import AxisChoices, linear
+from autopar.planning.presets.axis import AxisChoices, linear, megatron, sharded_data
 from autopar.planning.presets.context import Context
 
 FORMS = {"ring": RING, "striped": RING, "gathered": "q", "heads": "h"}
 """Preset -> the factor of attention that it splits. "striped" is a ring of a sequence that is dealt out one by one."""
+
+AXIS = "cp"
+"""The axis of the sequence. That called "tp" is tensor parallel, and all others are data parallel; parameters rest in
+shards on all but "tp"."""
 
 
 def along(context: Context, axis: int, striped: bool) -> Reached:
@@ -30,6 +34,10 @@ def along(context: Context, axis: int, striped: bool) -> Reached:
 def by_sequence(form: str, context: Context, site: Site, axis: int) -> AxisChoices:
     """The choices of a site on the axis of a sequence."""
     ranks = context.space.mesh[axis]
+    if context.space.axes[axis] != AXIS:
+        return sharded_data(context, site, axis)
+    if site.kind == "parameter":
+        return sharded_data(context, site, axis)
     choices, digits = site.choices[ranks], along(context, axis, form == "striped")
     if site.kind == "op":
         names = [factor.name for factor in site.rule.factors] if site.rule is not None else []
@@ -37,8 +45,6 @@ def by_sequence(form: str, context: Context, site: Site, axis: int) -> AxisChoic
             period = (ranks,) if form == "striped" else range(ranks + 1, 1 << 40)
             return tuple(c for c in choices if c.splits and names[c.factor] == FORMS[form] and c.period in period)
         return (*([c for c in digits.choices(site) if c in choices] or [REPLICATED]), *linear(site, ranks))
-    if site.kind == "parameter":
-        return (REPLICATED,)
     if site.kind == "output":
         return choices
     kept = [c for c in choices if c.splits and Split(c.factor, c.period) in digits.splits.get(site.makes[0], {})]
@@ -48,4 +54,10 @@ def by_sequence(form: str, context: Context, site: Site, axis: int) -> AxisChoic
 def register() -> None:
     """Adds the presets."""
     for form in FORMS:
-        register_preset(Preset(name=form, tensor=partial(by_sequence, form)), replace=True)
+        rule = partial(by_sequence, form)
+        tensor = partial(megatron, by_sequence=True)
+        register_preset(Preset(name=form, data=rule, policies=(KEEP, REGATHER)), replace=True)
+        register_preset(Preset(name=f"{form}_tp", data=rule, tensor=tensor, policies=(KEEP, REGATHER)), replace=True)
+
+
+__all__ = ["AXIS", "FORMS", "register"]
