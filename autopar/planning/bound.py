@@ -181,10 +181,17 @@ class _Least:
         assert call is not None
         if rule is None:
             return self._replicated(call)
+        if any(factor.of and factor.offered for factor in rule.factors):
+            return self._balanced(call, rule)
         seconds = self._plain(site, call, rule)
         for least in self._expanded(site, call, rule):
             seconds = min(seconds, least)
         return seconds
+
+    def _balanced(self, call: Call, rule: OpRule) -> float:
+        """Of an op that may be split in more ways than are worth writing: its arithmetic, shared by all ranks."""
+        least = [TensorMeta((), call.inputs[0].dtype)]
+        return self._roofline(call, least, (), rule.flops / math.prod(self.space.mesh), 0.0)
 
     def _replicated(self, call: Call) -> float:
         """Of an op that runs in full. The result may be a view, where nothing says that it is none."""
@@ -224,7 +231,6 @@ class _Least:
     def _expanded(self, site: Site, call: Call, rule: OpRule) -> Iterator[float]:
         """Of options in which a local program stands for the op."""
         mesh, left = self.space.mesh, self.most
-        striped = any(factor.striped and factor.offered for factor in rule.factors)  # then work depends on the period
         for ways in _expanding(mesh, site.choices, rule):
             for choice in ways:
                 left -= 1
@@ -237,8 +243,6 @@ class _Least:
                 emission = local_program(call, rule, splits_of(rule, choice), *layouts, mesh, site.zeros)
                 yield self._emitted(emission)
                 metas = (*zip(call.inputs, layouts[0], strict=True), *zip(call.outputs, layouts[1], strict=True))
-                if striped:
-                    continue
                 if all(meta is None or padded_shape(meta.shape, layout) == meta.shape for meta, layout in metas):
                     break
 
