@@ -60,7 +60,7 @@ def step_range(measured: Measurements, cluster: Cluster) -> tuple[float, float]:
     kinds = (
         [seconds / predicted for dtype, _, predicted, seconds in compute_check(measured, cluster) if dtype == usual],
         [
-            seconds / device.roofline_seconds(flops, moved, "float32") / device.ratio(op)
+            seconds / device.roofline_seconds(flops, moved, "float32", device.ratio(op))
             for op, flops, moved, seconds in measured.compute.operators
         ],
         [quartile / row.predicted_seconds for row in large for quartile in row.quartiles],
@@ -214,10 +214,15 @@ def _memory(compute: Compute) -> list[tuple[float, float]]:
 
 
 def _ratios(compute: Compute, device: Device) -> dict[str, float]:
-    """Op -> its measured seconds over those by the device's rates, the mean of its sizes."""
+    """Op -> its measured seconds over those by the device's rates, or of its arithmetic if it has any, the mean of its
+    sizes."""
     ratios: dict[str, list[float]] = {}
     for op, flops, moved, seconds in compute.operators:
-        ratios.setdefault(op, []).append(seconds / device.roofline_seconds(flops, moved, torch.float32))
+        if flops:
+            ratio = _work_seconds(compute, seconds) / device.compute_seconds(flops, torch.float32)
+        else:
+            ratio = seconds / device.roofline_seconds(flops, moved, torch.float32)
+        ratios.setdefault(op, []).append(ratio)
     return {op: _digits(statistics.geometric_mean(of_op)) for op, of_op in ratios.items()}
 
 

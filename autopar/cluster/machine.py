@@ -194,14 +194,15 @@ class Device:
         tensors = (*inputs, *outputs)
         dtype = tensors[0].dtype if tensors else "float32"
         moved = sum(tensor.bytes for tensor in tensors) + inside_bytes
-        return self.roofline_seconds(flops, moved, dtype) * self.ratio(op)
+        return self.roofline_seconds(flops, moved, dtype, self.ratio(op))
 
-    def roofline_seconds(self, flops: float, moved_bytes: float, dtype: torch.dtype | str) -> float:
-        """Seconds of an operator by its arithmetic or its bytes, whichever takes longer."""
+    def roofline_seconds(self, flops: float, moved_bytes: float, dtype: torch.dtype | str, ratio: float = 1.0) -> float:
+        """Seconds of an operator by its arithmetic or its bytes, whichever takes longer, where the arithmetic, or all
+        of an operator without any, takes `ratio` times as long."""
         moving = self.moving_seconds(moved_bytes)
         if not flops:
-            return (self.seconds_per_op + moving) * (1.0 - max(self.fused_part, self.saved_part))
-        return self.seconds_per_op + max(self.compute_seconds(flops, dtype), moving)
+            return ratio * (self.seconds_per_op + moving) * (1.0 - max(self.fused_part, self.saved_part))
+        return self.seconds_per_op + max(ratio * self.compute_seconds(flops, dtype), moving)
 
     def moving_seconds(self, moved_bytes: float) -> float:
         """Seconds in which an operator reads and writes so many bytes."""
@@ -213,7 +214,7 @@ class Device:
         return operators * self.seconds_per_op + self.moving_seconds(moved_bytes)
 
     def ratio(self, op: str) -> float:
-        """The factor between an op's measured seconds and its roofline."""
+        """The factor between an op's measured seconds and its roofline, or of its arithmetic if it has any."""
         return self.operator_ratios.get(op, 1.0) if self.operators is None else self.operators.ratio(op)
 
     def view_seconds(self, op: str, inputs: Sequence[TensorMeta], outputs: Sequence[TensorMeta]) -> float:

@@ -302,6 +302,7 @@ def workspace_bytes(instruction: Node, metas: Mapping[str, TensorMeta], device_t
         return 0
     inputs = tuple(metas[name] for name in instruction.inputs)
     if workspace is None:
-        causal = bool(dict(instruction.kwargs).get("is_causal"))
-        return attention_bytes(inputs, device_type, backward=instruction.op == ATTENTION_BACKWARD, causal=causal)
+        named, backward = dict(instruction.kwargs), instruction.op == ATTENTION_BACKWARD
+        causal, offset = bool(named.get("is_causal")), named.get("offset", 0)
+        return attention_bytes(inputs, device_type, backward=backward, causal=causal, offset=offset)
     return workspace(inputs, tuple(metas[name] for name in instruction.outputs if name), device_type)

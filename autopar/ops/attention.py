@@ -27,7 +27,7 @@ from .expansions import LocalCall, Results, all_reduce, global_indices, wide
 from .families import Rule
 from .rule import Call, Factor, OpRule
 from .sdpa import composed
-from .sdpa.bands import joined, seen
+from .sdpa.bands import joined, offsets_of, seen
 from .template import Dim, Linear, Name, Named, assemble, parse, roles, tensor_arguments
 from .traced import record
 
@@ -70,8 +70,7 @@ def attended(
             {"q": Dim(expands=causal, even=False), "k": Dim(expands=True, even=False, reductions=over, padding=masked)},
             template.positions(call, linear),
         )
-        places = call.argument("offset")
-        offsets = (places.values or (keys,)) if isinstance(places, RankIndex) else (places,)
+        offsets = offsets_of(call.argument("offset"))
         share = max(seen(queries, keys, offset) for offset in set(offsets)) if causal else 1.0
         return replace(
             assembled,

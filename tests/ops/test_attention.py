@@ -243,6 +243,30 @@ def test_the_memory_of_a_call_with_dropout_is_what_is_predicted(key_heads: int, 
         assert 0.95 * measured <= predicted <= 1.1 * measured
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("offset", [-1, -100, 100, 255, 300])
+def test_the_memory_of_a_causal_call_that_begins_elsewhere_is_no_more_than_predicted(
+    offset: int, dtype: torch.dtype
+) -> None:
+    """Of one band and of two, forward and backward."""
+    query = torch.randn(2, 8, 256, 64, dtype=dtype)
+    key, value = (torch.randn(2, 4, 256, 64, dtype=dtype) for _ in range(2))
+    named: dict[str, Any] = {"scale": 0.1, "is_causal": True, "offset": offset}
+    results = sdpa.attention(query, key, value, **named)
+    forward = [query, key, value]
+    backward = [torch.randn_like(query), query, key, value, *results]
+    calls: list[tuple[list[torch.Tensor], Any, int]] = [
+        (forward, lambda: sdpa.attention(*forward, **named), sum(x.nbytes for x in results)),
+        (backward, lambda: sdpa.attention_backward(*backward, **named), sum(x.nbytes for x in forward)),
+    ]
+    for held, call, made in calls:
+        measured = peak_bytes(call, held, query.device) - sum(x.untyped_storage().nbytes() for x in held) - made
+        predicted = workspace_bytes(
+            list(map(meta_of, held)), "cpu", backward=held is backward, causal=True, offset=offset
+        )
+        assert measured <= 1.1 * predicted and predicted <= 2.5 * measured
+
+
 class Allocating:
     """CUDA's kernels that make results, of the shapes of torch's, and what their backward accumulates."""
 

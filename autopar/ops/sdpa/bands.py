@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from autopar.ir.program import RankIndex
+
 from .call import Attending, Kernel, Pair, Triple, gradients, results, wide
 
 
@@ -29,6 +31,11 @@ def bands(queries: int, keys: int, offset: int) -> tuple[Band, ...]:
     whole, end = max(0, offset), min(keys, queries + offset)
     made = (Band(0, 0, whole, False), Band(max(0, -offset), whole, end, True))
     return tuple(band for band in made if band.start < band.end)
+
+
+def offsets_of(offset: int | RankIndex) -> tuple[int, ...]:
+    """The places that ranks begin at."""
+    return offset.values if isinstance(offset, RankIndex) else (offset,)
 
 
 def seen(queries: int, keys: int, offset: int) -> float:
@@ -96,6 +103,7 @@ def backward(
         total[..., rows, :].add_(made[0])
         for whole, of_band in zip((of_key, of_value), made[1:], strict=True):
             whole[..., band.start : band.end, :].copy_(of_band)
+        del made, of_band  # lest they are there beside those of the next band
     of_query.copy_(total)
     return of_query, of_key, of_value
 

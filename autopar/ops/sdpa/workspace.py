@@ -5,16 +5,31 @@ from collections.abc import Sequence
 import torch
 
 from autopar.ir.graph import TensorMeta
+from autopar.ir.program import RankIndex
 
 from . import composed, expected_kernel
+from .bands import bands, offsets_of
+from .call import wide
 from .fused import ALIGNED, ALIGNED_BIAS, ALIGNED_SUMS, round_up
 
 _ROWS, _WIDTHS = 128, 32
 """Flash attention's backward accumulates the gradient of queries in tiles of this many rows and elements."""
 
 
-def workspace_bytes(tensors: Sequence[TensorMeta], device_type: str, *, backward: bool, causal: bool = False) -> int:
+def workspace_bytes(
+    tensors: Sequence[TensorMeta],
+    device_type: str,
+    *,
+    backward: bool,
+    causal: bool = False,
+    offset: int | RankIndex = 0,
+) -> int:
     """Of one call, from its local tensor operands in their order."""
+    of_kernel = _kernel_bytes(tensors, device_type, backward=backward, causal=causal)
+    return of_kernel + (_bands_bytes(tensors, offsets_of(offset), backward=backward) if causal else 0)
+
+
+def _kernel_bytes(tensors: Sequence[TensorMeta], device_type: str, *, backward: bool, causal: bool) -> int:
     query, _, value = tensors[1:4] if backward else tensors[:3]
     masks = tensors[6 if backward else 3 :]
     dropped = any(mask.dtype == torch.bool for mask in masks)
@@ -44,6 +59,22 @@ def workspace_bytes(tensors: Sequence[TensorMeta], device_type: str, *, backward
         return expanded + bias + max(passing - rows * (value_width * itemsize + 4), sums)
     results = (rows * width + key_rows * both) * itemsize
     return expanded + bias + max(passing - results, sums + _accumulated(query) + expanded)
+
+
+def _bands_bytes(tensors: Sequence[TensorMeta], offsets: Sequence[int], *, backward: bool) -> int:
+    """What a causal call that begins at one of these places has beside what its kernels have: results of its bands,
+    before they are joined."""
+    query, _, value = tensors[1:4] if backward else tensors[:3]
+    batch, heads, queries, width = query.shape
+    _, key_heads, keys, value_width = value.shape
+    several = max((len(bands(queries, keys, offset)) for offset in offsets if offset), default=0)
+    rows, key_rows, itemsize = batch * heads * queries, batch * key_heads * keys, query.dtype.itemsize
+    exact = wide(query.dtype).itemsize
+    if not several:
+        return 0
+    if backward:
+        return rows * width * (exact + itemsize) + key_rows * (width + value_width) * itemsize
+    return rows * value_width * (itemsize if several == 1 else 2 * itemsize + 3 * exact)
 
 
 def _padded(widths: tuple[int, int], wider: int, rows: int, key_rows: int, *, backward: bool) -> int:
