@@ -40,8 +40,7 @@ def by_sequence(form: str, context: Context, site: Site, axis: int) -> AxisChoic
         return sharded_data(context, site, axis)
     choices, digits = site.choices[ranks], along(context, axis, form == "striped")
     if site.kind == "op":
-        names = [factor.name for factor in site.rule.factors] if site.rule is not None else []
-        if RING in names:
+        if names := _attends(site):
             period = (ranks,) if form == "striped" else range(ranks + 1, 1 << 40)
             return tuple(c for c in choices if c.splits and names[c.factor] == FORMS[form] and c.period in period)
         return (*([c for c in digits.choices(site) if c in choices] or [REPLICATED]), *linear(site, ranks))
@@ -51,13 +50,26 @@ def by_sequence(form: str, context: Context, site: Site, axis: int) -> AxisChoic
     return tuple(kept or [c for c in choices if not c.splits])
 
 
+def by_heads(context: Context, site: Site, axis: int) -> AxisChoices:
+    """Megatron with sequence parallel, and attention by its heads."""
+    names = _attends(site)
+    if not names:
+        return megatron(context, site, axis, by_sequence=True)
+    return tuple(c for c in site.choices[context.space.mesh[axis]] if c.splits and names[c.factor] == FORMS["heads"])
+
+
+def _attends(site: Site) -> list[str]:
+    """The factors of attention; nothing of another operator."""
+    names = [factor.name for factor in site.rule.factors] if site.rule is not None else []
+    return names if RING in names else []
+
+
 def register() -> None:
     """Adds the presets."""
     for form in FORMS:
         rule = partial(by_sequence, form)
-        tensor = partial(megatron, by_sequence=True)
         register_preset(Preset(name=form, data=rule, policies=(KEEP, REGATHER)), replace=True)
-        register_preset(Preset(name=f"{form}_tp", data=rule, tensor=tensor, policies=(KEEP, REGATHER)), replace=True)
+        register_preset(Preset(name=f"{form}_tp", data=rule, tensor=by_heads, policies=(KEEP, REGATHER)), replace=True)
 
 
 __all__ = ["AXIS", "FORMS", "register"]

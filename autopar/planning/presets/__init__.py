@@ -148,7 +148,7 @@ def _axis_rules(space: Space, chosen: Preset, grid: tuple[int, ...]) -> dict[int
 
 def _check_batch(context: Context, preset: Preset, rules: Mapping[int, AxisRule]) -> None:
     space = context.space
-    split = [axis for axis, rule in rules.items() if rule is not preset.tensor]
+    split = [axis for axis, rule in rules.items() if rule in (data, sharded_data, sharded_matrices)]
     if split and context.batch < 2:
         axes = ", ".join(f"{space.axes[a]}={space.mesh[a]}" for a in split)
         raise ValueError(

@@ -68,6 +68,8 @@ def _operator_words(site: Site, choice: AxisChoice) -> str:
     rule = site.rule
     if rule is None:
         return str(choice)
+    if rule.factors[choice.factor].of:
+        return "split in a ring"
     for result in rule.outputs:
         if choice.factor in result:
             return f"result dim {result.index(choice.factor)} split"

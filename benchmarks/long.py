@@ -1,0 +1,131 @@
+"""Long sequences on paper: `python benchmarks/long.py [NAME ...] [--json FILE]`.
+
+Each case is Llama-3-8B on a cluster, with so many sequences of so many tokens. "found" is what the planner chooses on
+the mesh; the other ways are what people write by hand (`tests/support/context_parallel.py`): the sequence split on
+"cp", Megatron with sequence parallel on "tp", parameters in shards, and in attention keys and values that go around in
+a ring, in a ring of a sequence that is dealt out one by one, that are gathered, or heads by all-to-all. All are priced
+by the same simulator within the memory of the device, with as many layers recomputed as memory asks for. "published"
+is what a run with float8 products and a compiled program measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/support"))
+
+import torch
+from context_parallel import FORMS, register
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from autopar.planning.planner import Planner
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """`published` tokens a second of a device, in a run of the same mesh."""
+
+    mesh: dict[str, int]
+    cluster: str
+    sequences: int
+    tokens: int
+    published: float | None = None
+    source: str = ""
+
+
+TORCHTITAN = "torchtitan, performance of Llama 3.1 (2024-12), table 2: 8 H100, float8 and torch.compile"
+
+CASES = {
+    "128k on 64": Case(mesh={"dp": 2, "cp": 4, "tp": 8}, cluster="dgx-h100", sequences=8, tokens=1 << 17),
+    "128k on 64, one sequence": Case(mesh={"cp": 8, "tp": 8}, cluster="dgx-h100", sequences=1, tokens=1 << 17),
+    "1M on 64": Case(mesh={"cp": 8, "tp": 8}, cluster="dgx-h100", sequences=1, tokens=1 << 20),
+    "128k on 8": Case(
+        mesh={"dp": 2, "cp": 4}, cluster="grand-teton-h100", sequences=2, tokens=1 << 17, published=1071,
+        source=TORCHTITAN,
+    ),
+    "256k on 8": Case(
+        mesh={"cp": 8}, cluster="grand-teton-h100", sequences=1, tokens=1 << 18, published=548, source=TORCHTITAN,
+    ),
+}  # fmt: skip
+
+
+def llama(tokens: int) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        num_hidden_layers=32, hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8,
+        vocab_size=128256, max_position_embeddings=tokens, rope_theta=500000.0, use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def measured(name: str) -> dict[str, Any]:
+    case = CASES[name]
+    with torch.device("meta"):
+        model = llama(case.tokens).to(torch.bfloat16)
+        ids = torch.zeros(case.sequences, case.tokens, dtype=torch.long)
+    planner = Planner(model, case.mesh, (), {"input_ids": ids, "labels": ids}, cluster=case.cluster)
+    row: dict[str, Any] = {"name": name, "source": case.source, "published": case.published, "ways": {}}
+    for way in ("auto", *(f"{form}_tp" if "tp" in case.mesh else form for form in FORMS)):
+        row["ways"][way] = planned(planner, way, case)
+    return row
+
+
+def planned(planner: Planner, way: str, case: Case) -> dict[str, Any]:
+    started = time.process_time()
+    try:
+        plan = planner.plan(solver=way)
+    except ValueError as error:
+        return {"error": str(error).partition(":")[0], "planning_seconds": time.process_time() - started}
+    kinds = {kind for kind, *_ in planner.program(plan).collectives()}
+    return {
+        "seconds": plan.seconds,
+        "tokens_per_second": case.sequences * case.tokens / plan.seconds / plan.ranks,
+        "bytes": plan.bytes,
+        "limit_bytes": plan.memory_limit_bytes,
+        "planning_seconds": time.process_time() - started,
+        "rings": "rotate" in kinds,
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    shown = Table("case", "way", "step s", "tokens/s/device", "peak GiB", "ring", "planning CPU s")
+    for row in rows:
+        for way, of in row["ways"].items():
+            called = "found" if way == "auto" else way.removesuffix("_tp")
+            if "error" in of:
+                shown.add_row(row["name"], called, of["error"])
+                continue
+            shown.add_row(
+                row["name"], called, f"{of['seconds']:.3f}", f"{of['tokens_per_second']:.0f}",
+                f"{of['bytes'] / 2**30:.1f}", "yes" if of["rings"] else "no", f"{of['planning_seconds']:.1f}",
+            )  # fmt: skip
+        if row["published"]:
+            shown.add_row(row["name"], "published", "", f"{row['published']:.0f}")
+    return shown
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", choices=[*CASES, []], help="Cases; all if none is given.")
+    parser.add_argument("--json", type=Path, help="Where to write all figures.")
+    options = parser.parse_args()
+    register()
+    rows = []
+    for name in options.names or CASES:
+        rows.append(measured(name))
+        Console(width=140).print(table(rows))
+        if options.json is not None:
+            options.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
