@@ -37,7 +37,7 @@ from autopar.solve.effort import EFFORT, Deadline, Effort
 from autopar.solve.problem import Infeasible
 
 from .advice import advised
-from .at_rest import Decided, best_at_rest
+from .at_rest import Decided, best_at_rest, in_layouts, with_layouts
 from .capturing import captured_for_planning, check_autocast
 from .checks import check_kernels, check_mesh, check_model
 from .choice import Choice
@@ -49,11 +49,13 @@ from .pipelines import Pipelines, axis_of_stages, first_count
 from .plan import Plan
 from .provenance import ModelFacts
 from .reports import report_captured, report_rows, report_without_rule
-from .request import Gathers, Options, Request
+from .repriced import repriced
+from .request import AUTO, Gathers, Options, Request
 from .search import SearchResult
 from .searches import Searches, hidden_buckets
 from .shortfalls import fitting
 from .steps import NEAR, Estimate, Steps
+from .texts import short_bytes
 from .training import GATHERS, Training, named_optimizer
 from .writer import Writer
 
@@ -326,6 +328,25 @@ class Planner:
         assignment, on = self.assignment(plan), self.gathering(plan.training.gathers)
         with uncollected():
             return on.evaluate(assignment, buckets=(plan.bucket_bytes,)).timeline
+
+    def layouts(self, plan: Plan) -> dict[str, Layout]:
+        """Those of a plan's parameters at rest, by name. Raises ValueError as `program`."""
+        return {i.target: i.layout for i in self.program(plan).inputs if i.role == "parameter"}
+
+    def planned_at(self, at_rest: Mapping[str, Layout], request: Request, gathers: Gathers) -> Plan:
+        """The best plan that answers a request with parameters at rest in these layouts and gathered so; by any solver,
+        where a preset is asked for. Raises ValueError as `planned` and as `best_at_rest`."""
+        on = self.gathering(gathers)
+        on.space = with_layouts(on.space, at_rest)
+        on._gather()
+        with uncollected():
+            plan = on._in_time(replace(request, solver=AUTO if request.preset else request.solver), Planner._planned)
+            found = on.assignment(plan)
+            if (kept := in_layouts(on.space, found, at_rest)) != found:
+                plan = repriced(on, plan, kept)
+        if plan.headroom_bytes is not None and plan.headroom_bytes < 0:
+            raise Infeasible(f"with each layer's own layouts at rest the plan needs {short_bytes(plan.bytes)}")
+        return plan
 
     def assignment_at(self, at_rest: Mapping[str, Layout], near: Decided | None = None) -> Assignment:
         """`best_at_rest` in this planner's space."""

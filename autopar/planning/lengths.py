@@ -1,0 +1,112 @@
+"""Plans for batches of several lengths, all with parameters in the same layouts at rest: a module has one copy of them.
+
+Each length is planned alone first. What its plan chose for parameters at rest is a candidate, in which the others are
+roughly planned again; the one with the shortest mean step is taken, by the share of batches of each length, in which
+every length then gets its plan.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+from autopar.ir.layout import Layout
+from autopar.solve.problem import Infeasible
+
+from .at_rest import Decided
+from .costs import COSTS
+from .plan import LengthPlan, Plan
+from .planner import Planner
+from .request import Request
+from .steps import QUICK
+from .texts import short_seconds
+
+logger = logging.getLogger("autopar")
+
+
+def resized(inputs: Any, length: int) -> Any:
+    """Inputs of another length (0: their own): where dim 1 of a tensor is as long as that of the first that has one, it
+    is cut, or repeated. Raises ValueError if none has."""
+    if not length:
+        return inputs
+    known = {id(x): x for x in pytree.tree_leaves(inputs) if isinstance(x, torch.Tensor) and x.dim() > 1}
+    if not known:
+        raise ValueError(f"lengths has {length}, and no input has a dim 1, whose size is the length of a batch")
+    own = next(iter(known.values())).shape[1]
+    made = {
+        key: torch.cat([x.detach()] * -(-length // own), 1)[:, :length].contiguous().requires_grad_(x.requires_grad)
+        for key, x in known.items()
+        if x.shape[1] == own
+    }
+    return pytree.tree_map(lambda x: made.get(id(x), x), inputs)
+
+
+def planners_of(shares: Mapping[int, float], make: Callable[[int], Planner]) -> dict[int, Planner]:
+    """A planner for batches of each length, the longest first, or of that alone where it does not plan them together;
+    of length 0, the example's own, if there are no lengths."""
+    longest, *others = shares or (0,)
+    first = make(longest)
+    return {longest: first, **{n: make(n).within(first.effort) for n in others if plans_together(first)}}
+
+
+def planned_together(planners: Mapping[int, Planner], request: Request, plan: Plan | None = None) -> dict[int, Plan]:
+    """The plan of each length, by its planner, the longest first. The longest one's is `plan`, if that is given; it
+    says how long the steps of all are. Raises ValueError as `Planner.plan`, and `Infeasible` if the lengths have no
+    layouts at rest in common that keep the memory limit."""
+    longest, first = next(iter(planners.items()))
+    if len(planners) == 1:
+        return {longest: plan or first.plan()}
+    alone = {longest: plan} if plan else {n: planner.planned(_of(n, planner.asked)) for n, planner in planners.items()}
+    rests = {n: (planners[n].layouts(one), one.training.gathers) for n, one in alone.items()}
+    candidates: list[tuple[float, int]] = []
+    for own, (at_rest, _) in rests.items():
+        if any(rests[other] == rests[own] for _, other in candidates):
+            continue
+        seconds = 0.0
+        for n, planner in planners.items() if plan is None else ():
+            seconds += request.shares[n] * (
+                alone[n].seconds if rests[n][0] == at_rest else _seconds_at(planner, at_rest, alone[n])
+            )
+        logger.info("parameters at rest as for length %d: about %s in the mean", own, short_seconds(seconds))
+        candidates.append((seconds, own))
+    for number, (_, own) in enumerate(sorted(candidates), 1):
+        at_rest, gathers = rests[own]
+        try:
+            plans = {
+                n: alone[n]
+                if rests.get(n) == rests[own]
+                else planner.planned_at(at_rest, _of(n, planner.asked), gathers)
+                for n, planner in planners.items()
+            }
+            break
+        except Infeasible as error:
+            logger.info("parameters at rest as for length %d: %s", own, error)
+            if number == len(candidates):
+                raise
+    said = (
+        LengthPlan(length=n, share=share, seconds=plans[n].seconds, bytes=plans[n].bytes)
+        for n, share in request.shares.items()
+    )
+    return {**plans, longest: replace(plans[longest], lengths=tuple(said))}
+
+
+def _seconds_at(planner: Planner, at_rest: Mapping[str, Layout], alone: Plan) -> float:
+    """About how long a step takes with parameters in these layouts, near the plan of its length alone."""
+    near = Decided.of(planner.space, planner.assignment(alone))
+    return planner.evaluate(planner.assignment_at(at_rest, near), QUICK).seconds
+
+
+def plans_together(planner: Planner) -> bool:
+    """Whether a planner plans several lengths together: it has no axis of stages, and measures no prices."""
+    return not planner.axis and COSTS.named(planner.asked.cost).plan is None
+
+
+def _of(length: int, request: Request) -> Request:
+    """As progress names it."""
+    stage = replace(request.stage, doing=f"{request.stage.doing} for batches of length {length}")
+    return replace(request, stage=stage)
