@@ -102,8 +102,8 @@ def plan(
     or a list with the rows of each expert. Prices and the peak are those of the fullest rank.
 
     `lengths` are what batches are padded to in dim 1, such as `(512, 1024, 4096)`, or each with its share of the
-    batches. All are planned, with parameters in one placement at rest: of those that the plans of single lengths choose,
-    the one with the shortest mean step (see docs/lengths.md). The plan is that of the longest.
+    batches. All are planned, with parameters in one placement at rest: of those that the plans of single lengths
+    choose, the one with the shortest mean step (see docs/lengths.md). The plan is that of the longest.
 
     A search ends when its work is done, which is counted so that the same inputs give the same plan on any machine.
     With `effort` seconds it ends then with the best that it has, and the plan says so (what is under way is finished
