@@ -290,7 +290,6 @@ class ParallelModule(ValuesMixin, MirrorModule):
                 call.check = self._verifier.begin(state, (versions.root, *versions.modules[1:]), request.inputs.tensors)
             if call.differentiable and torch.is_grad_enabled():
                 results = ProgramStep.apply(call, *call.differentiable)  # type: ignore[no-untyped-call]
-                call.returned += map(weakref.ref, results)
             else:
                 results = state.outputs(call.forward()[0])
                 handshake.settle()
@@ -298,9 +297,11 @@ class ParallelModule(ValuesMixin, MirrorModule):
                 pairs = zip(state.output_paths, results, strict=True)
                 call.check.forward({path: x for path, x in pairs if not isinstance(x, Absent)}, call.keys)
         versions.lend(state, results)
+        outputs = dict(zip(state.output_paths, results, strict=True))
         if versions.padder is not None:
-            results = versions.padder.cut(request.given, dict(zip(state.output_paths, results, strict=True)))
-        return state.captured.unflatten(dict(zip(state.output_paths, results, strict=True)))
+            outputs = versions.padder.cut(request.given, outputs)
+        call.returned += map(weakref.ref, outputs.values())
+        return state.captured.unflatten(outputs)
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> None:

@@ -125,7 +125,7 @@ class Padder:
         args, kwargs = inputs.with_tensors(tensors)
         return Inputs.of(args, kwargs, identities=inputs.identities)
 
-    def cut(self, inputs: Inputs, results: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    def cut(self, inputs: Inputs, results: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The results of a call, by path, cut back to the length of its inputs before they were padded, where these are
         equally long; one that is split along its length stays as it is."""
         sizes, found = set(self._sizes(inputs)), dict(results)
@@ -136,7 +136,7 @@ class Padder:
                 for dim, offset in self.cuts.get(path, {}).items():
                     if tensor.dim() > dim and tensor.shape[dim] == whole + offset:
                         found[path] = shortened(found[path], dim, max(0, length + offset))
-        return [*found.values()]
+        return found
 
     def _dims(self, name: str, path: str, tensor: torch.Tensor) -> Sequence[int]:
         """The dims of an input that are its length."""

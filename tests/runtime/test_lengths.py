@@ -94,6 +94,12 @@ def read(length: int, seed: int = 0, rows: int = 8) -> dict[str, torch.Tensor]:
     return words(rows, length, seed)
 
 
+def same_gradients(module: torch.nn.Module, beside: torch.nn.Module) -> None:
+    gradients = {name: p.grad for name, p in module.named_parameters()}
+    for name, parameter in beside.named_parameters():
+        assert_close(whole(gradients[name]), parameter.grad, f"gradient of {name}")
+
+
 def cut_back(solver: str) -> None:
     """Outputs have the length of the batch, and pass gradients on, where no loss is in the model; in evaluation too."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
@@ -114,9 +120,7 @@ def cut_back(solver: str) -> None:
         with torch.no_grad():
             assert_close(whole(module.eval()(**given)["hidden"]), beside(**given)["hidden"], f"evaluation at {length}")
         module.train()
-    gradients = {name: p.grad for name, p in module.named_parameters()}
-    for name, parameter in beside.named_parameters():
-        assert_close(whole(gradients[name]), parameter.grad, f"gradient of {name}")
+    same_gradients(module, beside)
     twin = copy.deepcopy(module)
     assert_close(whole(twin(**ids)["hidden"]).detach(), beside(**ids)["hidden"].detach(), "of a copy")
 
@@ -124,6 +128,41 @@ def cut_back(solver: str) -> None:
 @pytest.mark.parametrize("solver", ["ddp", "auto"])
 def test_outputs_are_cut_back_to_the_length_of_the_batch(solver: str) -> None:
     run(2, cut_back, solver)
+
+
+def accumulated(shape: tuple[int, ...], axes: tuple[str, ...], options: dict[str, Any]) -> None:
+    """Micro-batches of several lengths, whose gradients are reduced once; and a hook on an output that is cut back."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=axes)
+    torch.manual_seed(0)
+    beside = models.llama()
+    module = autopar.parallelize(
+        copy.deepcopy(beside), mesh, kwargs=text(8, 0), padding=PADDING, lengths=(4, 8, 12), **options
+    )
+    for step, lengths in enumerate(((3, 9, 8), (12, 2))):
+        for length in lengths[:-1]:
+            with module.no_sync():
+                module(**text(length, step)).loss.backward()
+            beside(**text(length, step)).loss.backward()
+        for one in (module, beside):
+            one(**text(lengths[-1], step)).loss.backward()
+        same_gradients(module, beside)
+    assert len(module.programs) == 3
+    if "pp" not in axes:
+        found = module(**text(3, 0))
+        found.logits.retain_grad()
+        with pytest.raises(ValueError, match=r"logits has a hook or retain_grad\(\)"):
+            found.loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "options"),
+    [((2,), ("a",), {}), ((2,), ("a",), {"solver": "fsdp", "whole_outputs": True}), ((2,), ("pp",), {})],
+    ids=["searched", "fsdp", "in stages"],
+)
+def test_micro_batches_of_several_lengths(
+    shape: tuple[int, ...], axes: tuple[str, ...], options: dict[str, Any]
+) -> None:
+    run(2, accumulated, shape, axes, options)
 
 
 def local() -> None:
