@@ -18,13 +18,14 @@ import torch.utils._pytree as pytree
 from autopar.ir.layout import Layout
 from autopar.solve.problem import Infeasible
 
-from .at_rest import Decided
+from .at_rest import Decided, in_layouts
 from .costs import COSTS
 from .plan import LengthPlan, Plan
 from .planner import Planner
-from .request import Request
+from .repriced import repriced
+from .request import AUTO, Gathers, Request
 from .steps import QUICK
-from .texts import short_seconds
+from .texts import short_bytes, short_seconds
 
 logger = logging.getLogger("autopar")
 
@@ -78,9 +79,7 @@ def planned_together(planners: Mapping[int, Planner], request: Request, plan: Pl
         at_rest, gathers = rests[own]
         try:
             plans = {
-                n: alone[n]
-                if rests.get(n) == rests[own]
-                else planner.planned_at(at_rest, _of(n, planner.asked), gathers)
+                n: alone[n] if rests.get(n) == rests[own] else planned_at(planner, n, at_rest, gathers)
                 for n, planner in planners.items()
             }
             break
@@ -93,6 +92,19 @@ def planned_together(planners: Mapping[int, Planner], request: Request, plan: Pl
         for n, share in request.shares.items()
     )
     return {**plans, longest: replace(plans[longest], lengths=tuple(said))}
+
+
+def planned_at(planner: Planner, length: int, at_rest: Mapping[str, Layout], gathers: Gathers = "each") -> Plan:
+    """The plan of a length with parameters at rest in these layouts and gathered so; by any solver, where a preset is
+    asked for. Raises ValueError as `Planner.plan` and as `best_at_rest`."""
+    on, asked = planner.holding(at_rest, gathers), _of(length, planner.asked)
+    plan = on.planned(replace(asked, solver=AUTO if asked.preset else asked.solver))
+    found = on.assignment(plan)
+    if (kept := in_layouts(on.space, found, at_rest)) != found:
+        plan = repriced(on, plan, kept)
+    if plan.headroom_bytes is not None and plan.headroom_bytes < 0:
+        raise Infeasible(f"with each layer's own layouts at rest the plan needs {short_bytes(plan.bytes)}")
+    return plan
 
 
 def _seconds_at(planner: Planner, at_rest: Mapping[str, Layout], alone: Plan) -> float:

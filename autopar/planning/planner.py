@@ -37,7 +37,7 @@ from autopar.solve.effort import EFFORT, Deadline, Effort
 from autopar.solve.problem import Infeasible
 
 from .advice import advised
-from .at_rest import Decided, best_at_rest, in_layouts, with_layouts
+from .at_rest import Decided, best_at_rest, with_layouts
 from .capturing import captured_for_planning, check_autocast
 from .checks import check_kernels, check_mesh, check_model
 from .choice import Choice
@@ -49,13 +49,11 @@ from .pipelines import Pipelines, axis_of_stages, first_count
 from .plan import Plan
 from .provenance import ModelFacts
 from .reports import report_captured, report_rows, report_without_rule
-from .repriced import repriced
-from .request import AUTO, Gathers, Options, Request
+from .request import Gathers, Options, Request
 from .search import SearchResult
 from .searches import Searches, hidden_buckets
 from .shortfalls import fitting
 from .steps import NEAR, Estimate, Steps
-from .texts import short_bytes
 from .training import GATHERS, Training, named_optimizer
 from .writer import Writer
 
@@ -85,6 +83,8 @@ class Planner:
         model = unwrapped(model)
         self.mesh = dict(mesh_shape)
         self.optimizer, self.training = named_optimizer(asked.optimizer), Training.of(asked)
+        self.ways = GATHERS
+        """How a step of several micro-batches may gather parameters."""
         self.device_type, self.effort = asked.device_type, replace(EFFORT, until=Deadline())
         self.memory = liveness.PlacementCache(fuses=bool(self.training.compile))
         """How operators' results lie in memory, on any mesh and cluster."""
@@ -183,6 +183,14 @@ class Planner:
         """A planner for the same, with parameters gathered so in a step of several micro-batches."""
         return self.trained(replace(self.training, gathers=gathers))
 
+    def holding(self, at_rest: Mapping[str, Layout], gathers: Gathers) -> Self:
+        """A planner for the same, with parameters at rest in these layouts and gathered so. Raises ValueError as
+        `best_at_rest`."""
+        other = self.gathering(gathers)
+        other.space, other.ways = with_layouts(other.space, at_rest), (gathers,)
+        other._gather()
+        return other
+
     def trained(self, training: Training) -> Self:
         """A planner for the same, which trains so."""
         other = copy(self)
@@ -256,14 +264,14 @@ class Planner:
 
     def _in_ways(self, request: Request) -> Plan:
         """The best plan with each way of gathering for micro-batches, if there are several."""
-        if self.training.micro_batches == 1:
+        if self.training.micro_batches == 1 or len(self.ways) == 1:
             return self._planned(request)
-        stages = request.stage.parts(len(GATHERS))
+        stages = request.stage.parts(len(self.ways))
 
         def of(way: Gathers) -> Plan:
             return self.gathering(way)._planned(replace(request, stage=next(stages)))
 
-        return shortest([partial(of, way) for way in GATHERS])
+        return shortest([partial(of, way) for way in self.ways])
 
     def _advised(self, plan: Plan) -> Plan:
         """The plan, and what would shorten its waits."""
@@ -332,21 +340,6 @@ class Planner:
     def layouts(self, plan: Plan) -> dict[str, Layout]:
         """Those of a plan's parameters at rest, by name. Raises ValueError as `program`."""
         return {i.target: i.layout for i in self.program(plan).inputs if i.role == "parameter"}
-
-    def planned_at(self, at_rest: Mapping[str, Layout], request: Request, gathers: Gathers) -> Plan:
-        """The best plan that answers a request with parameters at rest in these layouts and gathered so; by any solver,
-        where a preset is asked for. Raises ValueError as `planned` and as `best_at_rest`."""
-        on = self.gathering(gathers)
-        on.space = with_layouts(on.space, at_rest)
-        on._gather()
-        with uncollected():
-            plan = on._in_time(replace(request, solver=AUTO if request.preset else request.solver), Planner._planned)
-            found = on.assignment(plan)
-            if (kept := in_layouts(on.space, found, at_rest)) != found:
-                plan = repriced(on, plan, kept)
-        if plan.headroom_bytes is not None and plan.headroom_bytes < 0:
-            raise Infeasible(f"with each layer's own layouts at rest the plan needs {short_bytes(plan.bytes)}")
-        return plan
 
     def assignment_at(self, at_rest: Mapping[str, Layout], near: Decided | None = None) -> Assignment:
         """`best_at_rest` in this planner's space."""

@@ -12,7 +12,7 @@ import torch
 
 import autopar
 from autopar.ir.layout import Layout
-from autopar.planning.lengths import planned_together, planners_of, resized
+from autopar.planning.lengths import planned_at, planned_together, planners_of, resized
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
 from autopar.planning.reading import options_of
@@ -51,7 +51,7 @@ def test_the_placement_is_that_of_the_mixture() -> None:
     """Of what either length wants, the one whose mean step is shorter, whatever the shares."""
     by, chosen = planners(), []
     wanted = [planner.layouts(planner.plan()) for planner in by.values()]
-    steps = [{n: p.planned_at(rest, p.asked, "each").seconds for n, p in by.items()} for rest in wanted]
+    steps = [{n: planned_at(p, n, rest).seconds for n, p in by.items()} for rest in wanted]
     for long in (1.0, 0.0, 0.002):
         shares = {LONG: long, SHORT: 1 - long}
         plans = planned_together(by, Request(lengths=shares))
