@@ -161,6 +161,7 @@ def report(
         "captures_in_steps": heard.captures - captures - 1, "ready_seconds": ready, "lengths": rows,
         "loss_difference": max(abs(a - b) / abs(b) for (a, _), (b, _) in zip(steps, alone, strict=True)),
         "tokens_per_second": rate(steps, 1), "tokens_per_second_of_longest": rate(whole, 1),
+        "tokens_per_second_of_same": rate(steps[: len(whole)], 1),
         "tokens_per_second_alone": rate(alone, 1), "steps_of_longest": len(whole),
     }  # fmt: skip
 
@@ -176,9 +177,10 @@ def show(told: dict[str, Any]) -> None:
         f"{told['captures_before']} captures before the first step, in {told['ready_seconds']:.1f} s with planning; "
         f"{told['captures_in_steps']} in steps\n"
         f"largest relative difference of a loss from one process: {told['loss_difference']:.1e}\n"
-        f"tokens per second: {told['tokens_per_second']:.0f}; all padded to {LENGTHS[-1]}: "
-        f"{told['tokens_per_second_of_longest']:.0f} (the first {told['steps_of_longest']} steps); one process, as "
-        f"they are: {told['tokens_per_second_alone']:.0f}"
+        f"tokens per second: {told['tokens_per_second']:.0f}; one process, as they are: "
+        f"{told['tokens_per_second_alone']:.0f}; in the first {told['steps_of_longest']} steps "
+        f"{told['tokens_per_second_of_same']:.0f}, and {told['tokens_per_second_of_longest']:.0f} where all are padded "
+        f"to {LENGTHS[-1]}"
     )
 
 

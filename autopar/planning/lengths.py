@@ -48,11 +48,13 @@ def resized(inputs: Any, length: int) -> Any:
 
 
 def planners_of(shares: Mapping[int, float], make: Callable[[int], Planner]) -> dict[int, Planner]:
-    """A planner for batches of each length, the longest first, or of that alone where it does not plan them together;
-    of length 0, the example's own, if there are no lengths."""
+    """A planner for batches of each length, the longest first; of length 0, the example's own, if there are no lengths.
+    On a mesh with an axis of stages, and where prices are measured, of the longest alone."""
     longest, *others = shares or (0,)
     first = make(longest)
-    return {longest: first, **{n: make(n).within(first.effort) for n in others if plans_together(first)}}
+    if first.axis or COSTS.named(first.asked.cost).plan is not None:
+        return {longest: first}
+    return {longest: first, **{length: make(length).within(first.effort) for length in others}}
 
 
 def planned_together(planners: Mapping[int, Planner], request: Request, plan: Plan | None = None) -> dict[int, Plan]:
@@ -64,34 +66,34 @@ def planned_together(planners: Mapping[int, Planner], request: Request, plan: Pl
         return {longest: plan or first.plan()}
     alone = {longest: plan} if plan else {n: planner.planned(_of(n, planner.asked)) for n, planner in planners.items()}
     rests = {n: (planners[n].layouts(one), one.training.gathers) for n, one in alone.items()}
-    candidates: list[tuple[float, int]] = []
-    for own, (at_rest, _) in rests.items():
-        if any(rests[other] == rests[own] for _, other in candidates):
-            continue
-        seconds = 0.0
-        for n, planner in planners.items() if plan is None else ():
-            seconds += request.shares[n] * (
-                alone[n].seconds if rests[n][0] == at_rest else _seconds_at(planner, at_rest, alone[n])
-            )
+    candidates = [n for n, rest in rests.items() if n == next(m for m, other in rests.items() if other == rest)]
+
+    def mean(own: int) -> float:
+        seconds = sum(
+            share * (alone[n].seconds if rests[n] == rests[own] else _seconds_at(planners[n], rests[own][0], alone[n]))
+            for n, share in request.shares.items()
+        )
         logger.info("parameters at rest as for length %d: about %s in the mean", own, short_seconds(seconds))
-        candidates.append((seconds, own))
-    for number, (_, own) in enumerate(sorted(candidates), 1):
-        at_rest, gathers = rests[own]
+        return seconds
+
+    error: Infeasible | None = None
+    for own in sorted(candidates, key=mean) if len(candidates) > 1 else candidates:
         try:
             plans = {
-                n: alone[n] if rests.get(n) == rests[own] else planned_at(planner, n, at_rest, gathers)
+                n: alone[n] if rests.get(n) == rests[own] else planned_at(planner, n, *rests[own])
                 for n, planner in planners.items()
             }
-            break
-        except Infeasible as error:
-            logger.info("parameters at rest as for length %d: %s", own, error)
-            if number == len(candidates):
-                raise
-    said = (
-        LengthPlan(length=n, share=share, seconds=plans[n].seconds, bytes=plans[n].bytes)
-        for n, share in request.shares.items()
-    )
-    return {**plans, longest: replace(plans[longest], lengths=tuple(said))}
+        except Infeasible as raised:
+            logger.info("parameters at rest as for length %d: %s", own, raised)
+            error = raised
+            continue
+        said = [
+            LengthPlan(length=n, share=share, seconds=plans[n].seconds, bytes=plans[n].bytes)
+            for n, share in request.shares.items()
+        ]
+        return {**plans, longest: replace(plans[longest], lengths=tuple(said))}
+    assert error is not None
+    raise error
 
 
 def planned_at(planner: Planner, length: int, at_rest: Mapping[str, Layout], gathers: Gathers = "each") -> Plan:
@@ -111,11 +113,6 @@ def _seconds_at(planner: Planner, at_rest: Mapping[str, Layout], alone: Plan) ->
     """About how long a step takes with parameters in these layouts, near the plan of its length alone."""
     near = Decided.of(planner.space, planner.assignment(alone))
     return planner.evaluate(planner.assignment_at(at_rest, near), QUICK).seconds
-
-
-def plans_together(planner: Planner) -> bool:
-    """Whether a planner plans several lengths together: it has no axis of stages, and measures no prices."""
-    return not planner.axis and COSTS.named(planner.asked.cost).plan is None
 
 
 def _of(length: int, request: Request) -> Request:
