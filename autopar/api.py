@@ -17,6 +17,7 @@ from autopar.cost.optimizers import Optimizer
 from autopar.passes.capture.source import presented
 from autopar.planning.at_rest import Decided
 from autopar.planning.checks import check_mesh
+from autopar.planning.lengths import planned_together, planners_of, resized
 from autopar.planning.meshes import mesh_of, meshes
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
@@ -24,13 +25,13 @@ from autopar.planning.presets import PRESETS
 from autopar.planning.progress import ended_by_interrupts
 from autopar.planning.reading import refreshed, request_of
 from autopar.planning.reports import Once
-from autopar.planning.request import AUTO, Options, Request, Several, takes
+from autopar.planning.request import AUTO, LengthOptions, Request, Several, takes
 from autopar.planning.texts import mesh_words
 from autopar.report.comparison import Comparison
 from autopar.report.question import Question, Variant, asked
 from autopar.report.telling import Ticker, following
 from autopar.runtime.agreement import all_equal, follow_world_timeout, on_first_rank, telling, together
-from autopar.runtime.modes import Modes, Planning
+from autopar.runtime.modes import Modes, Planned, Planning
 from autopar.runtime.module import CallOptions, ParallelModule
 from autopar.runtime.padding import Padder, Padding
 from autopar.runtime.pipelined import Pipelined
@@ -39,7 +40,7 @@ from autopar.runtime.verify import Verifier
 
 
 @presented()
-@takes(Options)
+@takes(LengthOptions)
 def plan(
     model: nn.Module,
     mesh_shape: Mapping[str, int] | int | Literal["auto"],
@@ -47,7 +48,7 @@ def plan(
     kwargs: Mapping[str, Any] | None = None,
     *,
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
-    **options: Unpack[Options],
+    **options: Unpack[LengthOptions],
 ) -> Plan:
     """The plan for a `model` on a mesh, without devices and without a process group. The model may be on meta.
 
@@ -100,6 +101,10 @@ def plan(
     `imbalance` says how unevenly rows fall on experts: the rows of the fullest rank over the mean of all (1.0: evenly),
     or a list with the rows of each expert. Prices and the peak are those of the fullest rank.
 
+    `lengths` are what batches are padded to in dim 1, such as `(512, 1024, 4096)`, or each with its share of the
+    batches. All are planned, with parameters in one placement at rest: of those that the plans of single lengths
+    choose, the one with the shortest mean step (see docs/lengths.md). The plan is that of the longest.
+
     A search ends when its work is done, which is counted so that the same inputs give the same plan on any machine.
     With `effort` seconds it ends then with the best that it has, and the plan says so (what is under way is finished
     first, and the program is written after that; the model's capture comes before). So it does at a first Ctrl-C; a
@@ -109,25 +114,35 @@ def plan(
     what to change.
     """
     request = Request(**options)
-    if isinstance(mesh_shape, Mapping):
-        on = Planner(model, mesh_shape, args, kwargs, loss_fn=loss_fn, request=request)
-        with ended_by_interrupts(on.effort.until):
-            chosen = on.plan()
-        return chosen.answering(lambda: on.in_time(chosen.training.micro_batches))
-    machine = named_cluster(request.cluster, device_type="cpu")
-    if isinstance(mesh_shape, bool) or not (mesh_shape == "auto" or (isinstance(mesh_shape, int) and mesh_shape > 0)):
-        raise ValueError(f"mesh_shape is {mesh_shape!r}: give axis names with sizes, a number of devices, or 'auto'")
-    if mesh_shape != "auto" and mesh_shape > machine.devices:
-        raise ValueError(
-            f"mesh_shape is {mesh_shape}, and cluster {machine.name} has {machine.devices} devices: give fewer, or a "
-            f"larger cluster"
-        )
-    candidates = meshes(machine.devices if mesh_shape == "auto" else mesh_shape)
-    request = replace(request, cluster=machine)
-    first = Planner(model, candidates[0], args, kwargs, loss_fn=loss_fn, request=request)
-    with ended_by_interrupts(first.effort.until):
-        chosen = first.over(candidates, request)
-    return chosen.answering(lambda: first.on(chosen.mesh, machine).in_time(chosen.training.micro_batches))
+    shape = mesh_shape
+    if not isinstance(shape, Mapping):
+        machine = named_cluster(request.cluster, device_type="cpu")
+        if isinstance(shape, bool) or not (shape == "auto" or (isinstance(shape, int) and shape > 0)):
+            raise ValueError(f"mesh_shape is {shape!r}: give axis names with sizes, a number of devices, or 'auto'")
+        if shape != "auto" and shape > machine.devices:
+            raise ValueError(
+                f"mesh_shape is {shape}, and cluster {machine.name} has {machine.devices} devices: give fewer, or a "
+                f"larger cluster"
+            )
+        candidates = meshes(machine.devices if shape == "auto" else shape)
+        request = replace(request, cluster=machine)
+        longest = next(iter(request.shares), 0)
+        args, kwargs = resized((args, kwargs), longest)
+        first = Planner(model, candidates[0], args, kwargs, loss_fn=loss_fn, request=request)
+        with ended_by_interrupts(first.effort.until):
+            chosen = first.over(candidates, request)
+        if not longest:
+            return chosen.answering(lambda: first.on(chosen.mesh, machine).in_time(chosen.training.micro_batches))
+        shape = chosen.mesh
+
+    def of(length: int) -> Planner:
+        return Planner(model, shape, *resized((args, kwargs), length), loss_fn=loss_fn, request=request)
+
+    planners = planners_of(request.shares, of)
+    on = next(iter(planners.values()))
+    with ended_by_interrupts(on.effort.until):
+        chosen, *_ = planned_together(planners, request).values()
+    return chosen.answering(lambda: on.in_time(chosen.training.micro_batches))
 
 
 @presented()
@@ -151,6 +166,7 @@ def read_plan(
     """
     saved = plan if isinstance(plan, Plan) else Plan.load(plan)
     given = {name: value for name, value in (("cluster", cluster), ("optimizer", optimizer)) if value is not None}
+    args, kwargs = resized((args, kwargs), saved.longest)
     planner = Planner(model, saved.mesh, args, kwargs, loss_fn=loss_fn, request=request_of(saved, **given))
     return refreshed(planner, saved).answering(lambda: planner)
 
@@ -209,7 +225,7 @@ def compare(
 
 
 @presented()
-@takes(Options)
+@takes(LengthOptions)
 def parallelize(
     model: nn.Module,
     mesh: DeviceMesh,
@@ -221,7 +237,7 @@ def parallelize(
     whole_outputs: bool = False,
     verify: int = 0,
     padding: Padding | None = None,
-    **options: Unpack[Options],
+    **options: Unpack[LengthOptions],
 ) -> ParallelModule:
     """The model as a module that trains on the mesh: same loss, same gradients, same parameter names.
 
@@ -242,8 +258,9 @@ def parallelize(
     the memory and the time of one device for that. A model with random operators runs as its captured graph in that
     process, with the same random numbers, instead of as Python.
 
-    With `padding`, batches with fewer rows than the example, or of other lengths, are padded to shapes that have a
-    program (see `Padding`). Inputs of any other form are captured and planned again when they first come.
+    With `padding`, batches with fewer rows than the example are padded to its rows, and with `lengths` to the smallest
+    length that holds them (see `Padding`); outputs are cut back to the length of the batch, unless they are split along
+    it. Inputs of any other form are captured and planned again when they first come.
 
     Raises ValueError, the same on every rank, for what cannot be planned or run.
     """
@@ -270,21 +287,28 @@ def parallelize(
                     f"leave it out, or plan with it"
                 )
             request = replace(request, pipeline=plan.pipeline.axis)
-        padder = None if padding is None else Padder(padding, model)
-        if padder is not None:
-            args, kwargs = padder.example(args, kwargs)
+        if plan is not None and not request.lengths:
+            request = replace(request, lengths={one.length: one.share for one in plan.lengths} or None)
+        padder = Padder.of(padding, request.shares, model)
+
+        def of(length: int) -> Planner:
+            example = (args, kwargs) if padder is None else padder.example(args, kwargs, length)
+            return Planner(model, mesh_of(mesh), *example, loss_fn=loss_fn, request=request)
+
         with once.said(), telling("capturing the model", mesh):
-            planner = Planner(model, mesh_of(mesh), args, kwargs, loss_fn=loss_fn, request=request)
+            planners = planners_of(request.shares, of)
+            planner, *others = planners.values()
             if plan is not None:
                 planner.check(plan)
         if isinstance(verify, bool) or not isinstance(verify, int) or verify < 0:
             raise ValueError(f"verify is {verify!r}: give the number of first steps to check, or 0")
     given = None if plan is None else plan.digest
     all_equal(given, mesh, "the ranks were given different plans (None: no plan): give all of them the same, or none")
+    plans: list[Plan] = []
     if plan is None and planner.asked.cost == "profiled":
         plan, _ = profiled(planner, mesh, planner.asked)
-    elif plan is None:
-        plan = on_first_rank(partial(_planned_aloud, planner), mesh)
+    elif plan is None or others:
+        plan, *plans = on_first_rank(partial(_planned_aloud, planners, request, plan), mesh)
     with together(mesh):
         planner = planner.in_time(plan.training.micro_batches)
         pipelined = Pipelined.of(*planner.pipelined(plan)) if planner.axis else None
@@ -296,10 +320,11 @@ def parallelize(
     again = Modes(model, planner.captured, mesh, at_rest, loss_fn, planning)
     verifier = Verifier(model, loss_fn, verify) if verify else None
     if padder is not None:
-        padder.captured(planner.captured)
+        padder.captured([planner.captured, *(other.captured for other in others)])
     holds = plan.training.gathers == "once"
     calls = CallOptions(
         again=again,
+        planned=[Planned.of(other, its) for other, its in zip(others, plans, strict=True)],
         whole_outputs=whole_outputs,
         verifier=verifier,
         padder=padder,
@@ -310,10 +335,10 @@ def parallelize(
     return ParallelModule(model, planner.captured, program, plan, mesh, calls)
 
 
-def _planned_aloud(planner: Planner) -> Plan:
-    """The plan; on standard error it says that it is planning, if that takes a while."""
+def _planned_aloud(planners: Mapping[int, Planner], request: Request, plan: Plan | None) -> list[Plan]:
+    """The plans; on standard error it says that it is planning, if that takes a while."""
     with Ticker("autopar: planning") as ticker, following(lambda what, part: ticker.tell(f"autopar: {what}", part)):
-        return planner.plan()
+        return [*planned_together(planners, request, plan).values()]
 
 
 __all__ = ["Comparison", "compare", "mesh_of", "parallelize", "plan", "read_plan"]

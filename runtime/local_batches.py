@@ -15,6 +15,7 @@ from autopar.compat.distributed import make_dtensor
 from autopar.ir.graph import meta_of
 from autopar.ir.layout import Placement, Split
 
+from .agreement import exchange
 from .inputs import Inputs, Names, each
 from .padding import Padder
 from .placements import contiguous_stride
@@ -58,7 +59,8 @@ class LocalBatches:
         args = () if named else batch if listed else (batch,)
         inputs = Inputs.of(args, {**batch} if named else {})
         if padder is not None:
-            inputs = padder.padded(inputs, self.size)
+            length = padder.length(inputs)
+            inputs = padder.padded(inputs, self.size, max(exchange(length, self.mesh)) if padder.lengths else length)
         names = self.names.of(inputs.tensors)
         sizes = {p: x.shape[0] for p, x in inputs.tensors.items() if self.known.get(names[p]) and x.dim()}
         if not sizes:

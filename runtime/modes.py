@@ -30,6 +30,7 @@ from autopar.planning.at_rest import Decided, best_at_rest
 from autopar.planning.capturing import captured_for_planning
 from autopar.planning.meshes import mesh_of
 from autopar.planning.pipelines import time_pins
+from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
 from autopar.planning.presets.context import Context
 from autopar.planning.reports import Once
@@ -100,6 +101,18 @@ def lines(graph: JointGraph, gradients: Collection[str]) -> list[str]:
         metas = [str(graph.metas[o]) for o in node.outputs if o]
         text.append(f"{'<' if node.backward else '>'} {results} = {node.op}{arguments}: {metas}")
     return [*text, *(f"{o.role} {o.target} = {number(o.name)}" for o in outputs if o.name is not None)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A step for inputs of another form, whose program is planned, and is written when a call first needs it."""
+
+    captured: Captured
+    write: Callable[[], Program]
+
+    @staticmethod
+    def of(planner: Planner, plan: Plan) -> Planned:
+        return Planned(captured=planner.captured, write=partial(planner.program, plan))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

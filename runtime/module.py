@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -37,7 +37,7 @@ from .guard import OWNERS, Original
 from .handshake import Handshake
 from .local_batches import LocalBatches
 from .mirrors import MirrorModule, mirrored
-from .modes import Again
+from .modes import Again, Planned
 from .optimizer_states import checkpoints_of
 from .padding import Padder
 from .pipelined import Pipelined
@@ -52,12 +52,14 @@ from .versions import Versions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallOptions:
-    """What calls of a module do beside running its program. `again` captures and plans what no program serves, `padder`
-    fills short batches, `verifier` compares the first steps with the model, outputs are gathered if `whole_outputs`
-    says so, and what forward gathers is kept from one micro-batch to the next if the module `holds` it. Programs are
-    `compiled` in a mode of `torch.compile`, if one is given, and run in stages if they are `pipelined`."""
+    """What calls of a module do beside running its program. `again` captures and plans what no program serves, those
+    `planned` are written when they are called for, `padder` fills short batches, `verifier` compares the first steps
+    with the model, outputs are gathered if `whole_outputs` says so, and what forward gathers is kept from one
+    micro-batch to the next if the module `holds` it. Programs are `compiled` in a mode of `torch.compile`, if one is
+    given, and run in stages if they are `pipelined`."""
 
     again: Again | None = None
+    planned: Sequence[Planned] = ()
     whole_outputs: bool = False
     verifier: Verifier | None = None
     padder: Padder | None = None
@@ -149,7 +151,7 @@ class ParallelModule(ValuesMixin, MirrorModule):
         )
         vars(self).update(
             _state=state,
-            _versions=Versions(self, plain, state, options.again, options.padder),
+            _versions=Versions(self, plain, state, options.again, options.padder, options.planned),
             _local=LocalBatches(state, plain),
             _verifier=options.verifier,
             _watch=unwatched,
@@ -288,7 +290,6 @@ class ParallelModule(ValuesMixin, MirrorModule):
                 call.check = self._verifier.begin(state, (versions.root, *versions.modules[1:]), request.inputs.tensors)
             if call.differentiable and torch.is_grad_enabled():
                 results = ProgramStep.apply(call, *call.differentiable)  # type: ignore[no-untyped-call]
-                call.returned += map(weakref.ref, results)
             else:
                 results = state.outputs(call.forward()[0])
                 handshake.settle()
@@ -296,7 +297,11 @@ class ParallelModule(ValuesMixin, MirrorModule):
                 pairs = zip(state.output_paths, results, strict=True)
                 call.check.forward({path: x for path, x in pairs if not isinstance(x, Absent)}, call.keys)
         versions.lend(state, results)
-        return state.captured.unflatten(dict(zip(state.output_paths, results, strict=True)))
+        outputs = dict(zip(state.output_paths, results, strict=True))
+        if versions.padder is not None:
+            outputs = versions.padder.cut(request.given, outputs)
+        call.returned += map(weakref.ref, outputs.values())
+        return state.captured.unflatten(outputs)
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> None:
@@ -312,7 +317,7 @@ class ParallelModule(ValuesMixin, MirrorModule):
         memo.update((id(p.grad), None) for p in self.parameters() if p.grad is not None)  # as of any copied parameter
         plan, values = self._state.module.plan, self._state.values
         shared = [plan, versions.again, values.mesh, *vars(values).get("meshes", ())]
-        shared += [part for version in versions.versions for part in (version.guard, version.pinned)]
+        shared += [part for version in versions.versions for part in (version.guard, version.pinned, version.planned)]
         memo.update((id(part), part) for part in shared)
         memo[id(versions.lent)] = []
         vars(copied).update(copy.deepcopy(vars(self), memo))

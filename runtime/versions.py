@@ -25,7 +25,7 @@ from .agreement import all_equal, telling, together
 from .guard import Guard, report_changed
 from .handshake import Intent
 from .inputs import Form, Inputs, declared
-from .modes import Again, Mode
+from .modes import Again, Mode, Planned
 from .padding import Padder
 from .pipelined import Pipelined
 from .places import gathered, local_part
@@ -72,7 +72,9 @@ class _Version:
     key: ProgramKey
     guard: Guard
     pinned: Pinned
-    state: State
+    state: State | None
+    """None until the program is written that is `planned`."""
+    planned: Planned | None = None
     served: bool = False
     """Whether a call has run it. Ranks wait for each other before the first one."""
 
@@ -87,6 +89,8 @@ class CallRequest(Intent):
 
     key: ProgramKey = field(default=None)  # type: ignore[assignment]
     inputs: Inputs = field(default=None)  # type: ignore[assignment]
+    given: Inputs = field(default=None)  # type: ignore[assignment]
+    """The inputs before they were padded."""
     ready: _Version | None = None
 
 
@@ -94,7 +98,13 @@ class Versions:
     """The program for each mode and form of inputs that the module is called with."""
 
     def __init__(
-        self, parallel: nn.Module, model: nn.Module, state: State, again: Again | None, padder: Padder | None = None
+        self,
+        parallel: nn.Module,
+        model: nn.Module,
+        state: State,
+        again: Again | None,
+        padder: Padder | None = None,
+        planned: Sequence[Planned] = (),
     ) -> None:
         self.base, self.again, self.padder = state, again, padder
         # the parallel module stands for the model; submodules are its mirrors, in the same order
@@ -114,8 +124,14 @@ class Versions:
         )
         self.root, self.loss_fn = state.values.root, getattr(again, "loss_fn", None)
         self.named, self.identities = declared(self.root), captured.reads.identities
-        form = Inputs.captured(captured, self.root).form
-        self.versions: list[_Version] = [self._version(ProgramKey(mode, form), captured, state)]
+
+        def key(captured: Captured) -> ProgramKey:
+            return ProgramKey(mode, Inputs.captured(captured, self.root).form)
+
+        self.versions: list[_Version] = [
+            *(self._version(key(one.captured), one.captured, None, one) for one in planned),
+            self._version(key(captured), captured, state),
+        ]
         """That of the last call comes last."""
         self.keys: dict[tuple[Any, ...], ProgramKey] = {}
         self.device_type = state.device.type
@@ -168,9 +184,9 @@ class Versions:
         try:
             self.base.values.check()
             self._check_lent()
-            inputs = Inputs.of(args, kwargs, self.named, identities=self.identities)
+            given = inputs = Inputs.of(args, kwargs, self.named, identities=self.identities)
             if self.padder is not None:
-                inputs = self.padder.padded(inputs)
+                inputs = self.padder.padded(given)
             key = self.key(inputs)
             ready = next((version for version in reversed(self.versions) if self._serves(version, key)), None)
             if ready is not None and not (ready.served and ready.guard.holds()):
@@ -186,13 +202,14 @@ class Versions:
             tensors=inputs.tensors,
             key=key,
             inputs=inputs,
+            given=given,
             ready=ready,
         )
 
     @property
     def programs(self) -> tuple[tuple[str, Program], ...]:
         """What each is for, and the program; that of the last call first."""
-        return tuple((version.text, version.state.program) for version in reversed(self.versions))
+        return tuple((v.text, v.state.program) for v in reversed(self.versions) if v.state is not None)
 
     def serving(self, request: CallRequest) -> State:
         """What serves a call; the module captures again where nothing is ready for it."""
@@ -200,21 +217,34 @@ class Versions:
         if ready is None or (ready.pinned and not self._reads(ready, inputs)):
             ready = self._choose(key, inputs)
         self.calls += 1
+        state = ready.state or self._written(ready)
         if ready is not self.versions[-1]:
-            logger.debug("call %d runs program %s, for %s", self.calls, ready.state.program.digest, ready.text)
+            logger.debug("call %d runs program %s, for %s", self.calls, state.program.digest, ready.text)
             self.versions = [*(version for version in self.versions if version is not ready), ready][-PROGRAMS_MOST:]
         ready.served = True
-        return ready.state
+        return state
+
+    def _written(self, version: _Version) -> State:
+        """What runs a program that is planned, which is written now."""
+        began, planned = time.monotonic(), version.planned
+        assert planned is not None
+        with together(self.base.mesh):
+            program = planned.write()
+        version.state = state = self.base.with_program(planned.captured, program)
+        logger.info("wrote a program that was planned in %.1f s, for %s", time.monotonic() - began, version.text)
+        return state
 
     def guard_again(self) -> None:
         """Guard the modules that these modes are of now, and no others."""
         for version in self.versions:
             version.guard, version.served = Guard(self.root, self.loss_fn, version.guard.reads), False
 
-    def _version(self, key: ProgramKey, captured: Captured, state: State) -> _Version:
+    def _version(
+        self, key: ProgramKey, captured: Captured, state: State | None, planned: Planned | None = None
+    ) -> _Version:
         """Of a step that a program serves, which may have been captured of another one."""
         guard = Guard(self.root, self.loss_fn, captured.reads)
-        return _Version(key=key, guard=guard, pinned=captured.pinned, state=state)
+        return _Version(key=key, guard=guard, pinned=captured.pinned, state=state, planned=planned)
 
     def _reads(self, version: _Version, inputs: Inputs) -> bool:
         """Whether a program's numbers are those of these inputs, on all ranks alike."""
@@ -257,7 +287,7 @@ class Versions:
                 f"eval() and requires_grad_() as when it was captured, or make it with autopar.parallelize"
             )
         began = time.monotonic()
-        alike = [version.state for version in self.versions if version.key.form == key.form]
+        alike = [v.state for v in self.versions if v.key.form == key.form and v.state is not None]
         try:
             with telling(f"capturing again, for {mode}", self.base.mesh):
                 captured, program = self.again(mode, self.root, [state.captured for state in alike], inputs)
@@ -293,7 +323,7 @@ class Versions:
             logger.warning(
                 "%d of %d calls had inputs of another form and captured and planned again, which takes long; %d "
                 "programs are kept. The last was for %s%s. Pad batches to few shapes: "
-                "parallelize(padding=autopar.Padding(...)) does",
+                "parallelize(padding=autopar.Padding(...), lengths=(...)) does",
                 self.recaptures, self.calls + 1, PROGRAMS_MOST, key.mode, differs,
             )  # fmt: skip
 

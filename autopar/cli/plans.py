@@ -70,7 +70,7 @@ def plan_command(
     common.show(loading.kept(plan, Source(**model), save), common.chosen(as_json), full=full)
 
 
-@common.asks(model=Source, options=Request, without=("cluster", "solver"))
+@common.asks(model=Source, options=Request, without=("cluster", "solver", "lengths"))
 def compare_command(
     model: common.Typed,
     mesh: Annotated[list[str], typer.Option(help="Axes and sizes, such as dp=2,tp=4. Repeatable.")],
@@ -110,7 +110,7 @@ def compare_command(
         raise typer.Exit(status or 1)
 
 
-@common.asks(model=Source, options=Request, without=("solver",))
+@common.asks(model=Source, options=Request, without=("solver", "lengths"))
 def fit_command(
     model: common.Typed,
     devices: Annotated[str, typer.Option(help="Numbers of devices, such as 64,256,1024.")],
@@ -153,7 +153,7 @@ def fit_command(
         raise typer.Exit(status or 1)
 
 
-@common.asks(model=Source, options=Request, again=True)
+@common.asks(model=Source, options=Request, without=("lengths",), again=True)
 def simulate_command(
     target: Annotated[str, typer.Argument(metavar="MODEL|PLAN", help="A model as for plan, or what plan --out wrote.")],
     model: common.Typed,

@@ -35,7 +35,7 @@ else:
 File = Annotated[Path | None, typer.Option(help=ASKED["profiles"].help)]
 
 
-@common.asks(model=Source, options=Request, without=("cost",))
+@common.asks(model=Source, options=Request, without=("cost", "lengths"))
 def profile_command(
     model: common.Typed,
     mesh: common.Mesh,

@@ -11,7 +11,7 @@ import torch.utils._pytree as pytree
 from torch.distributed.tensor import DTensor
 
 from .distributed import _spec
-from .redistributing import full_tensor
+from .redistributing import full_tensor, redistributed
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -174,6 +174,36 @@ class _Split(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return (full_tensor(gradient) if isinstance(gradient, DTensor) else gradient), None, None
+
+
+class _Shortened(torch.autograd.Function):
+    """The beginning of an output along a dim that is not split."""
+
+    @staticmethod
+    def forward(ctx: Any, split: Output, dim: int, size: int) -> Output:
+        ctx.spec, ctx.dim, ctx.missing = split._spec, dim, split.shape[dim] - size
+        shape = torch.Size((*split.shape[:dim], size, *split.shape[dim + 1 :]))
+        local = split._local_tensor.narrow(dim, 0, size)
+        stride = torch.empty(shape, device="meta").stride()
+        return split_output(local, split.device_mesh, split.placements, shape, stride, vars(split)["_part"])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: DTensor) -> tuple[DTensor, None, None]:
+        local = redistributed(gradient, ctx.spec.mesh, ctx.spec.placements)._local_tensor
+        whole = torch.nn.functional.pad(local, (0, 0) * (local.dim() - 1 - ctx.dim) + (0, ctx.missing))
+        return DTensor(whole, ctx.spec, requires_grad=False), None, None  # type: ignore[no-untyped-call]
+
+
+def shortened(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    """The beginning of an output along a dim. One that is split along it, or that no rank keeps, stays as it is."""
+    if isinstance(tensor, Absent):
+        return tensor
+    if not isinstance(tensor, Output):
+        return tensor.narrow(dim, 0, size)
+    if any(getattr(place, "dim", None) == dim for place in tensor.placements):
+        return tensor
+    made: torch.Tensor = _Shortened.apply(tensor, dim, size)  # type: ignore[no-untyped-call]
+    return made
 
 
 def unviewed(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@ another form, or a checkpoint."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.ir.layout import REPLICATE, Layout
 from autopar.passes.space.choices import AxisChoice, SiteChoice
@@ -76,11 +76,7 @@ def best_at_rest(
 
     Raises ValueError for a layout that a parameter cannot have.
     """
-    parameters = space.graph.parameters
-    replicated = (REPLICATE,) * len(space.mesh)
-    layouts = {value: at_rest.get(name, replicated) for name, value in parameters.items()}
-    copies = {names[0]: names for repeat in space.repeats for names in zip(*repeat.own, strict=True)}
-    space = held(space, {value: [layouts[copy] for copy in copies.get(value, (value,))] for value in layouts})
+    space = with_layouts(space, at_rest)
     search = Search(ProblemBuilder(space), "dp", None, logger.info, pins=pins)
     if near is None or sum(ranks > 1 for ranks in space.mesh) < 2:
         best = search.run(bounded=False).assignment
@@ -88,7 +84,21 @@ def best_at_rest(
         descent = search.descent
         start = {**search.options.replicated(), **dict(_start(space, near))}
         best = descent.descend(start, descent.axes(), purse=descent.purse(search.effort.descents)).assignment
-    # the search decides for all copies of a layer together, and each copy has its own layouts
+    return in_layouts(space, best, at_rest)
+
+
+def with_layouts(space: Space, at_rest: Mapping[str, Layout]) -> Space:
+    """The space in which the parameters of a layer take no other layouts at rest than those of its copies. Raises
+    ValueError as `best_at_rest`."""
+    layouts = _layouts(space, at_rest)
+    copies = {names[0]: names for repeat in space.repeats for names in zip(*repeat.own, strict=True)}
+    return held(space, {value: [layouts[copy] for copy in copies.get(value, (value,))] for value in layouts})
+
+
+def in_layouts(space: Space, best: Assignment, at_rest: Mapping[str, Layout]) -> Assignment:
+    """The assignment with each copy's parameters in its own layouts: a search decides for all copies of a layer
+    together."""
+    layouts = _layouts(space, at_rest)
     decided = tuple(
         tuple(
             {**decisions, **_held(space, region, decisions, repeat.own[0], [layouts.get(n) for n in own])}
@@ -96,7 +106,12 @@ def best_at_rest(
         )
         for repeat, region, copies_of in zip(space.repeats, space.bodies, best.copies, strict=True)
     )
-    return Assignment(rest=best.rest, copies=decided)
+    return replace(best, copies=decided)
+
+
+def _layouts(space: Space, at_rest: Mapping[str, Layout]) -> dict[str, Layout]:
+    replicated = (REPLICATE,) * len(space.mesh)
+    return {value: at_rest.get(name, replicated) for name, value in space.graph.parameters.items()}
 
 
 def _start(space: Space, near: Decided) -> Iterator[tuple[str, list[SiteChoice]]]:

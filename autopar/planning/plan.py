@@ -21,7 +21,7 @@ from msgspec import Meta
 
 from autopar.cost.memory import Peak
 from autopar.files import reading
-from autopar.files.kinds import Count, Size
+from autopar.files.kinds import Count, Seconds, Share, Size
 from autopar.files.typed import read, schema
 from autopar.ir.graph import JointGraph
 from autopar.ir.program import Program
@@ -89,7 +89,18 @@ class Advice:
     speedup: float
 
 
-DEFAULTS = ("training", "checkpoints", "experts", "pipeline")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthPlan:
+    """The step of batches that are padded to a `length`, a `share` of all, with parameters at rest where the plan has
+    them: its predicted `seconds`, and the `bytes` of its peak."""
+
+    length: Size
+    share: Share
+    seconds: Seconds
+    bytes: Count
+
+
+DEFAULTS = ("training", "checkpoints", "experts", "pipeline", "lengths")
 """Fields that a file leaves out where they are as by default."""
 
 WAITING_PART = 0.25
@@ -176,6 +187,8 @@ class Plan:
     """The digest of the decisions that all tables here are of."""
     pipeline: Pipeline | None = None
     """The stages, if the mesh has an axis of them, in whose place decisions are about micro-batches."""
+    lengths: tuple[LengthPlan, ...] = ()
+    """What batches are padded to, if that was planned: the longest first, which the plan is of."""
     rewrites: str = ""
     """What was rewritten in the program of the decisions, in order, as `autopar lower` reads it."""
 
@@ -188,6 +201,11 @@ class Plan:
     def held_in(self) -> str:
         """The dtype in which the module holds most parameters; "" if the plan does not say it."""
         return "" if self.provenance is None else self.provenance.dtype
+
+    @property
+    def longest(self) -> int:
+        """The length of the batches that its figures are of; 0 if it is the example's own."""
+        return self.lengths[0].length if self.lengths else 0
 
     @property
     def headroom_bytes(self) -> float | None:

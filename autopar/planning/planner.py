@@ -37,7 +37,7 @@ from autopar.solve.effort import EFFORT, Deadline, Effort
 from autopar.solve.problem import Infeasible
 
 from .advice import advised
-from .at_rest import Decided, best_at_rest
+from .at_rest import Decided, best_at_rest, with_layouts
 from .capturing import captured_for_planning, check_autocast
 from .checks import check_kernels, check_mesh, check_model
 from .choice import Choice
@@ -83,6 +83,8 @@ class Planner:
         model = unwrapped(model)
         self.mesh = dict(mesh_shape)
         self.optimizer, self.training = named_optimizer(asked.optimizer), Training.of(asked)
+        self.ways = GATHERS
+        """How a step of several micro-batches may gather parameters."""
         self.device_type, self.effort = asked.device_type, replace(EFFORT, until=Deadline())
         self.memory = liveness.PlacementCache(fuses=bool(self.training.compile))
         """How operators' results lie in memory, on any mesh and cluster."""
@@ -181,6 +183,14 @@ class Planner:
         """A planner for the same, with parameters gathered so in a step of several micro-batches."""
         return self.trained(replace(self.training, gathers=gathers))
 
+    def holding(self, at_rest: Mapping[str, Layout], gathers: Gathers) -> Self:
+        """A planner for the same, with parameters at rest in these layouts and gathered so. Raises ValueError as
+        `best_at_rest`."""
+        other = self.gathering(gathers)
+        other.space, other.ways = with_layouts(other.space, at_rest), (gathers,)
+        other._gather()
+        return other
+
     def trained(self, training: Training) -> Self:
         """A planner for the same, which trains so."""
         other = copy(self)
@@ -254,14 +264,14 @@ class Planner:
 
     def _in_ways(self, request: Request) -> Plan:
         """The best plan with each way of gathering for micro-batches, if there are several."""
-        if self.training.micro_batches == 1:
+        if self.training.micro_batches == 1 or len(self.ways) == 1:
             return self._planned(request)
-        stages = request.stage.parts(len(GATHERS))
+        stages = request.stage.parts(len(self.ways))
 
         def of(way: Gathers) -> Plan:
             return self.gathering(way)._planned(replace(request, stage=next(stages)))
 
-        return shortest([partial(of, way) for way in GATHERS])
+        return shortest([partial(of, way) for way in self.ways])
 
     def _advised(self, plan: Plan) -> Plan:
         """The plan, and what would shorten its waits."""
@@ -326,6 +336,10 @@ class Planner:
         assignment, on = self.assignment(plan), self.gathering(plan.training.gathers)
         with uncollected():
             return on.evaluate(assignment, buckets=(plan.bucket_bytes,)).timeline
+
+    def layouts(self, plan: Plan) -> dict[str, Layout]:
+        """Those of a plan's parameters at rest, by name. Raises ValueError as `program`."""
+        return {i.target: i.layout for i in self.program(plan).inputs if i.role == "parameter"}
 
     def assignment_at(self, at_rest: Mapping[str, Layout], near: Decided | None = None) -> Assignment:
         """`best_at_rest` in this planner's space."""

@@ -15,7 +15,7 @@ from .planner import Planner
 from .progress import Stage
 from .provenance import EDITED, Candidate
 from .repriced import repriced
-from .request import AUTO, Options, Request
+from .request import AUTO, LengthOptions, Request
 
 BEFORE = "before the edit"
 """The candidate that an edited plan was."""
@@ -34,7 +34,7 @@ def optimizer_of(plan: Plan) -> str | float:
     return float(number) if rest == "bytes per element" else plan.optimizer
 
 
-def options_of(plan: Plan, **changes: Any) -> Options:
+def options_of(plan: Plan, **changes: Any) -> LengthOptions:
     """The options that a plan answers, with changes; constraints are those of the plan and of the changes."""
     limit = plan.memory_limit_bytes
     if plan.memory_limit_from in ("device", "none"):
@@ -43,7 +43,7 @@ def options_of(plan: Plan, **changes: Any) -> Options:
         limit = math.inf
     constraints = {name: dict(axes) for name, axes in plan.constraints.items()}
     constraints |= changes.pop("constraints", None) or {}
-    own: Options = {
+    own: LengthOptions = {
         "solver": plan.solver,
         "cost": plan.cost,
         "cluster": cluster_of(plan),
@@ -58,8 +58,9 @@ def options_of(plan: Plan, **changes: Any) -> Options:
         "precision": plan.training.precision,
         "imbalance": plan.training.asked_imbalance,
         "compile": plan.training.compile or False,
+        "lengths": {one.length: one.share for one in plan.lengths} or None,
     }
-    return cast(Options, {**own, **changes})
+    return cast(LengthOptions, {**own, **changes})
 
 
 def request_of(plan: Plan, **changes: Any) -> Request:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from autopar.passes.space.problem import Assignment
 from autopar.passes.space.space import Space
 from autopar.solve.problem import Infeasible, Score
 
@@ -42,9 +43,9 @@ def nearby(planner: Planner, plan: Plan, request: Request) -> list[Plan]:
     return plans
 
 
-def repriced(planner: Planner, plan: Plan) -> Plan:
-    """The plan at a planner's prices."""
-    assignment = planner.assignment(plan)
+def repriced(planner: Planner, plan: Plan, assignment: Assignment | None = None) -> Plan:
+    """The plan at a planner's prices, with the decisions of an assignment if one is given."""
+    assignment = assignment or planner.assignment(plan)
     priced = planner.steps.account(assignment)
     score = Score(seconds=priced.seconds, bytes=priced.bytes)
     result = SearchResult(assignment=assignment, score=score, lower_bound=0.0, seconds=plan.solve_seconds)
@@ -55,4 +56,4 @@ def repriced(planner: Planner, plan: Plan) -> Plan:
         constraints=plan.constraints,
     )
     described = planner.describe(result, request, planner.evaluate(assignment, buckets=(plan.bucket_bytes,)))
-    return replace(described, memory_limit_from=plan.memory_limit_from, headroom=plan.headroom)
+    return replace(described, memory_limit_from=plan.memory_limit_from, headroom=plan.headroom, lengths=plan.lengths)

@@ -45,6 +45,9 @@ COMPILED = ("default", "max-autotune-no-cudagraphs")
 Gathers = Literal["each", "once"]
 """When forward gathers parameters: in each micro-batch, or once a step, held until gradients are reduced."""
 
+Lengths = Sequence[int] | Mapping[int, float]
+"""What batches are padded to, with equal shares of the batches or with those that are given."""
+
 LimitFrom = Literal["given", "device", "lifted", "none"]
 """Where a plan's memory limit is from: the caller; the device's memory less its reserve; nowhere, since the caller
 lifted it, or since the cluster does not say what memory its devices have."""
@@ -129,6 +132,27 @@ def shown(value: Any) -> str:
         return f"a tensor of shape {tuple(value.shape)}"
     text = repr(value)
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
+
+
+def check_lengths(lengths: Any) -> None:
+    is_list = isinstance(lengths, Sequence) and not isinstance(lengths, str)
+    shares = lengths if isinstance(lengths, Mapping) else dict.fromkeys(lengths, 1) if is_list else {}
+    are_lengths = all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in shares)
+    are_shares = all(isinstance(x, (int, float)) and 0 <= x < math.inf for x in shares.values())
+    if not are_lengths or not are_shares or not sum(shares.values()):
+        raise ValueError(
+            f"lengths is {shown(lengths)}: give the lengths that batches are padded to, such as (512, 1024), or "
+            f"each with the share of batches that it is for, such as {{512: 0.8, 1024: 0.2}}"
+        )
+
+
+def lengths_of(text: str) -> dict[int, float]:
+    """As the command line takes them. Raises ValueError for text that is none."""
+    try:
+        pairs = [part.split("=") for part in text.split(",")]
+        return {int(length): float(*share or (1,)) for length, *share in pairs}
+    except (ValueError, TypeError):
+        raise ValueError(f"--lengths is {text!r}: write lengths, such as 512,1024, or 512=0.8,1024=0.2") from None
 
 
 def check_imbalance(imbalance: Any) -> None:
@@ -315,6 +339,12 @@ class Options(Keywords, total=False):
     cluster: str | Cluster | None
 
 
+class LengthOptions(Options, total=False):
+    """The keywords of verbs that plan for several lengths of a batch together."""
+
+    lengths: Lengths | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """The request for a plan, one value from the verbs down to the solves. `stage` is what is done for the plan,
@@ -458,6 +488,15 @@ class Request:
             typed=Path,
         ),
     )
+    lengths: Lengths | None = field(
+        default=None,
+        metadata=_says(
+            help="Lengths (dim 1) that batches are padded to, each planned, with one placement of parameters at rest.",
+            check=check_lengths,
+            read=lengths_of,
+            spelled="Such as 512,1024, or with shares of batches: 512=0.8,1024=0.2.",
+        ),
+    )
     stage: Stage = field(default=WHOLE, compare=False, repr=False)
     device_type: str | None = None
     gathers: Gathers = "each"
@@ -497,6 +536,14 @@ class Request:
     def exact_solver(self) -> str:
         """The solver of the request's problems; the dynamic program by default, and for a preset's."""
         return self.solver if self.solver in known("solver") and self.solver != AUTO else "dp"
+
+    @property
+    def shares(self) -> dict[int, float]:
+        """The lengths of batches, the longest first, and the part of the batches that is padded to each."""
+        lengths = self.lengths or ()
+        shares = lengths if isinstance(lengths, Mapping) else dict.fromkeys(lengths, 1.0)
+        whole = sum(shares.values())
+        return {length: shares[length] / whole for length in sorted(shares, reverse=True)}
 
     @property
     def pinned(self) -> Mapping[str, Mapping[str, str]]:

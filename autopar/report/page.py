@@ -161,6 +161,10 @@ def verdict(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "cut", f"{searched}, {why}: more may find a shorter step"
     if plan.constraints:
         yield "pinned", pinned_text(plan)
+    if plan.lengths:
+        parts = [f"{one.length} {short_seconds(one.seconds)} ({one.share:.0%} of batches)" for one in plan.lengths]
+        mean = short_seconds(sum(one.share * one.seconds for one in plan.lengths))
+        yield "lengths", f"{', '.join(parts)}: {mean} in the mean, with one placement of parameters at rest"
     trained = {
         "dtypes": precision_text(plan.training, plan.held_in),
         "micros": micro_batches_text(plan.training),

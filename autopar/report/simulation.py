@@ -11,6 +11,7 @@ from torch import nn
 from autopar.cost.timeline import COMPUTE, Timeline
 from autopar.files import MOST, is_number, json_of, reading, text_of
 from autopar.ir.program import COLLECTIVES
+from autopar.planning.lengths import resized
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
 from autopar.planning.reading import refreshed
@@ -95,6 +96,7 @@ def simulate(
     request = Request(**options)
     if plan is not None:
         request = plan.training.asked_by(request)
+        args, kwargs = resized((args, kwargs), plan.longest)
     planner = Planner(model, mesh_shape, args, kwargs, loss_fn=loss_fn, request=request)
     plan = planner.plan() if plan is None else refreshed(planner, plan)  # its figures on this cluster
     return Simulation(plan=plan, timeline=planner.timeline(plan))

@@ -253,19 +253,22 @@ def test_each_capture_is_logged_and_many_are_warned_of() -> None:
 
 # ---------------------------------------------------------------------------------------------------- padding
 
-PADDING = autopar.Padding(values={"ids": 0, "labels": -100, "mask": 0}, lengths=(8, 4))
+PADDING = autopar.Padding(values={"ids": 0, "labels": -100, "mask": 0})
 
 
 def padded() -> None:
     """Batches of other sizes run the programs of two lengths, and give the loss and the gradients of their own."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
     beside = Reader(counts=False)
-    module = autopar.parallelize(Reader(counts=False), mesh, kwargs=batch(8, 3), solver="fsdp", padding=PADDING)
+    module = autopar.parallelize(
+        Reader(counts=False), mesh, kwargs=batch(8, 3), solver="fsdp", padding=PADDING, lengths=(8, 4)
+    )
     for given in (batch(8, 4), batch(3, 4), batch(1, 2), batch(5, 7), batch(8, 8), masked(8, 4), masked(2, 3)):
         found, expected = module(**given), beside(**given)
         assert_close(whole(found["loss"]), expected["loss"].detach(), "loss")
-        rows, length = given["ids"].shape
-        assert_close(whole(found["logits"])[:rows, :length], expected["logits"].detach(), "logits")
+        rows = given["ids"].shape[0]
+        assert found["logits"].shape[1:] == expected["logits"].shape[1:], "cut back to the batch's length"
+        assert_close(whole(found["logits"])[:rows], expected["logits"].detach(), "logits")
         found["loss"].backward(), expected["loss"].backward()
     gradients = {name: p.grad for name, p in module.named_parameters()}
     for name, parameter in beside.named_parameters():
@@ -288,8 +291,8 @@ def test_padded_batches_are_as_they_are_on_one_device() -> None:
     [
         ({"values": {}}, "give a value by input"),
         ({"values": {"labels": "x"}}, "padding value of 'labels' is 'x': give a number"),
-        ({"values": {"labels": 0}, "lengths": (8, 0)}, "give positive integers"),
-        ({"values": {"labels": 0}, "lengths": 8}, "give positive integers"),
+        ({"values": {"labels": 0}, "dims": {"labels": 1}}, "give the dims that are the length"),
+        ({"values": {"labels": 0}, "dims": {"ids": (1,)}}, "has dims of 'ids' and no value"),
     ],
 )
 def test_what_is_no_padding(options: dict[str, Any], message: str) -> None:
