@@ -21,9 +21,9 @@ TO, FROM = "autopar.to_float8.default", "autopar.from_float8.default"
 CASTS = frozenset({CAST, TO, FROM})
 """Operators that make a tensor narrower or wider."""
 
-INSIDE: Mapping[str, float] = {TO: 3.0, FROM: 2.0}
-"""How often what is wide is read or written beside being the operand or the result: what is scaled stands in memory,
-and the largest numbers are looked for before."""
+INSIDE: Mapping[str, float] = {TO: 5.0, FROM: 2.0}
+"""How often what is wide is read or written beside being the operand or the result: absolute values and what is scaled
+stand in memory."""
 
 BLOCK = 128
 """Elements that share a scale: consecutive ones of what a rank sends."""
@@ -43,10 +43,11 @@ def to_float8(x: torch.Tensor, parts: int) -> torch.Tensor:
 
     x: [d, ...], contiguous -> [`packed_bytes`].
     """
-    rows = _wide(x).reshape(parts, -1)
+    rows = (x.float() if x.dtype == torch.float16 else x).reshape(parts, -1)  # which has no room for all scales
     size = rows.shape[1]
-    blocks = torch.nn.functional.pad(rows, (0, -size % BLOCK)).view(parts, -1, BLOCK)
-    largest = torch.linalg.vector_norm(blocks, torch.inf, -1).float()
+    whole = torch.nn.functional.pad(rows, (0, -size % BLOCK)) if size % BLOCK else rows
+    blocks = whole.view(parts, -1, BLOCK)
+    largest = blocks.abs().amax(-1).float()
     exponents = (torch.frexp(largest).exponent + (BIAS - HIGHEST)).clamp(1, NONE - 1)
     exponents = exponents.masked_fill(~largest.isfinite(), NONE)
     scales = _power(2 * BIAS - exponents.clamp(max=2 * BIAS - 1)).to(rows.dtype)
@@ -61,8 +62,7 @@ def from_float8(packed: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, 
     """
     rows = packed.reshape(parts, -1)
     size = torch.Size(shape).numel() // parts
-    values = rows[:, :size].contiguous().view(torch.float8_e4m3fn)
-    wide = _wide(values.to(torch.float32 if dtype == torch.float16 else dtype))
+    wide = _numbers(rows[:, :size].contiguous(), torch.float32 if dtype == torch.float16 else dtype)
     scales = _power(rows[:, size:].int()).to(wide.dtype)
     if size % BLOCK:
         wide *= scales.repeat_interleave(BLOCK, 1)[:, :size]
@@ -71,9 +71,12 @@ def from_float8(packed: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, 
     return wide.to(dtype).view(tuple(shape))
 
 
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    """In a dtype that has all scales."""
-    return x.float() if x.dtype == torch.float16 else x
+def _numbers(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What bytes mean. On a CPU, to look them up takes a quarter of the time of torch's cast."""
+    if not values.is_cpu:
+        return values.view(torch.float8_e4m3fn).to(dtype)
+    table = torch.arange(NONE + 1, dtype=torch.uint8).view(torch.float8_e4m3fn).to(dtype)
+    return table.index_select(0, values.flatten().int()).view(values.shape)
 
 
 def _power(exponents: torch.Tensor) -> torch.Tensor:

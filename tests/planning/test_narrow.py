@@ -36,6 +36,8 @@ from autopar.planning.micro import parts_of
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
 from autopar.planning.request import Gathers, Request
+from autopar.runtime.pipeline import simulate_pipeline
+from autopar.runtime.simulate import simulate_step
 
 GRID = {"dp": 2, "tp": 2}
 NAMES = ("gpt2", "llama of 4 layers", "mlp with loss_fn", "llama tied")
@@ -64,11 +66,14 @@ def planner(
 # --- float8
 
 
+@pytest.mark.parametrize("device", ["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("shape", "parts"), [((4, 64), 1), ((6, 50), 2), ((1,), 1), ((3, 129), 3), ((0, 4), 1)])
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 300.0])
-def test_float8_is_within_its_bounds(dtype: torch.dtype, shape: tuple[int, ...], parts: int, scale: float) -> None:
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).mul(scale).to(dtype)
+def test_float8_is_within_its_bounds(
+    device: str, dtype: torch.dtype, shape: tuple[int, ...], parts: int, scale: float
+) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).mul(scale).to(device, dtype)
     packed = to_float8(x, parts)
     assert packed.dtype == torch.uint8 and packed.shape == (packed_bytes(x.numel(), parts),)
     arrived = from_float8(packed, shape, dtype, parts)
@@ -132,6 +137,25 @@ def test_lowered_programs_do_too(solver: str, narrow: str) -> None:
     program = made.program(made.plan(solver=solver, cost="serial"))
     found = simulated(program, made.captured, models.in_dtype(models.case(name), torch.float64))
     assert_same(found, arrived(name, program, torch.float64, narrow), TOLERANCES.get(narrow, 1e-6))
+
+
+@pytest.mark.parametrize("narrow", ["bfloat16", FLOAT8])
+def test_stages_do_too(narrow: str) -> None:
+    case = models.in_dtype(models.case("llama of 4 layers"), torch.float64)
+    precision = Precision(gather_dtype=narrow)  # type: ignore[arg-type]
+    asked = Request(cluster="dgx-h100", micro_batches=2, solver="fsdp", precision=precision)
+    made = Planner(case.model, {"pp": 2, "dp": 2}, case.args, case.kwargs, request=asked)
+    plan = made.plan()
+    whole = made.program(plan)
+    assert narrowed_parameters(whole, getattr(torch, narrow))
+    values = dict([*case.model.named_parameters(remove_duplicate=False), *case.model.named_buffers()])
+    values |= made.captured.constants
+    given = {k: v for k, v in made.captured.bind(case.args, case.kwargs).items() if isinstance(v, torch.Tensor)}
+    expected = simulate_step(whole, values, given, None, seed=3)
+    found = simulate_pipeline(*made.pipelined(plan), values, given, None, seed=3)
+    for ours, theirs in ((found.gradients, expected.gradients), (found.outputs, expected.outputs)):
+        for key, value in theirs.items():
+            assert_close(ours[key], value, key)
 
 
 ERRORS = {"bfloat16": 2.0**-6, FLOAT8: 2.0**-2, "reduce bfloat16": 2.0**-7}
