@@ -62,7 +62,7 @@ def from_float8(packed: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, 
     """
     rows = packed.reshape(parts, -1)
     size = torch.Size(shape).numel() // parts
-    wide = _numbers(rows[:, :size].contiguous(), torch.float32 if dtype == torch.float16 else dtype)
+    wide = _numbers(rows[:, :size], torch.float32 if dtype == torch.float16 else dtype)
     scales = _power(rows[:, size:].int()).to(wide.dtype)
     if size % BLOCK:
         wide *= scales.repeat_interleave(BLOCK, 1)[:, :size]
@@ -76,7 +76,7 @@ def _numbers(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if not values.is_cpu:
         return values.view(torch.float8_e4m3fn).to(dtype)
     table = torch.arange(NONE + 1, dtype=torch.uint8).view(torch.float8_e4m3fn).to(dtype)
-    return table.index_select(0, values.flatten().int()).view(values.shape)
+    return table.index_select(0, values.int().flatten()).view(values.shape)
 
 
 def _power(exponents: torch.Tensor) -> torch.Tensor:
