@@ -26,6 +26,7 @@ from autopar.ir.program import ProgramOutput
 from autopar.ir.tree import flatten
 from autopar.passes.capture.captured import Captured
 from autopar.passes.capture.fakes import copied, gradient_hooks, skeleton
+from autopar.passes.codegen.narrow import narrowed_parameters, rounded
 from autopar.passes.codegen.precision import at_rest
 
 from .agreement import together
@@ -157,10 +158,13 @@ class Verifier:
             for name, x in (*held.items(), *inputs.items())
             if x.requires_grad and torch.is_grad_enabled() and name in state.trained
         }
-        used_in = state.captured.precision.used_in
         parameters = {name: x for name, x in held.items() if isinstance(x, nn.Parameter)}
+        precision = state.captured.precision
+        used = {name: gathered(x).to(precision.used_in(x.dtype)) for name, x in parameters.items()}
+        if (dtype := precision.gathered_in) is not None:
+            used |= {name: rounded(used[name], dtype) for name in narrowed_parameters(state.program, dtype)}
         given = Given(
-            parameters={name: gathered(x).to(used_in(x.dtype)) for name, x in parameters.items()},
+            parameters=used,
             buffers={name: gathered(x) for name, x in held.items() if name not in parameters},
             inputs={path: gathered(x) for path, x in inputs.items()},
             constants={name: x.clone() for name, x in state.constants.items()},

@@ -290,6 +290,7 @@ CHECKS: Mapping[str, Callable[[Any], object]] = {
     "dtype": check_dtype,
     "param_dtype": lambda name: check_dtype(name, "--param-dtype"),
     "reduce_dtype": lambda name: check_dtype(name, "--reduce-dtype"),
+    "gather_dtype": lambda name: check_dtype(name, "--gather-dtype", "gather dtype"),
     "optimizer": lambda text: None if re.fullmatch(NUMBER, text) else check_optimizer(text),
     "save": writable,
     "keep": lambda path: writable(path, "--keep"),

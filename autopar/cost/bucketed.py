@@ -4,6 +4,7 @@ may pass while a rank computes."""
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 
@@ -11,6 +12,7 @@ from autopar.cluster.collectives import candidates, collective_seconds
 from autopar.cluster.links import Link
 from autopar.cluster.machine import Device
 from autopar.ir.layout import Layout, Shape
+from autopar.ops.float8 import packed_bytes
 
 from .redistribute import Acquired, Redistributor, Route, RouteStep
 
@@ -51,6 +53,23 @@ class BucketingRedistributor(Redistributor):
         share = self._bucket_share(step) if bucketed else 1.0
         return collective_seconds(step.kind, step.bytes, self.links[step.axis], share)
 
+    def _acquire(
+        self, shape: Shape, dtype: torch.dtype, produced: Layout, wanted: frozenset[Layout], bucketed: bool
+    ) -> tuple[Acquired, ...] | None:
+        """Of what travels in float8, scales travel, too."""
+        acquired = super()._acquire(shape, dtype, produced, wanted, bucketed)
+        if acquired is None or dtype != torch.float8_e4m3fn:
+            return acquired
+        return tuple(Acquired(a.layout, a.source, self._scaled(a.route, bucketed)) for a in acquired)
+
+    def _scaled(self, route: Route, bucketed: bool) -> Route:
+        steps = tuple(replace(s, bytes=packed_bytes(s.bytes, self.mesh[s.axis])) for s in route.steps)
+        return self._priced(Route(steps, 0.0), bucketed)
+
+    def _priced(self, route: Route, bucketed: bool) -> Route:
+        """A route at this one's prices."""
+        return Route(route.steps, math.fsum(self.step_seconds(step, bucketed) for step in route.steps))
+
     def _bucket_share(self, step: RouteStep) -> float:
         """The part of a bucket that a step's bytes fill."""
         return min(1.0, step.bytes / self.bucket_bytes[step.axis])
@@ -85,9 +104,6 @@ class HidingRedistributor(BucketingRedistributor):
         if routed is None:
             return None
         return tuple(Acquired(a.layout, a.source, self._priced(a.route, bucketed)) for a in routed)
-
-    def _priced(self, route: Route, bucketed: bool) -> Route:
-        return Route(route.steps, math.fsum(self.step_seconds(step, bucketed) for step in route.steps))
 
     def _link_seconds(self, step: RouteStep, bucketed: bool) -> float:
         seconds = super()._link_seconds(step, bucketed)

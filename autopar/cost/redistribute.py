@@ -88,15 +88,17 @@ class Redistributor:
         self._steps: dict[tuple[Shape, int, int, Layout, Layout], RouteStep | None] = {}
         self._moving: dict[tuple[str, int, int, bool], float] = {}
         self._moved: dict[tuple[Shape, int, int, Layout, Placement, bool], tuple[tuple[float, RouteStep], ...]] = {}
-        self._routes: dict[tuple[Shape, int, Layout, Layout, bool], Route | None] = {}
-        self._acquired: dict[tuple[Shape, int, Layout, frozenset[Layout], bool], tuple[Acquired, ...] | None] = {}
+        self._routes: dict[tuple[Shape, torch.dtype, Layout, Layout, bool], Route | None] = {}
+        self._acquired: dict[
+            tuple[Shape, torch.dtype, Layout, frozenset[Layout], bool], tuple[Acquired, ...] | None
+        ] = {}
 
     def route(
         self, shape: Shape, dtype: torch.dtype, source: Layout, target: Layout, bucketed: bool = False
     ) -> Route | None:
         """The cheapest steps from `source` to `target`, or None if there are none (nothing
         becomes Partial on the way). `bucketed` says whether it is a parameter's gather or a gradient's reduction."""
-        key = (shape, dtype.itemsize, source, target, bucketed)
+        key = (shape, dtype, source, target, bucketed)
         if key not in self._routes:
             self._routes[key] = self._route(shape, dtype, source, target, bucketed)
         return self._routes[key]
@@ -112,7 +114,7 @@ class Redistributor:
         """How all wanted layouts are had from the produced one: each, the largest first, from the
         cheapest of what is there by then. A shard of a replica is thus a local slice, and nothing
         goes in circles. None if one of them cannot be had."""
-        key = (shape, dtype.itemsize, produced, wanted, bucketed)
+        key = (shape, dtype, produced, wanted, bucketed)
         if key not in self._acquired:
             self._acquired[key] = self._acquire(shape, dtype, produced, wanted, bucketed)
         return self._acquired[key]

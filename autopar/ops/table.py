@@ -15,6 +15,7 @@ from . import (
     elementwise,
     expansions,
     experts,
+    float8,
     layer_norm,
     local,
     normalization,
@@ -233,6 +234,10 @@ RULES.know({
     **aten("searchsorted.Tensor", Entry(either(
         lambda call: len(call.inputs[0].shape) == 1 and len(call.inputs) == 2,
         from_template("b!, *i -> *i"), from_template("*i b!, *i n, *i b! -> *i n")))),
+
+    # weights on their way
+    float8.TO: Entry(float8.passes),
+    float8.FROM: Entry(float8.passes),
 
     # random numbers, by key and global index
     **aten("_standard_gamma_grad _dirichlet_grad zero", Entry(pointwise())),

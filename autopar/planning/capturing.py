@@ -40,6 +40,8 @@ def captured_for_planning(
         CAPTURE, model, args, kwargs,
         loss_fn=loss_fn, device_type=device_type, precision=training.precision,
     )  # fmt: skip
+    used_in = {meta.dtype: None for meta in map(captured.graph.metas.__getitem__, captured.graph.parameters.values())}
+    training.precision.check_narrower(*(dtype for dtype in used_in if dtype.is_floating_point))
     in_order = flow.run(ROUTING, flow.run(SEEDS, captured.graph), rule_of)
     graph = flow.run(MASKS, in_order, rule_of)
     if asked:

@@ -60,6 +60,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "recompute": get_args(Recompute),
     "schedule": ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "searched"),
     "dtype": ("float32", "bfloat16", "float16", "float64"),
+    "gather dtype": ("bfloat16", "float16", "float8_e4m3fn"),
 }
 """The words that options take, by kind. Those of tables are autopar's own rows, since the tables need PyTorch; a test
 holds that they are the same."""
@@ -265,8 +266,8 @@ def check_optimizer(name: str) -> None:
         raise ValueError(f"{unknown('optimizer', name, NAMES['optimizer'])}; or give bytes per element of a parameter")
 
 
-def check_dtype(name: str, option: str = "--dtype") -> None:
-    words = NAMES["dtype"]
+def check_dtype(name: str, option: str = "--dtype", kind: str = "dtype") -> None:
+    words = NAMES[kind]
     if name not in words:
         raise ValueError(f"{option} is {name!r}{nearest(name, words)}: give {', '.join(words[:-1])} or {words[-1]}")
 
@@ -456,10 +457,11 @@ class Request:
     precision: Precision | None = field(
         default=None,
         metadata=_says(
-            help="The dtypes in which parameters are used and gradients reduced. Default: the model's own.",
+            help="The dtypes in which parameters are used and gathered and gradients reduced. Default: the model's.",
             parts={
                 "param_dtype": "What parameters are cast to in use; they rest in --dtype, as masters.",
                 "reduce_dtype": "What gradients are reduced in. Not given: what they are computed in.",
+                "gather_dtype": f"What parameters travel in: {', '.join(NAMES['gather dtype'])}. Not given: as used.",
             },
         ),
     )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, get_args
+
+import torch
 
 from autopar.cost.optimizers import OPTIMIZERS, Optimizer
 from autopar.ir.precision import AS_IS, Precision
@@ -80,9 +83,9 @@ class Training:
     @property
     def setting(self) -> dict[str, Any]:
         """What a search space is judged by of it (`passes.space.setting.Setting`)."""
-        reduced_in = self.precision.reduced_in
+        dtypes = {"reduced_in": self.precision.reduced_in, "gathered_in": self.precision.gathered_in}
         calls = {"micro_batches": self.micro_batches, "holds": self.gathers == "once"}
-        return {**calls, "reduced_in": reduced_in, "load": self.imbalance}
+        return {**calls, **dtypes, "load": self.imbalance}
 
     @property
     def given(self) -> dict[str, Any]:
@@ -136,8 +139,19 @@ def precision_text(training: Training, held: str) -> Iterator[str]:
         yield f"parameters rest in {held or 'their own dtype'} and are used in {precision.param_dtype}{inputs}"
     if precision.reduce_dtype is not None:
         yield f"gradients are reduced in {precision.reduce_dtype}"
+    if precision.gather_dtype is not None:
+        yield gathered_text(precision, str(precision.param_dtype or held))
     if precision.output_dtype is not None:
         yield f"outputs are cast to {precision.output_dtype}"
+
+
+def gathered_text(precision: Precision, used: str) -> str:
+    """How parameters travel that are used in a dtype, and what of them is lost."""
+    dtype: Any = precision.gathered_in
+    share = f", {dtype.itemsize / getattr(torch, used).itemsize:.0%} of the bytes of {used}" if used else ""
+    which = "parameters" if dtype.itemsize > 1 else "parameters of two dims or more"
+    off = math.log2(torch.finfo(dtype).eps) - 1
+    return f"{which} travel in {precision.gather_dtype}{share}, and arrive within 2^{off:.0f} of what they are"
 
 
 def compile_text(training: Training) -> Iterator[str]:

@@ -71,8 +71,8 @@ class Demand:
     """Roots by the names that they have in the program."""
 
     redistributor: Redistributor
-    reduced: dict[str, TensorMeta] = field(default_factory=dict)
-    """Gradient of a parameter -> what is reduced of it, if that is another dtype."""
+    travels: dict[str, TensorMeta] = field(default_factory=dict)
+    """Root -> what travels of it, if that is another dtype."""
     metas: dict[str, TensorMeta] = field(default_factory=dict)
     """Root -> its global shape and dtype."""
     produced: dict[str, tuple[Layout, str]] = field(default_factory=dict)
@@ -93,8 +93,7 @@ class Demand:
     def of(space: Space, items: Sequence[Placed], reacquired: Collection[str]) -> Demand:
         """`reacquired` are the roots that are brought to their layouts again in backward."""
         demand = Demand(redistributor=space.redistributor)
-        reduced_in = space.reduced_in
-        gradients = space.gradients
+        travels = space.travels
         readers: dict[str, list[Site]] = {}
         for item in items:
             if item.site.made:
@@ -103,9 +102,7 @@ class Demand:
                 demand.metas.update({name: space.metas[root] for name, root in roots.items()})
                 continue
             demand._produce(space, item, reacquired)
-            if reduced_in is not None:
-                own = gradients.intersection(item.site.makes)
-                demand.reduced.update({item.name(g): TensorMeta(space.metas[g].shape, reduced_in) for g in own})
+            demand.travels.update({item.name(root): travels[root] for root in item.site.makes if root in travels})
             for read, layout in zip(item.site.reads, item.option.reads, strict=True):
                 name = item.name(read.alias.root)
                 readers.setdefault(name, []).append(item.site)
@@ -139,7 +136,7 @@ class Demand:
         if key not in self.sources:
             early, late = self.wanted[root]
             wanted = (late if phase else early) if policy == REGATHER else early | late
-            meta, (produced, _) = self.reduced.get(root, self.metas[root]), self.produced[root]
+            meta, (produced, _) = self.travels.get(root, self.metas[root]), self.produced[root]
             layouts, bucketed = frozenset(wanted), self.bucketed[root]
             acquired = self.redistributor.acquire(meta.shape, meta.dtype, produced, layouts, bucketed)
             if acquired is None:

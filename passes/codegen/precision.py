@@ -2,11 +2,12 @@
 
 Operators of a graph read parameters as they are used. Where the module holds them in another dtype, each rank casts its
 part as it rests, so that gathers carry what is used. Backward casts anew what it gathers again, so that nothing is kept
-for that. Gradients are cast to the dtype in which they are reduced before the first collective of their tail
-(`lower.accumulate`), and to that of the parameter at rest after the last one.
+for that. Around collectives that carry parameters in a narrower dtype stands what `narrow` writes. Gradients are cast
+to the dtype in which they are reduced before the first collective of their tail (`lower.accumulate`), and to that of
+the parameter at rest after the last one.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -14,18 +15,20 @@ import torch
 from autopar.ir.emitter import Emitter
 from autopar.ir.graph import CAST, JointGraph, Node, Ref, TensorMeta, readers
 from autopar.ir.layout import local_meta
-from autopar.ir.program import GATHERED, LAYOUT, Program, ProgramInput, ProgramOutput
+from autopar.ir.program import Program, ProgramInput, ProgramOutput
 from autopar.ir.rewrite import distinct, reading
 from autopar.passes.lower.accumulate import tail
 from autopar.passes.space.problem import Assignment
 from autopar.passes.space.space import Space
 
+from .narrow import is_gathered, narrowed
 from .program import codegen
 
 
 def written(space: Space, assignment: Assignment) -> Program:
     """The program that runs `assignment`, with its casts."""
-    return with_casts(codegen(space, assignment), at_rest(space.graph), space.reduced_in)
+    program = narrowed(codegen(space, assignment), {name: meta.dtype for name, meta in space.travels.items()})
+    return with_casts(program, at_rest(space.graph), space.reduced_in)
 
 
 def at_rest(graph: JointGraph) -> dict[str, torch.dtype]:
@@ -95,7 +98,7 @@ def _rested(program: Program, held_in: Mapping[str, torch.dtype]) -> Program:
     held = {i.name: _at_rest(i, held_in) for i in program.inputs if i.role == "parameter" and i.target in held_in}
     parameters = {i.target for i in program.inputs if i.role == "parameter"}
     metas, late = dict(program.metas), readers(program.backward)
-    again = {name for name in held if _is_gathered(name, program.backward, late)}
+    again = {name for name in held if is_gathered(name, program.backward, late)}
     early = {name for node in program.forward for name in node.inputs}
     early.update(o.name for o in program.results if o.name is not None)
     early.update(name for name in program.saved if name not in again)
@@ -133,12 +136,3 @@ def _rested(program: Program, held_in: Mapping[str, torch.dtype]) -> Program:
 
 def _at_rest(i: ProgramInput, held_in: Mapping[str, torch.dtype]) -> ProgramInput:
     return replace(i, meta=TensorMeta(i.meta.shape, held_in[i.target]))
-
-
-def _is_gathered(name: str, nodes: Sequence[Node], reading: Mapping[str, Sequence[int]]) -> bool:
-    """Whether all that reads a value gathers it."""
-    following = [nodes[k] for k in reading.get(name, ())]
-    return bool(following) and all(
-        node.collective in GATHERED or (node.op in LAYOUT and _is_gathered(node.name, nodes, reading))
-        for node in following
-    )

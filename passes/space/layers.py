@@ -7,21 +7,27 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import torch
+
 from autopar.cluster.machine import Cluster
 from autopar.cluster.staged import StagedCluster
 from autopar.cost.bucketed import BucketingRedistributor
 from autopar.cost.optimizers import OPTIMIZERS, Optimizer
-from autopar.ir.graph import JointGraph
+from autopar.cost.redistribute import Acquired
+from autopar.ir.graph import JointGraph, TensorMeta
 from autopar.passes.segments.segment import Repeated, Segments
 
 from .build import SiteBuilder
 from .collapse import Alias, Roots
 from .gradients import gradients_of
+from .items import Item
 from .making import MadeWhereRead, made_where_read
 from .recompute import recomputed
 from .routed import RoutedPropagation
 from .sites import Read, Region, Site, output_name, output_numbers
 from .space import Space
+from .tensors import MovedKind
+from .travel import is_narrower, items_of
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -30,6 +36,8 @@ class LayeredSpace(Space):
     sites only."""
 
     segments: Segments
+    gathered_in: torch.dtype | None = None
+    """The dtype in which parameters are gathered, if not that in which they are used."""
 
     @property
     def repeats(self) -> tuple[Repeated, ...]:
@@ -46,6 +54,17 @@ class LayeredSpace(Space):
     @cached_property
     def gradients(self) -> frozenset[str]:
         return gradients_of(self.regions()) if self.has_own_reductions else frozenset()
+
+    @cached_property
+    def travels(self) -> Mapping[str, TensorMeta]:
+        parameters = (root for name in self.graph.parameters.values() for root in (name, border_name(name)))
+        dtypes = dict.fromkeys(filter(self.metas.__contains__, parameters), self.gathered_in)
+        dtypes = {root: dtype for root, dtype in dtypes.items() if is_narrower(dtype, self.metas[root])}
+        dtypes |= dict.fromkeys(self.gradients if self.reduced_in is not None else (), self.reduced_in)
+        return {root: TensorMeta(self.metas[root].shape, dtype) for root, dtype in dtypes.items() if dtype is not None}
+
+    def travel_items(self, moved: MovedKind, phases: Sequence[Sequence[tuple[Acquired, int]]]) -> Iterable[Item]:
+        return items_of(self, moved, phases)
 
     def names(self, repeat: int, copy: int) -> Mapping[str, str]:
         return _names(self, self.repeats[repeat], copy)

@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Self
 
-from autopar.ir.graph import JointGraph
+from autopar.ir.graph import JointGraph, TensorMeta
 from autopar.ir.layout import Layout
 
 from .choices import KEEP, REPLICATED, SiteChoice
 from .collapse import Roots
+from .items import Item
 from .options import OPTION
 from .setting import Setting
 from .sites import Option, Region, Site
@@ -71,6 +72,16 @@ class Space(Setting):
     def gradients(self) -> frozenset[str]:
         """Gradients of parameters up to their reduction, where that is less frequent, or in a dtype of its own."""
         return frozenset()
+
+    @property
+    def travels(self) -> Mapping[str, TensorMeta]:
+        """Root that travels in another dtype than its own -> what travels of it."""
+        return {}
+
+    def travel_items(self, moved: Any, phases: Sequence[Sequence[Any]]) -> Iterable[Item]:
+        """The items, beside its routes, of such a root (`tensors.MovedKind`), of which each layout is acquired so
+        often."""
+        return ()
 
     def names(self, repeat: int, copy: int) -> Mapping[str, str]:
         """Names of the first copy of a repeat -> those of another copy."""

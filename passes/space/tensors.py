@@ -12,10 +12,9 @@ import torch
 from autopar.cost.redistribute import Acquired
 from autopar.ir.graph import TensorMeta
 from autopar.ir.layout import Layout, Partial, Routed, local_meta
-from autopar.ir.program import COLLECTIVES
 
 from .choices import REGATHER, Policy
-from .items import ACTIVATIONS, COMPUTE, GRADIENTS, PARAMETERS, ROUTE, Item, cast_seconds
+from .items import ACTIVATIONS, COMPUTE, GRADIENTS, PARAMETERS, ROUTE, Item
 from .sites import Option, Recomputed, Region, Site
 from .space import Space
 
@@ -39,7 +38,12 @@ class MovedKind(NamedTuple):
     is_gradient: bool = False
     """Whether only parameters and sums of their gradients read it, so that it is reduced once a step."""
     cast_from: torch.dtype | None = None
-    """The dtype in which such a gradient is computed, where `meta` says that it is reduced in another one."""
+    """The dtype in which it is made and read, where `meta` says that it travels in another one."""
+
+    @property
+    def computed(self) -> TensorMeta:
+        """As it is made and read."""
+        return TensorMeta(self.meta.shape, self.cast_from or self.meta.dtype)
 
 
 def is_bucketed(maker: Site, readers: Iterable[Site]) -> bool:
@@ -71,19 +75,17 @@ class RootTensor:
 
     def moved(self, space: Space, readings: Readings, *, again: bool) -> MovedKind:
         """How it moves in a copy that is recomputed, or in one that is not."""
-        maker, meta, cast_from = self.sites[self.maker], space.metas[self.root], None
-        is_made, is_gradient = self.root in space.making.sites, self.root in space.gradients
-        if is_gradient and space.reduced_in not in (None, meta.dtype):
-            meta, cast_from = TensorMeta(meta.shape, space.reduced_in), meta.dtype
+        maker, meta, is_made = self.sites[self.maker], space.metas[self.root], self.root in space.making.sites
+        travels = space.travels.get(self.root, meta)
         return MovedKind(
-            meta=meta,
+            meta=travels,
             kept=not maker.backward and any("backward" in phases[again] for phases in readings.values()),
             is_parameter=maker.kind == "parameter",
             bucketed=is_bucketed(maker, (self.sites[reader] for reader, _ in readings)),
             made=self.root if is_made else "",
             copies=self.copies if is_made else 1,
-            is_gradient=is_gradient,
-            cast_from=cast_from,
+            is_gradient=self.root in space.gradients,
+            cast_from=None if travels == meta else meta.dtype,
         )
 
 
@@ -134,7 +136,7 @@ def tensor_items(
     """
     if moved.made:
         return _made_items(space, moved, frozenset(layout for layout, _ in wanted))
-    shape, items, phases = moved.meta.shape, list[Item](), list[tuple[Acquired, ...]]()
+    shape, items, phases = moved.meta.shape, list[Item](), list[list[tuple[Acquired, int]]]()
     is_staged = space.in_flight > 1
     rests = is_staged and moved.is_parameter
     for late, phase in enumerate(((False,), (True,)) if policy == REGATHER else ((False, True),)):
@@ -142,23 +144,22 @@ def tensor_items(
         acquired = space.redistributor.acquire(shape, moved.meta.dtype, produced, layouts, moved.bucketed)
         if acquired is None:
             return None
-        phases.append(acquired)
         is_held = policy != REGATHER if is_staged else space.holds and not late
         often = _times(space, moved, acquired, wanted, is_held=is_held)
-        for each, times in zip(acquired, often, strict=True):
+        phases.append([*zip(acquired, often, strict=True)])
+        for each, times in phases[-1]:
             route = each.route
             items.append(Item(ROUTE, route.seconds, times=times, steps=route.steps, bucketed=moved.bucketed))
-    if moved.cast_from is not None:
-        items.append(Item(COMPUTE, _reduction_cast_seconds(space, moved, moved.cast_from, phases)))
+    items += space.travel_items(moved, phases)
     if (moved.kept or rests) and (policy != REGATHER or crosses):
         kept = {layout for layout, _ in wanted if layout != produced or not moved.is_parameter}
         size = sum(
-            local_meta(moved.meta, layout, space.mesh).bytes for layout in ((produced,) if policy == REGATHER else kept)
+            local_meta(moved.computed, layout, space.mesh).bytes
+            for layout in ((produced,) if policy == REGATHER else kept)
         )
         items.append(Item(PARAMETERS, bytes=size) if rests else Item(ACTIVATIONS, bytes=size * space.in_flight))
     if moved.is_gradient and is_staged:
-        computed = TensorMeta(shape, moved.cast_from or moved.meta.dtype)
-        items.append(Item(GRADIENTS, bytes=local_meta(computed, produced, space.mesh).bytes))
+        items.append(Item(GRADIENTS, bytes=local_meta(moved.computed, produced, space.mesh).bytes))
     return items
 
 
@@ -184,13 +185,3 @@ def _times(
         for item in reversed(phase):
             held.update([item.source] if item.layout in held else [])
     return tuple(1 if item.layout in held else space.micro_batches for item in phase)
-
-
-def _reduction_cast_seconds(
-    space: Space, moved: MovedKind, computed: torch.dtype, phases: Sequence[Sequence[Acquired]]
-) -> float:
-    """Of the casts of a gradient before its reductions."""
-    steps = [item.route.steps[0] for phase in phases for item in phase if item.route.steps]
-    layouts = dict.fromkeys(step.before for step in steps if step.kind in COLLECTIVES)
-    wide = [local_meta(moved.meta, layout, space.mesh) for layout in layouts]
-    return sum(cast_seconds(space, TensorMeta(meta.shape, computed), meta) for meta in wide)

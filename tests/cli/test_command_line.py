@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 import autopar
 from autopar.cli import COMMANDS, app, command_of
 from autopar.cost.optimizers import OPTIMIZERS
+from autopar.ir.precision import NARROW
 from autopar.planning.costs import COSTS
 from autopar.planning.presets import PRESETS
 from autopar.planning.request import NAMES, Request
@@ -37,6 +38,7 @@ TYPOS = (
     ["--cost", "analitical"],
     ["--dtype", "bfloat61"],
     ["--param-dtype", "bf16"],
+    ["--gather-dtype", "float8"],
     ["--optimizer", "adamv"],
     ["--memory-limit", "4X"],
     ["--pin", "head:tp"],
@@ -90,6 +92,7 @@ def test_the_names_in_help_are_those_of_the_tables() -> None:
     assert {*COSTS.own, "hybrid", "profiled"} == {*NAMES["cost"]} <= {*COSTS}
     assert tuple(OPTIMIZERS) == NAMES["optimizer"]
     assert tuple(SCHEDULES.own) == NAMES["schedule"]
+    assert NAMES["gather dtype"] == NARROW
 
 
 def test_autopar_is_a_module_that_runs() -> None:

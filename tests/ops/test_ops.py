@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from autopar.ir.graph import JointGraph, map_references, overload, parameters
 from autopar.ir.randomness import keys
 from autopar.ops import emit, oracle, sdpa
+from autopar.ops.float8 import packed_bytes
 from autopar.ops.oracle import Report, RuleError, check_rule, make_call
 from autopar.ops.registry import REGISTERED
 from autopar.ops.rule import Call, Factor, OpRule
@@ -190,6 +191,9 @@ def _weighted_sum(draw: Draw) -> Arguments:
     return (draw.floats(tokens * size, width), draw.floats(tokens * size, 1), size), {}
 
 
+EXAMPLES["autopar.to_float8.default"] = lambda draw: ((draw.floats(4, draw.size()), 2), {})
+EXAMPLES["autopar.from_float8.default"] = lambda draw: (
+    (torch.zeros(packed_bytes(12, 2), dtype=torch.uint8), (4, 3), torch.float32, 2), {})  # fmt: skip
 EXAMPLES["autopar.to_experts.default"] = EXAMPLES["autopar.from_experts.default"] = _moved
 EXAMPLES["autopar.weighted_sum.default"] = _weighted_sum
 EXAMPLES["autopar.row_dot.default"] = lambda draw: (tuple(draw.floats(*shape) for shape in [draw.sizes(2)] * 2), {})

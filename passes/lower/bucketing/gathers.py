@@ -6,8 +6,9 @@ while the bucket before it is computed with.
 
 from collections.abc import Sequence
 
-from autopar.ir.graph import CAST, WAIT, Node
+from autopar.ir.graph import WAIT, Node
 from autopar.ir.program import GATHERED, LAYOUT
+from autopar.ops.float8 import CASTS
 
 from .packing import BucketWriter, Joint
 
@@ -52,7 +53,7 @@ class _Lazy:
                 self.depth[name] = depths[source]
                 depths[name] = depths[source] + 1
                 head.add(name)
-            elif (instruction.op in LAYOUT or instruction.op == CAST) and from_parameter:
+            elif (instruction.op in LAYOUT or instruction.op in CASTS) and from_parameter:
                 depths[name] = depths[source]
                 head.add(name)
             elif instruction.op == WAIT or (instruction.op in LAYOUT and source in self.delayed):
