@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from autopar.ir.graph import WAIT, TensorMeta
-from autopar.ir.layout import REPLICATE, Layout, Placement, Split, digits_of, padded_shape
+from autopar.ir.layout import Layout, digits_of, padded_shape
 from autopar.ir.program import RankIndex
 
 from .expansions import LocalCall, Results, all_reduce, global_indices, wide
@@ -211,23 +211,14 @@ def _masks(
 
 
 def _columns(local: LocalCall, mask: Tensor | None, places: Places) -> Tensor | None:
-    """The columns of a mask that belong to a block of keys: of those that go around, it holds all."""
+    """The columns of a mask that belong to a block of keys that goes around."""
     if mask is None or RING not in local.splits or mask.shape[-1] == 1:
         return mask
-    (key, layout), mesh, ring = _roles(local)["key"], local.emitter.mesh, local.splits[RING]
-    # as if nothing were split but what goes around
-    held: list[Placement] = [REPLICATE] * len(mesh)
-    digits = digits_of(layout, 2, mesh.__getitem__)
-    for number, (stride, axis) in enumerate(digits):
-        if axis in ring:
-            below = math.prod(mesh[other] for _, other in digits[number + 1 :] if other not in ring)
-            held[axis] = Split(2, stride // below * mesh[axis])
-    others = math.prod(mesh[axis] for _, axis in digits if axis not in ring)
-    shape = (*key.shape[:2], padded_shape(key.shape, layout)[2] // others, key.shape[3])
-    columns = global_indices(local, shape, tuple(held), 2, lambda axis: _from(local, places, axis))
-    if mask.shape[-1] == shape[2]:
+    key, layout = _roles(local)["key"]
+    columns = global_indices(local, key.shape, layout, 2, lambda axis: _from(local, places, axis))
+    if padded_shape(key.shape, layout)[2] == key.shape[2]:
         return mask.index_select(mask.ndim - 1, columns)
-    beyond = columns >= mask.shape[-1]
+    beyond = columns >= key.shape[2]
     block = mask.index_select(mask.ndim - 1, columns.masked_fill(beyond, 0))
     return block if mask.dtype == torch.bool else block.masked_fill(beyond, -math.inf)
 

@@ -98,7 +98,8 @@ def check_rule(op: str, /, *args: Any, compare_values: bool = True, **kwargs: An
     unsplit = _outputs(kernel_of(op)(*args, **kwargs))
     instances, tried, linear = 0, dict.fromkeys(range(len(rule.factors)), False), 0
     for mesh, cuts in _cuts(rule):
-        if not _is_legal(rule, call, mesh, cuts):
+        together = {cut.factor for cut in cuts if cut.factor is not None}
+        if not rule.may_split_together(together) or not _is_legal(rule, call, mesh, cuts):
             continue
         if not all(factor.may_be_cut(_ranks(mesh, cuts, i)) for i, factor in enumerate(rule.factors)):
             continue

@@ -40,7 +40,8 @@ class Factor:
 
     `of` names factors that are split together by this one, which no dim carries: an operand or a result is split where
     it carries the first of them, or else the next. If it is `striped`, its indices may also be dealt out one by one.
-    What is not `offered` may be split, and is not considered.
+    Then no other axis splits one of these alone: operands that carry several of them would not know of it. What is not
+    `offered` may be split, and is not considered.
     """
 
     name: str
@@ -156,6 +157,10 @@ class OpRule:
     def output_splits(self, output: int, factor: int, period: int) -> tuple[Split, ...]:
         """How a result is cut where a factor is split with this period."""
         return self._splits(self.outputs[output], self.output_scales, output, factor, period)
+
+    def may_split_together(self, factors: set[int]) -> bool:
+        """Whether mesh axes may split these factors at once."""
+        return not any(factors.intersection(self.factors[number].of) for number in factors)
 
     def _splits(
         self, dims: Dims, scales: tuple[tuple[int, ...], ...], position: int, factor: int, period: int

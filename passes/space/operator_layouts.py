@@ -14,6 +14,8 @@ def operator_layouts(
     """Layouts of an op's operands and results, or None if they are not legal. Rows fall on experts as `load` says."""
     if sum(on_axis.routes for on_axis in choice.axes) > 1:
         return None  # the experts of rows lie along one axis
+    if not rule.may_split_together({on_axis.factor for on_axis in choice.axes if on_axis.splits}):
+        return None
     layouts = []
     for metas, results in ((call.inputs, False), (call.outputs, True)):
         of_values = value_layouts(rule, choice, mesh, load, results=results)
