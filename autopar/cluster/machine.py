@@ -124,9 +124,9 @@ class Device:
     operator reads and writes, part of `memory_bytes_per_second`): small tensors fit into caches. `seconds_per_op` is
     the fixed cost of one operator. `operator_ratios` multiplies the seconds of an op, or of its arithmetic if it has
     any. `fused_part` is the part of the seconds of operators without arithmetic to speak of (element-wise ones, norms,
-    copies) that a compiler saves by fusing them; 0 in eager. Devices of one kind differ: `spread` is the standard deviation of their seconds, as a
-    part of the mean, and `slowdown` what the slowest of a mesh takes longer (`Cluster.among`), and
-    `saved_part` is the `fused_part` of the model at hand, where its programs are compiled.
+    copies) that a compiler saves by fusing them; 0 in eager. Devices of one kind differ: `spread` is the standard
+    deviation of their seconds, as a part of the mean, and `slowdown` what the slowest of a mesh takes longer
+    (`Cluster.among`), and `saved_part` is the `fused_part` of the model at hand, where its programs are compiled.
     `memory_bytes_per_link_byte` is what a collective reads and writes in memory for each byte that a rank sends, and
     takes from operators that run meanwhile; with 0 they do not disturb each other. `operators` holds measurements of
     single operators, which take precedence over all of this.
