@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar.ops.attention import RING
-from autopar.passes.space.choices import SiteChoice
+from autopar.passes.space.choices import AxisChoice, SiteChoice
 from autopar.passes.space.sites import Site
 from autopar.passes.space.space import Space
 from autopar.testing import EagerTrial
@@ -54,6 +54,8 @@ class Block(nn.Module):
         rows, columns = torch.arange(length).unsqueeze(1), torch.arange(length)
         if self.form == "window":
             return (columns <= rows) & (columns > rows - 5)
+        if self.form == "bias":
+            return -(rows - columns).abs() * torch.tensor([0.1, 0.2], dtype=torch.float64).view(2, 1, 1)
         if self.form == "padding":
             return (tokens != 0)[:, None, None, :]
         if self.form == "documents":
@@ -111,6 +113,26 @@ def test_lengths_that_do_not_divide(form: str, length: int) -> None:
     trial = EagerTrial(Block(form, key_heads=1), (), batch(1, length), seed=1)
     for mesh in ({"cp": 4}, {"a": 2, "b": 2}):
         compared(trial, mesh, 2, *range(length, length + 8))
+
+
+@pytest.mark.parametrize("form", ["window", "documents", "bias"])
+@pytest.mark.parametrize("mesh", [{"a": 2, "b": 3}, {"a": 2, "b": 2, "c": 2}])
+def test_keys_split_within_a_ring(form: str, mesh: dict[str, int]) -> None:
+    """Of each block that goes around, an inner axis has a part: those columns of a mask that go with it."""
+    torch.manual_seed(0)
+    trial = EagerTrial(Block(form), (), batch(), seed=1)
+    space = trial.on(mesh).space
+
+    def wanted(site: Site) -> Sequence[SiteChoice] | None:
+        names = [factor.name for factor in site.rule.factors] if site.rule is not None else []
+        if RING not in names:
+            return None
+        *outer, inner = (AxisChoice("S", names.index(name), SEQUENCE) for name in (*RING * (len(mesh) - 1), "k"))
+        return [SiteChoice((*outer, inner))]
+
+    assignment = random_assignment(space, 0, wanted)
+    row = trial.row("within", trial.on(mesh).writer.written(assignment), layouts(space, assignment))
+    assert row.equal, row
 
 
 def test_narrow_numbers() -> None:
