@@ -185,15 +185,12 @@ def local_stride(layout: Layout, mesh: Shape, axis: int) -> int:
 
 
 @cache
-def nest(wanted: Layout, mesh: Shape, beside: tuple[tuple[Split, ...], ...] = ()) -> Layout:
+def nest(wanted: Layout, mesh: Shape) -> Layout:
     """Resolve axes that ask for the same digit: the first in mesh order takes it, the next takes
-    what is left below, as DTensor does with [Shard(0), Shard(0)]. `beside`: for each axis, digits that
-    it takes without cutting the tensor there."""
+    what is left below, as DTensor does with [Shard(0), Shard(0)]."""
     taken: dict[tuple[int, int], int] = {}
     resolved: list[Placement] = []
-    for placement, ranks, more in zip(wanted, mesh, beside or ((),) * len(mesh), strict=True):
-        for dim, period in more:
-            taken[dim, period] = taken.get((dim, period), 1) * ranks
+    for placement, ranks in zip(wanted, mesh, strict=True):
         if isinstance(placement, Split | Routed):
             key = (placement.dim, placement.period)
             used = taken.get(key, 1)

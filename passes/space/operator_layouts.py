@@ -51,28 +51,20 @@ def value_layouts(
     """Layouts of all operands, or all results: each is split where it carries the factor, a result else partial as the
     factor says, and a value of the linear set partial. None if one has no layout."""
     layouts = []
-    carried = rule.output_splits if results else rule.input_splits
     for position, dims in enumerate(rule.outputs if results else rule.inputs):
         placements: list[Placement] = []
-        beside: list[tuple[Split, ...]] = []
         for on_axis in choice.axes:
             number, reduction, splits = on_axis.factor, "", tuple[Split, ...]()
-            together: tuple[int, ...] = ()
             if on_axis.splits or on_axis.routes:
+                carried = rule.output_splits if results else rule.input_splits
                 splits = _cut(carried(position, number, on_axis.period), dims, on_axis, rule)
                 reduction = rule.factors[number].reductions[position] if results else ""
-                together = rule.factors[number].of
             elif on_axis.is_partial and (results or position in rule.linear[number]):
                 reduction = "sum"
             if len(splits) > 1:
                 return None
             placements.append(splits[0] if splits else Partial(reduction) if reduction else REPLICATE)
-            # of a dim that goes around, an inner axis takes what is left of each block
-            around = (split for one in together for split in carried(position, one, on_axis.period))
-            beside.append(tuple(split for split in around if split not in splits))
-        layout = _sent(
-            nest(tuple(placements), mesh, tuple(beside)), position, choice, rule, mesh, load, results=results
-        )
+        layout = _sent(nest(tuple(placements), mesh), position, choice, rule, mesh, load, results=results)
         if layout is None:
             return None
         layouts.append(layout)
