@@ -264,6 +264,7 @@ def forward(local: LocalCall) -> Results:
     by one."""
     query, key, value = local.args[:3]
     made: list[tuple[Tensor, Tensor]] = []
+    above: list[Tensor] = []
     blind = False
 
     def visit(places: Places, block: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -274,11 +275,21 @@ def forward(local: LocalCall) -> Results:
             # the op says 0 for queries that see no key
             sums = sums.masked_fill(mask.amax(-1) == -math.inf, -math.inf)
         blind = blind or mask is not None or named["is_causal"]
+        if RING in local.splits and "attn_mask" in _roles(local):
+            # beside the large negative numbers of a mask, a logsumexp has no digits left for how many keys there are
+            highest = sums.clamp(min=torch.finfo(sums.dtype).min)
+            if made:
+                highest = torch.maximum(above[0], highest)
+                made[:] = [(made[0][0], made[0][1] + (above[0] - highest))]
+            above[:] = [highest]
+            sums = sums - highest
         made[:] = [joined(made[0], (output, sums)) if made else (output, sums)]
         return ()
 
     _around(local, _block(local, key, value), visit, local.splits.get(RING, ()), {})
     output, sums = made[0]
+    if above:
+        sums = sums + above[0]
     dtype = local.call.output.dtype
     if "k" not in local.splits:
         if blind and RING in local.splits:

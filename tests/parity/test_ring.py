@@ -56,6 +56,9 @@ class Block(nn.Module):
             return (columns <= rows) & (columns > rows - 5)
         if self.form == "padding":
             return (tokens != 0)[:, None, None, :]
+        if self.form == "lowest":
+            seen = (columns <= rows) & (tokens != 0).unsqueeze(1)
+            return torch.where(seen, 0.0, torch.finfo(torch.float32).min).unsqueeze(1)
         if self.form == "documents":
             starts = (tokens == 1).cumsum(1)
             return (starts.unsqueeze(1) == starts.unsqueeze(2)).unsqueeze(1) & (columns <= rows)
@@ -125,6 +128,15 @@ def test_what_goes_around_is_split_by_no_other_axis_alone(alone: str) -> None:
             assert space.option(site, SiteChoice((of[0], of[0]))) is not None
             assert space.option(site, SiteChoice((of[0], of[1]))) is None
             assert space.option(site, SiteChoice((of[1], of[0]))) is None
+
+
+@pytest.mark.parametrize("mesh", [{"cp": 2}, {"cp": 4}, {"a": 2, "b": 2}])
+def test_rows_hidden_by_a_large_number(mesh: dict[str, int]) -> None:
+    """A query all of whose scores are the lowest number attends to all keys alike."""
+    torch.manual_seed(0)
+    given = batch()
+    given["tokens"][:, : SEQUENCE // 2] = 0
+    compared(EagerTrial(Block("lowest"), (), given, dtype=torch.float32), mesh, 0, SEQUENCE)
 
 
 def test_narrow_numbers() -> None:
