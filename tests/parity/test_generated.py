@@ -11,7 +11,22 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from generator import END, KINDS, OPERATORS, START, STRIDES, Program, built, drawn, eager, shrunk, why_invalid, without
+from generator import (
+    END,
+    KINDS,
+    OPERATORS,
+    ROUNDING,
+    START,
+    STRIDES,
+    Program,
+    built,
+    drawn,
+    draws,
+    eager,
+    shrunk,
+    why_invalid,
+    without,
+)
 from generator_kinds import filled, sections
 from generator_programs import FAILURES, MODULE, Hang, Programmed, again, one_rank, outcomes, row, within
 
@@ -344,6 +359,47 @@ def batch(step):
 def test_a_program_says_nothing_where_a_kernel_misreads_strides(layout: str, reason: str) -> None:
     """The backward of a batch norm takes such a gradient for another on the CPU."""
     assert why_invalid(Program(MISREAD.replace("LAYOUT", layout))) == reason
+
+
+CHOOSING = """
+import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.first(x)
+        x = x - x.mean(0)
+        return torch.cond(CHOICE, lambda a: a.sin(), lambda a: a.cos(), (x,)).square().mean()
+
+
+def make():
+    torch.manual_seed(14)
+    return Model().double()
+
+
+def batch(step):
+    g = torch.Generator().manual_seed(step)
+    return dict(x=torch.randn(5, 4, dtype=torch.float64, generator=g))
+"""
+
+
+@pytest.mark.parametrize("choice, reason", [("x[0, 0] > 0", ""), ("x.sum() > 0", ROUNDING)])
+def test_a_program_says_nothing_where_rounding_chooses(choice: str, reason: str) -> None:
+    """The sum of what the mean was taken from is zero but for rounding."""
+    assert why_invalid(Program(CHOOSING.replace("CHOICE", choice))) == reason
+
+
+def test_eager_trains_after_a_program_was_looked_at() -> None:
+    """Dynamo runs the branches of torch.cond, and never again those that it once skipped under a mode."""
+    program = Program(CHOOSING.replace("CHOICE", "x[0, 0] > 0"))
+    assert not draws(program) and not why_invalid(program)
+    assert eager(program)[-1].gradients
+    assert again(program, {"a": 2}, MODULE).kind == "right"
 
 
 def test_what_fails_is_shrunk_to_the_statement_that_does() -> None:
