@@ -11,13 +11,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopar.compat.dispatch import Watching
 
 from .places import local_part
 from .timing import synchronize
 
 
-class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Alive(Watching):  # type: ignore[no-untyped-call]
     """Bytes of tensors that are alive while it is entered, and the most that there were: of those `held` from before,
     and of all that operators make. Each storage counts once, whatever views there are of it.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -202,6 +203,15 @@ def measured(asked: list[tuple[str, str, str]]) -> list[tuple[int, Peak]]:
         reached = step_bytes(module, steps, (), given, models.loss_of)
         found.append((reached, peak(module.program, OPTIMIZERS[optimizer], "cpu")))
     return found
+
+
+def test_control_flow_runs_while_memory_is_counted() -> None:
+    """And after it: Dynamo, which traces the branches, would remember what it skipped under a mode."""
+    x = torch.ones(4, requires_grad=True)
+    for counting in (Alive(), contextlib.nullcontext()):
+        with counting:
+            torch.cond(x.sum() > 0, lambda a: a.sin(), lambda a: a.cos() * 2, (x,)).sum().backward()
+    torch.testing.assert_close(x.grad, 2 * torch.ones(4).cos())
 
 
 def test_real_ranks_reach_the_predicted_peak() -> None:
