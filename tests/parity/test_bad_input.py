@@ -27,7 +27,7 @@ import autopar
 from autopar.passes.codegen.program import codegen
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
-from autopar.planning.request import ASKED, Keywords, Options, Request, byte_count
+from autopar.planning.request import ASKED, Keywords, LengthOptions, Options, Request, byte_count
 from autopar.testing import check
 
 pytest.importorskip("transformers")
@@ -100,8 +100,8 @@ def test_the_keywords_of_verbs_are_the_fields_of_a_request() -> None:
     """With the types that a type checker sees, and the defaults that editors show; the others are the planner's."""
     fields = {f.name: (f.type, f.default) for f in dataclasses.fields(Request) if f.name in ASKED}
     for verb, options in (
-        (autopar.plan, Options),
-        (autopar.parallelize, Options),
+        (autopar.plan, LengthOptions),
+        (autopar.parallelize, LengthOptions),
         (autopar.simulate, Options),
         (autopar.compare, Keywords),
         (autopar.fit, Keywords),
@@ -111,7 +111,7 @@ def test_the_keywords_of_verbs_are_the_fields_of_a_request() -> None:
             assert hint.__forward_arg__ == fields[name][0]
             assert (seen[name].annotation, seen[name].default) == fields[name]
         assert "options" not in seen and "stage" not in seen
-    assert set(fields) == set(Options.__annotations__)
+    assert set(fields) == set(LengthOptions.__annotations__)
     with pytest.raises(TypeError, match=r"plan\(\) got an unexpected keyword argument 'solvr' \(did you mean 'solver'"):
         autopar.plan(mlp().model, {"a": 2}, solvr="dp")  # type: ignore[call-arg]
 
