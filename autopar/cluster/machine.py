@@ -194,6 +194,8 @@ class Device:
         tensors = (*inputs, *outputs)
         dtype = tensors[0].dtype if tensors else "float32"
         moved = sum(tensor.bytes for tensor in tensors) + inside_bytes
+        if self.operators is not None:
+            return self.roofline_seconds(flops, moved, dtype) * self.operators.ratio(op)
         return self.roofline_seconds(flops, moved, dtype, self.ratio(op))
 
     def roofline_seconds(self, flops: float, moved_bytes: float, dtype: torch.dtype | str, ratio: float = 1.0) -> float:
