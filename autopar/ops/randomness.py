@@ -232,7 +232,8 @@ def _permutation(call: Call, key: Tensor) -> Tensor:
 def _rrelu(call: Call, key: Tensor) -> tuple[Tensor, ...]:
     """A random slope below 0, and the slopes."""
     x = call.argument("self")
-    slope = _uniform(call, key, call.argument("lower"), call.argument("upper"))
+    of_slopes = replace(call, outputs=(call.inputs[0],))  # a checkpoint that runs again may want the slopes alone
+    slope = _uniform(of_slopes, key, call.argument("lower"), call.argument("upper"))
     noise = torch.where(x > 0, 1.0, slope)
     return x * noise, noise
 

@@ -19,6 +19,7 @@ from ranks import run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 import autopar
 from autopar import testing
@@ -474,3 +475,29 @@ def test_evaluation_draws_nothing() -> None:
     expected = made.model(*made.args, **made.kwargs).loss.item()
     for losses in run(2, evaluated):
         assert losses == pytest.approx((expected, expected), rel=1e-5)
+
+
+def test_slopes_that_a_checkpoint_draws_again_without_their_result() -> None:
+    """Within a checkpoint another one runs again: of a random slope backward wants the slopes alone."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.inner = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            def within(a: torch.Tensor) -> torch.Tensor:
+                h = F.rrelu(a, training=True)
+                u = h.detach().requires_grad_(True)
+                with torch.enable_grad():
+                    (v,) = torch.autograd.grad(self.inner(u).sum(), u)
+                return h - 0.1 * v
+
+            def around(a: torch.Tensor) -> torch.Tensor:
+                h = checkpoint(within, a, use_reentrant=True, preserve_rng_state=False)
+                return h + self.inner(h)
+
+            return checkpoint(around, self.first(x), use_reentrant=False).square().mean()
+
+    torch.manual_seed(0)
+    assert testing.check(Model(), {"a": 2, "b": 2}, (torch.randn(4, 6),), plans=1).equal
