@@ -14,12 +14,12 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from autopar.ir.graph import WAIT, TensorMeta
+from autopar.ir.graph import TensorMeta
 from autopar.ir.layout import Layout, digits_of, padded_shape
 from autopar.ir.program import RankIndex
 
@@ -29,7 +29,7 @@ from .rule import Call, Factor, OpRule
 from .sdpa import composed
 from .sdpa.bands import joined, offsets_of, seen
 from .template import Dim, Linear, Name, Named, assemble, parse, roles, tensor_arguments
-from .traced import record
+from .traced import arrived, started
 
 RING = "s"
 """The factor that splits queries and keys together."""
@@ -112,7 +112,7 @@ def _from(local: LocalCall, places: Places, axis: int) -> int:
     n, back = local.emitter.mesh[axis], places.get(axis, 0)
     if not back:
         return local.coordinate(axis)
-    return RankIndex(((axis, 1),), values=tuple((i - back) % n for i in range(n)))  # type: ignore[return-value]
+    return cast(int, RankIndex(((axis, 1),), values=tuple((i - back) % n for i in range(n))))
 
 
 def _offset(local: LocalCall, places: Places) -> int | None:
@@ -137,7 +137,7 @@ def _offset(local: LocalCall, places: Places) -> int | None:
     if len(set(values)) == 1:
         return values[0]
     terms = [(axis, math.prod(mesh[other] for other in axes[i + 1 :])) for i, axis in enumerate(axes)]
-    return RankIndex(tuple(terms), values=tuple(values))  # type: ignore[return-value]
+    return cast(int, RankIndex(tuple(terms), values=tuple(values)))
 
 
 def _step(digits: Sequence[tuple[int, int]], size: int, mesh: Sequence[int]) -> int | None:
@@ -240,22 +240,16 @@ def _around(
     for step in range(last + 1):
         coming = [] if step == last else [_sent(value, axis) for value in block]
         made = _around(local, block, visit, inner, {**places, axis: step})
-        sums = [_arrived(x) + one for x, one in zip(left, made, strict=True)] if left else made
+        sums = [arrived(x) + one for x, one in zip(left, made, strict=True)] if left else made
         left = [_sent(x, axis) for x in sums]
-        block = [_arrived(value) for value in coming]
-    return [_arrived(x) for x in left]
+        block = [arrived(value) for value in coming]
+    return [arrived(x) for x in left]
 
 
 def _sent(value: Tensor, axis: int) -> Tensor:
     """Sets out to the next rank of a mesh axis."""
-    value = value.contiguous()
-    sent: Tensor = record(value.emitter, "collective.rotate", value, 1, axis)  # type: ignore[attr-defined]
+    sent: Tensor = started("rotate", value.contiguous(), 1, axis)
     return sent
-
-
-def _arrived(value: Tensor) -> Tensor:
-    arrived: Tensor = record(value.emitter, WAIT, value)  # type: ignore[attr-defined]
-    return arrived
 
 
 def forward(local: LocalCall) -> Results:

@@ -153,9 +153,19 @@ def record(emitter: Emitter, op: str, *args: Any, **kwargs: Any) -> Any:
     return Traced(emitter, name) if len(names) == 1 else tuple([Traced(emitter, n) if n else None for n in names])
 
 
+def started(kind: str, value: Any, *args: Any) -> Any:
+    """Append a collective, whose last argument is a mesh axis. The value is contiguous."""
+    return record(value.emitter, f"collective.{kind}", value, *args)
+
+
+def arrived(value: Any) -> Any:
+    """Append the wait for a collective that was started."""
+    return record(value.emitter, WAIT, value)
+
+
 def collective(kind: str, value: Any, *args: Any) -> Any:
-    """Append a collective, whose last argument is a mesh axis, and wait for it. The value is contiguous."""
-    return record(value.emitter, WAIT, record(value.emitter, f"collective.{kind}", value, *args))
+    """Append a collective, and wait for it."""
+    return arrived(started(kind, value, *args))
 
 
 def trace(emitter: Emitter, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -34,9 +34,7 @@ def along(context: Context, axis: int, striped: bool) -> Reached:
 def by_sequence(form: str, context: Context, site: Site, axis: int) -> AxisChoices:
     """The choices of a site on the axis of a sequence."""
     ranks = context.space.mesh[axis]
-    if context.space.axes[axis] != AXIS:
-        return sharded_data(context, site, axis)
-    if site.kind == "parameter":
+    if context.space.axes[axis] != AXIS or site.kind == "parameter":
         return sharded_data(context, site, axis)
     choices, digits = site.choices[ranks], along(context, axis, form == "striped")
     if site.kind == "op":
