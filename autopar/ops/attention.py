@@ -14,6 +14,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -186,8 +187,14 @@ def _masks(
     block, if one does."""
     metas, given = _roles(local), _tensors(local)
     (query, query_layout), (key, key_layout) = metas["query"], metas["key"]
-    mask = around[0] if around else _columns(local, given.get("attn_mask"), places)
-    kept = _columns(local, given.get("dropout_mask"), places)
+
+    @cache
+    def columns() -> Tensor:
+        """The global numbers of the block's keys."""
+        return global_indices(local, key.shape, key_layout, 2, lambda axis: _from(local, places, axis))
+
+    mask = around[0] if around else _of_block(local, given.get("attn_mask"), columns)
+    kept = _of_block(local, given.get("dropout_mask"), columns)
     causal, keys, named = local.call.argument("is_causal"), key.shape[2], dict(local.kwargs)
     padded = padded_shape(key.shape, key_layout)[2] > keys
     if causal and mask is None and (query.shape[2] <= keys or not padded):
@@ -197,11 +204,10 @@ def _masks(
     named["is_causal"] = False
     if not causal and (not padded or (mask is not None and mask.shape[-1] > 1)):
         return mask, kept, named
-    columns = global_indices(local, key.shape, key_layout, 2, lambda axis: _from(local, places, axis))
-    hidden = columns >= keys if padded else None
+    hidden = columns() >= keys if padded else None
     if causal:
         rows = global_indices(local, query.shape, query_layout, 2)
-        later = columns > rows.unsqueeze(1)
+        later = columns() > rows.unsqueeze(1)
         hidden = later if hidden is None else torch.logical_or(later, hidden)
     else:
         assert hidden is not None
@@ -210,16 +216,15 @@ def _masks(
     return added if mask is None else mask + added, kept, named
 
 
-def _columns(local: LocalCall, mask: Tensor | None, places: Places) -> Tensor | None:
-    """The columns of a mask that belong to a block of keys that goes around."""
+def _of_block(local: LocalCall, mask: Tensor | None, columns: Callable[[], Tensor]) -> Tensor | None:
+    """The columns of a mask that belong to a block of keys that goes around, by their global numbers."""
     if mask is None or RING not in local.splits or mask.shape[-1] == 1:
         return mask
     key, layout = _roles(local)["key"]
-    columns = global_indices(local, key.shape, layout, 2, lambda axis: _from(local, places, axis))
     if padded_shape(key.shape, layout)[2] == key.shape[2]:
-        return mask.index_select(mask.ndim - 1, columns)
-    beyond = columns >= key.shape[2]
-    block = mask.index_select(mask.ndim - 1, columns.masked_fill(beyond, 0))
+        return mask.index_select(mask.ndim - 1, columns())
+    beyond = columns() >= key.shape[2]
+    block = mask.index_select(mask.ndim - 1, columns().masked_fill(beyond, 0))
     return block if mask.dtype == torch.bool else block.masked_fill(beyond, -math.inf)
 
 
