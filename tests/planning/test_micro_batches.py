@@ -17,7 +17,7 @@ import plans
 import pytest
 import torch
 import torch.distributed as dist
-from micro_batches import COUNT, Net, counted, ids, issued_by
+from micro_batches import COUNT, Net, assert_promised, counted, ids, issued_by
 from models import assert_close, whole
 from pairwise import pairwise
 from ranks import run
@@ -30,7 +30,6 @@ from autopar.compat.patching import patched
 from autopar.passes.codegen.program import codegen
 from autopar.passes.lower.bucket import bucket
 from autopar.passes.lower.hold import held
-from autopar.planning.account import account
 from autopar.planning.advice import LEAST_SPEEDUP
 from autopar.planning.micro import parts_of
 from autopar.planning.plan import Plan
@@ -55,14 +54,7 @@ def test_the_objective_counts_the_collectives_that_a_step_issues(name: str, gath
     """Of random assignments, tied weights among them: kinds, axes, counts and bytes."""
     made = planner(name).gathering(gathers)
     assignment = plans.random_assignment(made.space, seed)
-    promised = {(c.kind, c.axis): (c.count, c.bytes) for c in account(made.space, assignment).collectives}
-    step = parts_of(codegen(made.space, assignment), COUNT, holds=gathers == "once")
-    counts: Counter[tuple[str, str]] = Counter()
-    sizes: Counter[tuple[str, str]] = Counter()
-    for (kind, axis, size), times in issued_by(step).items():
-        counts[kind, axis] += times
-        sizes[kind, axis] += times * size
-    assert promised == {key: (counts[key], sizes[key]) for key in counts}
+    assert_promised(made.space, assignment, codegen(made.space, assignment), COUNT, gathers)
 
 
 def test_one_reduction_is_a_quarter_of_four() -> None:

@@ -14,7 +14,7 @@ import plans
 import pytest
 import torch
 import torch.distributed as dist
-from micro_batches import issued_by
+from micro_batches import assert_promised
 from models import Step, assert_close, assert_same, eager, simulated, whole
 from pairwise import pairwise
 from ranks import run
@@ -31,8 +31,6 @@ from autopar.ir.text import parsed_program, text_of
 from autopar.ops.float8 import BLOCK, FROM, TO, from_float8, packed_bytes, to_float8
 from autopar.passes.codegen.narrow import narrowed, narrowed_parameters, rounded
 from autopar.passes.codegen.precision import written
-from autopar.planning.account import account
-from autopar.planning.micro import parts_of
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
 from autopar.planning.request import Gathers, Request
@@ -188,13 +186,7 @@ def test_the_objective_counts_the_collectives_that_are_issued(
     micro_batches, gathers = way
     made = planner(name, narrow, micro_batches=micro_batches).gathering(gathers)
     assignment = plans.random_assignment(made.space, seed)
-    promised = {(c.kind, c.axis): (c.count, c.bytes) for c in account(made.space, assignment).collectives}
-    issued = issued_by(parts_of(written(made.space, assignment), micro_batches, holds=gathers == "once"))
-    found: dict[tuple[str, str], tuple[int, int]] = {}
-    for (kind, axis, size), times in issued.items():
-        count, total = found.get((kind, axis), (0, 0))
-        found[kind, axis] = count + times, total + times * size
-    assert promised == found
+    assert_promised(made.space, assignment, written(made.space, assignment), micro_batches, gathers)
 
 
 def test_gathers_carry_fewer_bytes_and_reductions_as_many() -> None:

@@ -14,7 +14,7 @@ import plans
 import pytest
 import torch
 import torch.distributed as dist
-from micro_batches import issued_by
+from micro_batches import assert_promised
 from models import assert_close, assert_same, eager, simulated, whole
 from pairwise import pairwise
 from ranks import run
@@ -30,8 +30,6 @@ from autopar.ir.program import Program, ProgramInput, ProgramOutput
 from autopar.passes.capture.errors import CaptureError
 from autopar.passes.codegen.precision import with_casts, written
 from autopar.passes.lower.accumulate import accumulation
-from autopar.planning.account import account
-from autopar.planning.micro import parts_of
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
 from autopar.planning.request import Gathers, Request
@@ -201,13 +199,7 @@ def test_the_objective_counts_the_collectives_that_are_issued(
     micro_batches, gathers = way
     made = planner(name, precision, micro_batches=micro_batches).gathering(gathers)
     assignment = plans.random_assignment(made.space, seed)
-    promised = {(c.kind, c.axis): (c.count, c.bytes) for c in account(made.space, assignment).collectives}
-    issued = issued_by(parts_of(written(made.space, assignment), micro_batches, holds=gathers == "once"))
-    found: dict[tuple[str, str], tuple[int, int]] = {}
-    for (kind, axis, size), times in issued.items():
-        count, total = found.get((kind, axis), (0, 0))
-        found[kind, axis] = count + times, total + times * size
-    assert promised == found
+    assert_promised(made.space, assignment, written(made.space, assignment), micro_batches, gathers)
 
 
 @pytest.mark.parametrize("solver", ["serial", "analytical"])

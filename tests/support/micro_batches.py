@@ -11,11 +11,17 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from models import whole
+from plans import count_collectives
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
-from autopar.planning.micro import Part
+from autopar.ir.program import Program
+from autopar.passes.space.problem import Assignment
+from autopar.passes.space.space import Space
+from autopar.planning.account import account
+from autopar.planning.micro import Part, parts_of
+from autopar.planning.request import Gathers
 from autopar.runtime.module import ParallelModule
 
 COUNT = 4
@@ -42,6 +48,16 @@ def issued_by(parts: Sequence[Part]) -> Counter[tuple[str, str, int]]:
         for one, count in Counter(part.program.collectives()).items():
             issued[one] += part.times * count
     return issued
+
+
+def assert_promised(
+    space: Space, assignment: Assignment, program: Program, micro_batches: int, gathers: Gathers
+) -> None:
+    """The account of an assignment has the collectives that its program issues in a step: kinds, axes, counts and
+    bytes."""
+    promised = {(c.kind, c.axis): (c.count, c.bytes) for c in account(space, assignment).collectives}
+    issued = issued_by(parts_of(program, micro_batches, holds=gathers == "once"))
+    assert promised == count_collectives([*issued.elements()])
 
 
 def ids(step: int) -> torch.Tensor:
