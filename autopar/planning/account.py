@@ -226,7 +226,7 @@ def _regions(space: Space, assignment: Assignment) -> Iterator[tuple[Region, Dec
 def parameter_layouts(space: Space, assignment: Assignment) -> Iterator[tuple[str, Layout, tuple[Layout, ...], Policy]]:
     """(parameter, at rest, in use, "keep" or "regather") of every parameter, in the graph's order."""
     layouts: dict[str, tuple[Layout, tuple[Layout, ...], Policy]] = {}
-    for region, decisions, rename in _placements(space, assignment):
+    for region, decisions, rename in placements(space, assignment):
         uses: dict[str, dict[Layout, None]] = {}
         for name, site in region.sites.items():
             option = space.decided(site, decisions[name])
@@ -246,7 +246,7 @@ def gathered_once(space: Space, assignment: Assignment) -> set[str]:
     return {name for name, _, _, policy in parameter_layouts(space, assignment) if policy == KEEP}
 
 
-def _placements(space: Space, assignment: Assignment) -> Iterator[tuple[Region, Decisions, Mapping[str, str]]]:
+def placements(space: Space, assignment: Assignment) -> Iterator[tuple[Region, Decisions, Mapping[str, str]]]:
     yield space.rest, assignment.rest, {}
     for repeat, region, copies in zip(space.repeats, space.bodies, assignment.copies, strict=True):
         for k, decisions in enumerate(copies):

@@ -1,5 +1,6 @@
 """Assignments as plans, which people read and edit, and plans as assignments."""
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from autopar.cost.memory import Peak
 from autopar.ir.layout import Layout, Split
 from autopar.ops.experts import PRODUCTS
 from autopar.passes.space.choices import SiteChoice
+from autopar.passes.space.held import nested_choices
 from autopar.passes.space.layers import border_name
 from autopar.passes.space.parsing import parse_choice
 from autopar.passes.space.problem import Assignment, Decisions
@@ -77,7 +79,7 @@ class Subject:
     ) -> Plan:
         """The result of a search as the plan that answers a request, with its estimate, and what no step
         undercuts."""
-        space, assignment = self.space, result.assignment
+        space, assignment, within = self.space, result.assignment, request.within
         times = 1 if isinstance(space.cluster, StagedCluster) else self.training.micro_batches
         provenance = self.facts.provenance(space.cluster, math.prod(self.mesh.values())).times(times)
         plan = Plan(
@@ -128,6 +130,7 @@ class Subject:
             without_rule=dict(space.without_rule),
             timing=estimate.timing,
             rewrites=estimate.rewrites,
+            within=json.dumps(dict(within)) if isinstance(within, Mapping) else str(within or ""),
             provenance=replace(provenance, winner=request.preset or provenance.winner),
         )
         return replace(plan, described=plan.digest)
@@ -217,9 +220,10 @@ def _check_borders(space: Space, assignment: Assignment) -> None:
 
 def _offered(space: Space, site: Site, choice: SiteChoice) -> bool:
     """Whether the site offers each axis's part of a choice, and the choice has a policy if it is a parameter's."""
+    choices = nested_choices(space, site)
     return (
         len(choice.axes) == len(space.mesh)
-        and all(part in site.choices[ranks] for part, ranks in zip(choice.axes, space.mesh, strict=True))
+        and all(part in choices[ranks] for part, ranks in zip(choice.axes, space.mesh, strict=True))
         and bool(choice.policy) == (site.kind == "parameter")
     )
 

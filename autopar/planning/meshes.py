@@ -177,7 +177,7 @@ def with_stages(
     """The two meshes with as many stages, `most` at most, in the place of its outermost axes as promise the shortest
     steps; none where the model takes no stages, or the request is not for them. `on` gives the planner of a mesh."""
     looks: list[tuple[float, dict[str, int]]] = []
-    if request.solver != AUTO or request.micro_batches != 1:
+    if request.solver != AUTO or request.within or request.micro_batches != 1:
         return []
     for staged in in_stages(mesh, most):
         try:
@@ -194,8 +194,9 @@ def with_stages(
 def _best_of(planner: OnMeshes, candidates: Sequence[Mapping[str, int]], request: Request) -> Plan:
     """The plan with the shortest step without stages."""
     by_seconds = COSTS[request.cost].by_timeline or COSTS[request.cost].plan is not None
-    finalists = len(candidates) if request.preset else min(len(candidates), planner.effort.mesh_finalists)
-    looks = 0.0 if request.preset else len(candidates) / (len(candidates) + SEARCH_LOOKS * finalists)
+    bound = request.preset or request.within
+    finalists = len(candidates) if bound else min(len(candidates), planner.effort.mesh_finalists)
+    looks = 0.0 if bound else len(candidates) / (len(candidates) + SEARCH_LOOKS * finalists)
     looking = request.stage.part(0.0, looks).parts(len(candidates))
     planners = {tuple(mesh.items()): planner.on(mesh, planner.cluster) for mesh in candidates}
 
@@ -206,7 +207,7 @@ def _best_of(planner: OnMeshes, candidates: Sequence[Mapping[str, int]], request
         stage.found(seconds, is_serial=True)
         return seconds
 
-    searched = candidates if request.preset else promising(candidates, look, finalists)
+    searched = candidates if bound else promising(candidates, look, finalists)
     errors: list[ValueError] = []
     plans: list[Plan] = []
     for mesh, stage in zip(searched, request.stage.part(looks, 1.0).parts(finalists), strict=True):

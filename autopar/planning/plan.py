@@ -100,7 +100,7 @@ class LengthPlan:
     bytes: Count
 
 
-DEFAULTS = ("training", "checkpoints", "experts", "pipeline", "lengths")
+DEFAULTS = ("training", "checkpoints", "experts", "pipeline", "lengths", "within")
 """Fields that a file leaves out where they are as by default."""
 
 WAITING_PART = 0.25
@@ -191,6 +191,8 @@ class Plan:
     """What batches are padded to, if that was planned: the longest first, which the plan is of."""
     rewrites: str = ""
     """What was rewritten in the program of the decisions, in order, as `autopar lower` reads it."""
+    within: str = ""
+    """The library, or the plan of one, inside of whose means it was searched; "" if they were not bound."""
 
     @property
     def bytes(self) -> int:

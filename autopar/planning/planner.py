@@ -30,6 +30,7 @@ from autopar.passes.capture.captured import Captured
 from autopar.passes.flow import SEGMENTS, SPACE, Flow, lowered
 from autopar.passes.lower.stages import Staged
 from autopar.passes.segments.segment import Segments
+from autopar.passes.space.held import nested
 from autopar.passes.space.problem import Assignment
 from autopar.passes.space.space import Space
 from autopar.profile.programs import Costs, real_tensors
@@ -43,17 +44,20 @@ from .checks import check_kernels, check_mesh, check_model
 from .choice import Choice
 from .costs import COSTS, priced_space
 from .description import Subject
+from .expressed import Expressed, expressed, unit_bytes
+from .foreign import Within, presets_within
 from .meshes import best_over
 from .micro import check_measured, shortest
 from .pipelines import Pipelines, axis_of_stages, first_count
 from .plan import Plan
+from .presets import Preset
 from .provenance import ModelFacts
 from .reports import report_captured, report_rows, report_without_rule
-from .request import Gathers, Options, Request
+from .request import NAMES, Gathers, Options, Request, shown
 from .search import SearchResult
 from .searches import Searches, hidden_buckets
 from .shortfalls import fitting
-from .steps import NEAR, Estimate, Steps
+from .steps import BUCKETS, NEAR, Estimate, Steps
 from .training import GATHERS, Training, named_optimizer
 from .writer import Writer
 
@@ -81,6 +85,7 @@ class Planner:
         check_mesh(mesh_shape)
         check_model(model, args, kwargs, loss_fn)
         model = unwrapped(model)
+        self.example = model, args, kwargs or {}
         self.mesh = dict(mesh_shape)
         self.optimizer, self.training = named_optimizer(asked.optimizer), Training.of(asked)
         self.ways = GATHERS
@@ -235,6 +240,11 @@ class Planner:
     def planned(self, request: Request) -> Plan:
         """The best plan that answers a request. Raises ValueError for impossible constraints, and if no plan keeps the
         limit."""
+        if request.within is not None and (self.axis or request.cost == "profiled" or request.preset):
+            told = (
+                f"mesh axis {self.axis!r} has stages" if self.axis else f"{request.preset or 'profiled'} was asked for"
+            )
+            raise ValueError(f"within is {shown(request.within)}, and {told}, which does not go with it: leave one out")
         if (by_measuring := COSTS.named(request.cost).plan) is not None:
             check_measured(self.training)
             return by_measuring(self, request)
@@ -264,14 +274,43 @@ class Planner:
 
     def _in_ways(self, request: Request) -> Plan:
         """The best plan with each way of gathering for micro-batches, if there are several."""
+        if request.within is not None:
+            return self._within(request, request.within)
         if self.training.micro_batches == 1 or len(self.ways) == 1:
-            return self._planned(request)
+            return self._planned(request, request.preset)
         stages = request.stage.parts(len(self.ways))
 
         def of(way: Gathers) -> Plan:
-            return self.gathering(way)._planned(replace(request, stage=next(stages)))
+            return self.gathering(way)._planned(replace(request, stage=next(stages)), request.preset)
 
         return shortest([partial(of, way) for way in self.ways])
+
+    def _within(self, request: Request, within: Within) -> Plan:
+        """The shortest plan inside of what a library can express: it splits no modules whose Python does not run on
+        shards."""
+        refused: set[str] = set()
+        while True:
+            presets = presets_within(within, self.space, self.facts, refused)
+            plan = shortest([partial(self.nested._planned, request, preset) for preset in presets])
+            more = self.expressed(plan, presets).refused(*self.example) if within in NAMES["library"] else set()
+            if not more:
+                return plan
+            refused |= more
+
+    @property
+    def nested(self) -> Self:
+        """A planner in the space that libraries have (`held.nested`)."""
+        other = copy(self)
+        other.space = nested(self.space)
+        other._gather()
+        return other
+
+    def expressed(self, plan: Plan, presets: Sequence[Preset]) -> Expressed:
+        """A plan as a library says it that can express what some of these presets leave: by that which leaves most of
+        it. Raises ValueError as `program`."""
+        space, assignment, blocks = nested(self.space), self.assignment(plan), self.searches.blocks()
+        said = [expressed(preset, space, blocks, assignment, self.facts) for preset in presets]
+        return min(said, key=lambda one: len(one.missing))
 
     def _advised(self, plan: Plan) -> Plan:
         """The plan, and what would shorten its waits."""
@@ -292,8 +331,7 @@ class Planner:
             return request.bytes_limit
         return usable * (1.0 - request.free_part)
 
-    def _planned(self, request: Request) -> Plan:
-        preset = request.preset
+    def _planned(self, request: Request, preset: str | Preset | None) -> Plan:
         allowed = None if preset is None else self.seconds.timed("preset", self.preset, preset)
         mode = COSTS[request.cost]
         space = self.space if mode.space is None else self.seconds.timed("prices", priced_space, mode, self.space)
@@ -309,7 +347,11 @@ class Planner:
             if space is not self.space:
                 logger.info("%s: %.6g, at least %.6g", request.cost, best.score.seconds, best.lower_bound)
                 best = self.searches.priced(best)
-            return self.seconds.timed("describe", self.describe, best, request)
+            estimate = None
+            if request.within is not None:
+                buckets = (max(BUCKETS[-1], unit_bytes(self.space, best.assignment)),)
+                estimate = self.evaluate(best.assignment, buckets=buckets)
+            return self.seconds.timed("describe", self.describe, best, request, estimate)
 
         return fitting(self.steps, request, self.limit(request), attempt)
 

@@ -58,6 +58,7 @@ def options_of(plan: Plan, **changes: Any) -> LengthOptions:
         "precision": plan.training.precision,
         "imbalance": plan.training.asked_imbalance,
         "compile": plan.training.compile or False,
+        "within": plan.within or None,
         "lengths": {one.length: one.share for one in plan.lengths} or None,
     }
     return cast(LengthOptions, {**own, **changes})

@@ -61,6 +61,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "schedule": ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "searched"),
     "dtype": ("float32", "bfloat16", "float16", "float64"),
     "gather dtype": ("bfloat16", "float16", "float8_e4m3fn"),
+    "library": ("fsdp2", "parallelize_module", "transformers", "torchtitan"),
 }
 """The words that options take, by kind. Those of tables are autopar's own rows, since the tables need PyTorch; a test
 holds that they are the same."""
@@ -322,6 +323,7 @@ class Keywords(TypedDict, total=False):
     imbalance: float | Sequence[float]
     compile: bool | str
     profiles: str | Path | None
+    within: str | Path | Mapping[str, str] | None
 
 
 class Several(Keywords, total=False):
@@ -488,6 +490,15 @@ class Request:
             kinds=(str, Path),
             give="the path of a profile database, or None",
             typed=Path,
+        ),
+    )
+    within: str | Path | Mapping[str, str] | None = field(
+        default=None,
+        metadata=_says(
+            help=f"Plan inside what a library can express: {', '.join(NAMES['library'])}; or inside what a plan of one "
+            "says, a file of names and styles.",
+            kinds=(str, Path, Mapping),
+            give=f"a library ({', '.join(NAMES['library'])}), the path of a plan of one, or names and styles",
         ),
     )
     lengths: Lengths | None = field(

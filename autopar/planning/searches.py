@@ -58,9 +58,9 @@ class Searches:
             stage=request.stage,
         )
 
-    def preset(self, name: str) -> Allowed:
+    def preset(self, name: str | Preset) -> Allowed:
         """The options that a preset leaves. Raises ValueError if it does not fit the mesh or the model."""
-        preset = PRESETS.named(name)
+        preset = PRESETS.named(name) if isinstance(name, str) else name
         if preset not in self.presets:
             self.presets[preset] = allowed_by(preset, self.space, self.blocks())
         return self.presets[preset]

@@ -204,6 +204,8 @@ def _choice(plan: Plan) -> str:
         return f"by {plan.solver}"
     if origin.winner == plan.solver:
         return f"{plan.solver}, as asked"
+    if plan.within and origin.winner != EDITED:
+        return f"the cheapest within {plan.within}, as asked"
     if origin.winner == EDITED:
         before = origin.candidates[0] if origin.candidates else None
         return f"edited by hand; before, the step was {short_seconds(before.seconds)}" if before else "edited by hand"

@@ -1,4 +1,4 @@
-"""The space in which parameters stay where they are."""
+"""Spaces with other choices of parameters at rest: in which they stay where they are, or lie inside of other splits."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -21,6 +21,29 @@ def held(space: Space, layouts: Mapping[str, Collection[Layout]]) -> Space:
         return _held(space, site, layouts[site.name]) if site.kind == "parameter" else site
 
     return space.with_sites(changed)
+
+
+def nested(space: Space) -> Space:
+    """The space in which a dim of a parameter may rest split by an axis inside of what another axis gives a rank, as
+    FSDP shards what tensor parallelism has split."""
+    return space.with_sites(lambda site: replace(site, choices=nested_choices(space, site)))
+
+
+def nested_choices(space: Space, site: Site) -> Mapping[int, tuple[AxisChoice, ...]]:
+    """A site's choices by the size of an axis, in that space."""
+    if site.kind != "parameter" or site.meta is None:
+        return site.choices
+    inside = {
+        ranks: [
+            AxisChoice("S", dim, size // n)
+            for dim, size in enumerate(site.meta.shape)
+            for n in {n for n in space.mesh if n > 1}
+            if size % (n * ranks) == 0
+        ]
+        for ranks in site.choices
+        if ranks > 1
+    }
+    return {ranks: tuple(dict.fromkeys((*here, *inside.get(ranks, ())))) for ranks, here in site.choices.items()}
 
 
 def _held(space: Space, site: Site, layouts: Collection[Layout]) -> Site:

@@ -138,8 +138,8 @@ def _axis_rules(space: Space, chosen: Preset, grid: tuple[int, ...]) -> dict[int
     """The rule of each axis of more than one rank that is not of the grid."""
     rules = {axis: chosen.data for axis in _wide(space) if axis not in grid}
     if chosen.tensor is not None:
-        tensor_axis = _tensor_axis(space)
-        rules = {axis: chosen.tensor if axis == tensor_axis else rule for axis, rule in rules.items()}
+        on = tensor_axis(space)
+        rules = {axis: chosen.tensor if axis == on else rule for axis, rule in rules.items()}
     if chosen.z is not None:
         z = _z_axis(space, grid)
         rules = {axis: chosen.z if axis == z else rule for axis, rule in rules.items()}
@@ -161,7 +161,7 @@ def _wide(space: Space) -> list[int]:
     return [axis for axis, ranks in enumerate(space.mesh) if ranks > 1]
 
 
-def _tensor_axis(space: Space) -> int:
+def tensor_axis(space: Space) -> int:
     """The axis with a tensor-parallel name, or the last of more than one rank."""
     named = [axis for axis, name in enumerate(space.axes) if name in TENSOR_AXIS_NAMES]
     return named[0] if named else (_wide(space) or [0])[-1]

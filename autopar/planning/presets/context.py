@@ -27,6 +27,12 @@ class Context:
         return unique_sites(self.space)
 
     @cached_property
+    def parameters(self) -> dict[str, str]:
+        """Root -> parameter, for one copy of a repeated layer."""
+        names = {value: name for name, value in self.space.graph.parameters.items()}
+        return {name: names[name] for name, site in self.sites.items() if site.kind == "parameter"}
+
+    @cached_property
     def inputs(self) -> list[Site]:
         return [site for site in self.sites.values() if site.kind == "input" and site.meta and site.meta.shape]
 

@@ -1,0 +1,231 @@
+"""What of a plan other libraries can express: a style for each module, units whose parameters are sharded together, and
+what stands in neither."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from autopar.ir.layout import Split, local_meta
+from autopar.passes.blocks.block import Blocks
+from autopar.passes.space.choices import REGATHER
+from autopar.passes.space.problem import Assignment
+from autopar.passes.space.sites import Option, Site
+from autopar.passes.space.space import Space
+
+from .account import parameter_layouts, placements, sources
+from .foreign import COLUMN, GATHERED, PLAIN, ROW, Style, dims_of
+from .options import taken
+from .presets import Preset, allowed_by, tensor_axis
+from .presets.context import Context
+from .provenance import ModelFacts, kind_of
+from .texts import grouped, starred
+
+T = TypeVar("T")
+
+SMALL_BYTES = 64
+"""Counts and sums of a loss are no larger, and each library leaves them to its user."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expressed:
+    """On the `tensor` axis ("": none) the style of each module that has one, and the dim along which modules without
+    split weights are handed shards (`along`); on the `shards` axes parameters rest in shards, in `units` of modules
+    that gather together, again in backward (True) or not; all `others` replicate them. `missing`: what a library
+    cannot say, by module."""
+
+    tensor: str
+    styles: Mapping[str, Style]
+    along: Mapping[str, int]
+    shards: tuple[str, ...]
+    others: tuple[str, ...]
+    units: Mapping[str, bool]
+    missing: tuple[str, ...]
+    ranks: int
+    """Those of the tensor axis."""
+
+    def refused(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[str]:
+        """Modules whose Python does not run on a rank's shards, by what runs of the model on meta: those beside which
+        it fails, and all with styles where an output has another shape than it has on one device. Raises what the model
+        raises there by itself."""
+        whole = _shapes(model, {}, self.ranks, args, kwargs) if self.styles else []
+        refused: set[str] = set()
+        while styles := {module: style for module, style in self.styles.items() if module not in refused}:
+            failed: list[str] = []
+            try:
+                if _shapes(model, styles, self.ranks, args, kwargs, failed) == whole:
+                    break
+                refused |= {*styles}
+            except (RuntimeError, ValueError, IndexError):  # of the model's own Python, wherever shapes are not its own
+                beside = {starred(name.rpartition(".")[0]) for name in failed[:1]}
+                refused |= {m for m in styles if starred(m.rpartition(".")[0]) in beside} or {*styles}
+        return refused
+
+
+def expressed(preset: Preset, space: Space, blocks: Blocks, assignment: Assignment, facts: ModelFacts) -> Expressed:
+    """An assignment as a library says it that can express what the preset leaves."""
+    axis = tensor_axis(space) if preset.tensor is not None else -1
+    wide = [a for a, ranks in enumerate(space.mesh) if ranks > 1 and a != axis]
+    styles: dict[str, Style] = {}
+    reshards: dict[str, bool] = {}
+    shards: set[int] = set()
+    gathered, along = _gathered(space, assignment, axis), {}
+    for name, at_rest, _, policy in parameter_layouts(space, assignment):
+        module, meta = name.rpartition(".")[0], space.graph.metas[space.graph.parameters[name]]
+        shards |= {a for a in wide if isinstance(at_rest[a], Split)}
+        reshards.setdefault(module, policy == REGATHER)
+        if axis >= 0 and isinstance(split := at_rest[axis], Split):
+            by_column = dims_of(COLUMN, facts.kinds[name], meta.shape) == split.dim
+            styles[module] = (GATHERED if name in gathered else COLUMN) if by_column else ROW
+    if axis >= 0:
+        along = {name.rpartition(".")[0]: dim for name, dim in _along(space, assignment, axis)}
+        along = {module: dim for module, dim in along.items() if module not in styles}
+    return Expressed(
+        tensor=space.axes[axis] if axis >= 0 else "",
+        styles=styles,
+        along=along,
+        shards=tuple(space.axes[a] for a in wide if a in shards),
+        others=tuple(space.axes[a] for a in wide if a not in shards),
+        units=_units(reshards) if wide else {},
+        missing=tuple(_missing(preset, space, blocks, assignment, axis)),
+        ranks=space.mesh[axis] if axis >= 0 else 1,
+    )
+
+
+def _forward(space: Space, assignment: Assignment) -> Iterator[tuple[Mapping[str, str], Site, Option]]:
+    """The operators of forward in each copy, their options, and what the copy's parameters are called."""
+    names = {value: name for name, value in space.graph.parameters.items()}
+    for region, decisions, rename in placements(space, assignment):
+        called = {name: names[rename.get(name, name)] for name, s in region.sites.items() if s.kind == "parameter"}
+        for site in region.sites.values():
+            if site.kind == "op" and not site.backward:
+                yield called, site, space.decided(site, decisions[site.name])
+
+
+def _gathered(space: Space, assignment: Assignment, axis: int) -> set[str]:
+    """Parameters whose product is split on an axis, and is read whole."""
+    split: dict[tuple[int, str], list[str]] = {}
+    whole: set[str] = set()
+    for called, site, option in _forward(space, assignment) if axis >= 0 else ():
+        for read, layout in zip(site.reads, option.reads, strict=True):
+            whole |= {*split.get((id(called), read.alias.root), ())} if not isinstance(layout[axis], Split) else set()
+        weights = [called[read.alias.root] for read in site.reads if read.alias.root in called]
+        if weights and isinstance(option.makes[0][axis], Split):
+            split[id(called), site.makes[0]] = weights
+    return whole
+
+
+def _along(space: Space, assignment: Assignment, axis: int) -> Iterator[tuple[str, int]]:
+    """Parameters that are whole on an axis and act on shards there, each with the dim of these."""
+    for called, site, option in _forward(space, assignment):
+        choice = option.choice.axes[axis]
+        for read in site.reads:
+            if read.alias.root in called and choice.splits and site.rule is not None:
+                carried = [dim for dim, factor in enumerate(site.rule.outputs[0]) if factor == choice.factor]
+                yield from ((called[read.alias.root], dim) for dim in carried)
+
+
+def unit_bytes(space: Space, assignment: Assignment) -> int:
+    """What is gathered of the largest unit at once."""
+    sizes: dict[str, int] = {}
+    for name, _, uses, _ in parameter_layouts(space, assignment):
+        meta, layer = space.graph.metas[space.graph.parameters[name]], _layer(name)
+        sizes[layer] = sizes.get(layer, 0) + max((local_meta(meta, use, space.mesh).bytes for use in uses), default=0)
+    return max(sizes.values(), default=0)
+
+
+def _units(reshards: Mapping[str, bool]) -> dict[str, bool]:
+    """Units, the innermost first: each repeated layer, modules that are not as most of theirs are, and the model."""
+    layers = grouped((_layer(module), module) for module in reshards)
+    most = {layer: 2 * sum(reshards[m] for m in modules) >= len(modules) for layer, modules in layers.items()}
+    apart = {m: again for m, again in reshards.items() if again != most[_layer(m)]}
+    rest = most.pop("", True)
+    return stars({**apart, **most}) | {"": rest}
+
+
+def _layer(module: str) -> str:
+    """The innermost numbered module in which one lies; "" if it lies in none."""
+    parts = module.split(".")
+    last = max((i for i, part in enumerate(parts) if part.isdigit()), default=-1)
+    return ".".join(parts[: last + 1])
+
+
+def stars(of: Mapping[str, T]) -> dict[str, T]:
+    """Names with `*` for numbers, where all that are called so are alike."""
+    alike = grouped((starred(name), name) for name in of)
+    told = {}
+    for pattern, names in alike.items():
+        values = [of[name] for name in names]
+        told |= {pattern: values[0]} if all(v == values[0] for v in values) else {name: of[name] for name in names}
+    return told
+
+
+def _missing(preset: Preset, space: Space, blocks: Blocks, assignment: Assignment, axis: int) -> Iterator[str]:
+    """What the preset does not leave, and what travels between modules, each with its module."""
+    allowed, context = allowed_by(preset, space, blocks), Context(space, blocks)
+    found = []
+    for name, choices in taken(space, assignment).items():
+        site = context.sites[name]
+        for choice in choices:
+            if choice not in allowed[name] and site.kind in ("op", "parameter", "input"):
+                at = context.parameters.get(name, site.module)
+                found.append((starred(at), "" if site.kind == "op" else f"rests as {choice}"))
+    gradients = {r.alias.root for s in context.sites.values() if s.kind == "parameter" for r in s.reads}
+    for traffic in sources(space, assignment):
+        site = context.making.get(traffic.root)
+        on = space.axes.index(traffic.axis)
+        of_parameter = traffic.root in gradients | context.weight_gradients or (site and site.kind == "parameter")
+        around = on == axis and site is not None and context.weights_of(site)
+        if not of_parameter and not around and traffic.bytes > SMALL_BYTES * traffic.count:
+            found.append((starred(traffic.module), f"{traffic.kind} on {traffic.axis}"))
+    for module, what in grouped(found).items():
+        kinds = ", ".join(dict.fromkeys(filter(None, what))) or "splits of its operators"
+        yield f"{module or 'the model'}: {kinds}"
+
+
+def _shapes(
+    model: nn.Module,
+    styles: Mapping[str, Style],
+    ranks: int,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    failed: list[str] | None = None,
+) -> list[torch.Size]:
+    """Shapes of the outputs of the model, with one rank's shards of the parameters of these modules, on meta. Of an
+    error, `failed` gets the modules in which it was raised, the innermost first."""
+    shards: dict[str, torch.Tensor] = {}
+    for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
+        shape, style = list(tensor.shape), styles.get(name.rpartition(".")[0], PLAIN)
+        if style.split and (dim := dims_of(style, kind_of(model, name), tensor.shape)) is not None:
+            shape[dim] = -(-shape[dim] // ranks)
+        shards[name] = torch.empty(shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
+    inside: list[str] = []
+    hooks = []
+
+    def leave(name: str) -> Any:
+        def hook(module: nn.Module, _: Any, output: Any) -> Any:
+            inside.pop()
+            if styles.get(name) == GATHERED:
+                sizes = (*output.shape[:-1], module.weight.shape[-1 if isinstance(module, nn.Embedding) else 0] * ranks)
+                return output.new_empty(sizes)
+            return output
+
+        return hook
+
+    for name, module in model.named_modules():
+        hooks.append(module.register_forward_pre_hook(lambda *_, name=name: inside.append(name)))
+        hooks.append(module.register_forward_hook(leave(name)))
+    on_meta = tree_map_only(torch.Tensor, lambda x: x.to("meta"), (tuple(args), dict(kwargs)))
+    try:
+        outputs = torch.func.functional_call(model, shards, *on_meta, tie_weights=False)
+    finally:
+        if failed is not None:
+            failed.extend(reversed(inside))
+        for hook in hooks:
+            hook.remove()
+    return [leaf.shape for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]

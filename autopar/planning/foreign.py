@@ -1,0 +1,242 @@
+"""Plans of other libraries: names of modules with styles, as dictionaries of Python or JSON say them.
+
+`tp_plan` and `fsdp_plan` of transformers, the styles that `parallelize_module` takes, sharding configurations of
+torchtitan, layer specs of DeepSpeed's AutoTP, and Megatron's "column" and "row" are one table of words (`WORDS`).
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+import logging
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from autopar.extensions import nearest
+from autopar.files import reading, text_of
+from autopar.passes.space.choices import KEEP, REGATHER
+from autopar.passes.space.space import Space
+
+from .presets import DATA_AXIS_NAMES, Preset, tensor_axis
+from .presets.styled import Styles, in_units, styled
+from .provenance import ModelFacts
+
+logger = logging.getLogger("autopar")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Style:
+    """What a word says of a module. `split`: on the tensor axis its weights are split by "column" (outputs), by "row"
+    (inputs), by "experts", or not; its result is `gathered`, or it works on rows split `by_sequence`. With `reshards`
+    its parameters are sharded together on data axes, and gathered again in backward or not."""
+
+    split: str = ""
+    gathered: bool = False
+    by_sequence: bool = False
+    reshards: bool | None = None
+
+
+COLUMN, ROW, PLAIN = Style(split="column"), Style(split="row"), Style()
+GATHERED, SEQUENCE, EXPERTS = replace(COLUMN, gathered=True), Style(by_sequence=True), Style(split="experts")
+
+WORDS: Mapping[str, Style] = {
+    # torch.distributed.tensor.parallel, and torchtitan
+    "ColwiseParallel": COLUMN, "RowwiseParallel": ROW, "SequenceParallel": SEQUENCE, "NoParallel": PLAIN,
+    "PrepareModuleInput": PLAIN, "PrepareModuleOutput": PLAIN, "PrepareModuleInputOutput": PLAIN,
+    "colwise_config": COLUMN, "rowwise_config": ROW, "norm_config": SEQUENCE, "pre_lm_head_norm_config": SEQUENCE,
+    # transformers
+    "colwise": COLUMN, "packed_colwise": COLUMN, "rowwise": ROW, "packed_rowwise": ROW, "rowwise_split_input": ROW,
+    "rowwise_rep": ROW, "colwise_gather_output": GATHERED, "colwise_rep": GATHERED, "embedding_rowwise": ROW,
+    "embedding_colwise": GATHERED, "sequence_parallel": SEQUENCE, "grouped_gemm": EXPERTS, "replicate": PLAIN,
+    "replicated_with_grad_allreduce": PLAIN, "moe_tp_experts": PLAIN, "ep_dispatch_experts": PLAIN,
+    "local_params": PLAIN, "all_reduce": PLAIN,
+    "free_full_weight": Style(reshards=True), "keep_full_weight": Style(reshards=False),
+    # Megatron and DeepSpeed
+    "column": COLUMN, "row": ROW, "skip": PLAIN, "ColumnParallelLinear": COLUMN, "RowParallelLinear": ROW,
+    "VocabParallelEmbedding": ROW,
+}  # fmt: skip
+
+ALIASES: Mapping[str, tuple[str, ...]] = {
+    "tok_embeddings": ("embed_tokens",), "embedding.word_embeddings": ("embed_tokens",), "output": ("lm_head",),
+    "output_layer": ("lm_head",), "attention_norm": ("input_layernorm",), "ffn_norm": ("post_attention_layernorm",),
+    "pre_mlp_layernorm": ("post_attention_layernorm",), "decoder.final_layernorm": ("model.norm",),
+    "attention": ("self_attn",), "feed_forward": ("mlp",),
+    "attention.wq": ("self_attn.q_proj",), "attention.wk": ("self_attn.k_proj",),
+    "attention.wv": ("self_attn.v_proj",), "attention.wo": ("self_attn.o_proj",),
+    "feed_forward.w1": ("mlp.gate_proj",), "feed_forward.w2": ("mlp.down_proj",), "feed_forward.w3": ("mlp.up_proj",),
+    "self_attention.linear_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "self_attention.linear_proj": ("self_attn.o_proj",), "mlp.linear_fc1": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.linear_fc2": ("mlp.down_proj",),
+}  # fmt: skip
+"""What modules of torchtitan and Megatron are called in transformers, by the ends of their names."""
+
+
+def entries(text: str) -> dict[str, Style]:
+    """Names, with `*`, or regular expressions after "re:", and their styles: of all dictionaries in a text of JSON or
+    Python that have them. Raises ValueError for what is neither, and where there is no style."""
+    with contextlib.suppress(ValueError):  # of what is Python
+        text = repr(json.loads(text))
+    try:
+        tree = ast.parse(text)
+    except SyntaxError as error:
+        raise ValueError(f"it is neither JSON nor Python ({error.msg} in line {error.lineno})") from error
+    found: dict[str, Style] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Dict):
+            found |= dict(_in(node))
+    if not found:
+        raise ValueError(f"no style stands in it: give names with words such as {', '.join([*WORDS][:3])} or colwise")
+    return found
+
+
+def _in(node: ast.Dict) -> Iterator[tuple[str, Style]]:
+    """The styles in one dictionary, or the one that DeepSpeed's says of its patterns."""
+    pairs = [(k.value, v) for k, v in zip(node.keys, node.values, strict=True) if isinstance(k, ast.Constant)]
+    spec = {key: ast.literal_eval(v) for key, v in pairs if key in ("patterns", "partition_type", "gather_output")}
+    if "patterns" in spec:
+        style = WORDS[spec.get("partition_type", "column")]
+        style = replace(style, gathered=bool(spec.get("gather_output")))
+        yield from ((f"re:{pattern}", style) for pattern in spec["patterns"])
+    for key, value in pairs:
+        if isinstance(value, ast.Constant) and value.value in WORDS:
+            yield key, WORDS[value.value]
+        elif isinstance(value, ast.Call):
+            name, options = ast.unparse(value.func).rpartition(".")[2], {k.arg: k.value for k in value.keywords}
+            if name in WORDS:
+                whole = "Replicate" in ast.unparse(options.get("output_layouts", value.func))
+                yield key, GATHERED if whole and WORDS[name] == COLUMN else WORDS[name]
+        elif isinstance(value, ast.Dict) and "'reshard_after_forward'" in (unit := ast.unparse(value)):
+            yield key, Style(reshards=bool(ast.literal_eval(unit)["reshard_after_forward"]))
+
+
+def dims_of(style: Style, kind: str, shape: tuple[int, ...]) -> int | None:
+    """The dim of a parameter of a kind (`provenance.kind_of`) that a style splits."""
+    if not style.split or not shape:
+        return None
+    if style.split == "experts":
+        return 0
+    by_column = style.split == "column"
+    if len(shape) == 1:
+        return 0 if by_column else None
+    if kind in ("embedding", "transposed"):
+        by_column = not by_column
+    if kind == "convolution":
+        return 0 if by_column else 1
+    return len(shape) - (2 if by_column else 1)
+
+
+Within = str | Path | Mapping[str, str]
+"""A library of `TARGETS`, the file of a plan of one, or such a plan."""
+
+TARGETS: Mapping[str, tuple[str, ...]] = {
+    "fsdp2": (),
+    "parallelize_module": ("linear", "embedding"),
+    "transformers": ("linear", "embedding"),
+    "torchtitan": ("linear", "embedding"),
+}
+"""The libraries that plans are exported to, and the kinds of parameters that each splits on a tensor axis."""
+
+
+def presets_within(within: Within, space: Space, facts: ModelFacts, without: Collection[str] = ()) -> list[Preset]:
+    """The restrictions of the space to what a library of `TARGETS` can express, or to what a plan of one says: a file,
+    or a dictionary of names and words. A library may leave the tensor axis to data, too. On several data axes
+    parameters are sharded on the innermost (HSDP). Modules `without` styles have none.
+
+    Raises ValueError for a file that holds no plan, and for one that names nothing in the model.
+    """
+    shapes = {name: space.graph.metas[value].shape for name, value in space.graph.parameters.items()}
+    tensor = tensor_axis(space)
+    if isinstance(within, str) and within in TARGETS:
+        called, kinds, tied = within, TARGETS[within], {*facts.captured.tied, *facts.captured.tied.values()}
+        free = {name: facts.kinds[name] for name in shapes if facts.kinds[name] in kinds}
+        free = {name: kind for name, kind in free.items() if name not in tied and _module(name) not in without}
+        splits = {name: [dims_of(style, kind, shapes[name]) for style in (COLUMN, ROW)] for name, kind in free.items()}
+        styles = Styles(dims={name: (*dict.fromkeys((*dims, None)),) for name, dims in splits.items()}, gathered=None)
+        has_units = True
+    else:
+        called = within if isinstance(within, str) else getattr(within, "name", "the plan")
+        said = _said(within, shapes)
+        dims = {name: (dims_of(style, facts.kinds[name], shapes[name]),) for name, (style, _) in said.items()}
+        gathered = frozenset(name for name, (style, _) in said.items() if style.gathered)
+        reshards = {unit.reshards for _, unit in said.values()} - {None}
+        ways = {True: REGATHER, False: KEEP}
+        styles = Styles(
+            dims=dims,
+            gathered=gathered,
+            by_sequence=any(style.by_sequence for style, _ in said.values()),
+            policies=tuple(ways[one] for one in sorted(reshards)) or (KEEP,),
+        )
+        has_units = bool(reshards)
+    is_split = any(dim is not None for dims in styles.dims.values() for dim in dims)
+    wide = [name for name, ranks in zip(space.axes, space.mesh, strict=True) if ranks > 1]
+    is_data = space.axes[tensor] in DATA_AXIS_NAMES
+    if is_split and is_data and called not in TARGETS:
+        raise ValueError(
+            f"{called} splits modules on a tensor axis, and the mesh has {', '.join(wide)}, for data: call an axis tp"
+        )
+    found = []
+    for has_tensor in (True, False) if called in TARGETS else (True,):
+        splits = is_split and not is_data and has_tensor
+        on = [name for name in wide if not (splits and name == space.axes[tensor])]
+        one = replace(styles, sharded=frozenset(on[-1:] if has_units else ()))
+        rule = partial(styled, styles=one) if splits else None
+        preset = Preset(name=called, data=partial(in_units, styles=one), tensor=rule, policies=one.policies)
+        found += [preset] * (splits == has_tensor or called not in TARGETS)
+    return found
+
+
+def _said(within: Within, names: Mapping[str, Any]) -> dict[str, tuple[Style, Style]]:
+    """What a plan says of each parameter: its style, and the unit that it is sharded with."""
+    if isinstance(within, Mapping):
+        found = entries(repr(dict(within)))
+    else:
+        with reading(f"{within} is no plan", f"give a file of names and styles, or {', '.join(TARGETS)}"):
+            found = entries(text_of(within))
+    used = {pattern: renamed(pattern, names) for pattern in found}
+    if nothing := [pattern for pattern, patterns in used.items() if not patterns]:
+        logger.warning("%s: nothing in the model is called %s", within, ", ".join(nothing))
+    if len(nothing) == len(found):
+        raise ValueError(f"{within} names nothing in the model{nearest(nothing[0], [_module(name) for name in names])}")
+    said: dict[str, tuple[Style, Style]] = {}
+    for name in names:
+        styles = [found[p] for called in (name, _module(name)) for p in found if any(_is(called, q) for q in used[p])]
+        # of units the one that is named the most closely
+        units = [found[p] for p in found for q in used[p] if found[p].reshards is not None and _lies_in(name, q)]
+        said[name] = next((s for s in styles if s.reshards is None), PLAIN), units[-1] if units else PLAIN
+    return said
+
+
+def renamed(pattern: str, names: Iterable[str]) -> list[str]:
+    """The pattern, or what a module of another library that it names is called here; none if nothing is."""
+    ends = [end for end in ALIASES if f".{pattern}".endswith(f".{end}")]
+    others = [pattern.removesuffix(end) + new for end in sorted(ends, key=len, reverse=True) for new in ALIASES[end]]
+    for tried in ([pattern], others):
+        if hits := [p for p in tried if any(_lies_in(name, p) for name in names)]:
+            return hits
+    return []
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _lies_in(name: str, pattern: str) -> bool:
+    """Whether a parameter is what a pattern names, or lies in a module that is."""
+    parts = name.split(".")
+    return any(_is(".".join(parts[:k]), pattern) for k in range(len(parts) + 1))
+
+
+def _is(name: str, pattern: str) -> bool:
+    """Whether the last parts of a name are those of a pattern, or all of it matches a regular expression."""
+    if pattern.startswith("re:"):
+        return re.match(pattern.removeprefix("re:"), name) is not None
+    parts, wanted = name.split("."), pattern.split(".")
+    if not pattern or len(parts) < len(wanted):
+        return not pattern and not name
+    return all(map(fnmatchcase, parts[len(parts) - len(wanted) :], wanted))

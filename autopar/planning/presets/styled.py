@@ -1,0 +1,111 @@
+"""Plans that other libraries can express: on one axis a style for each module, on the others data parallel with the
+parameters of modules sharded together.
+
+Other libraries run a model's own Python on local tensors, and communicate around modules alone: before and after
+products with split weights, when parameters are gathered, and when their gradients are reduced. So nothing between
+modules is a partial sum, or is split otherwise than products leave it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from autopar.ir.layout import Split
+from autopar.passes.space.choices import KEEP, REGATHER, REPLICATED, Policy
+from autopar.passes.space.collapse import to_root
+from autopar.passes.space.reached import Reached, reached
+from autopar.passes.space.sites import Site
+
+from .axis import AxisChoices, data
+from .context import Context
+
+
+@dataclass(frozen=True, kw_only=True)
+class Styles:
+    """Which dim of each parameter may be split on the tensor axis (`dims`, by name; None: none), the parameters whose
+    products are `gathered` afterwards (None: those with classes), and whether what lies between products is split
+    `by_sequence`. On the axes `sharded`, and no other, parameters rest in shards of dim 0."""
+
+    dims: Mapping[str, tuple[int | None, ...]] = field(default_factory=dict)
+    gathered: frozenset[str] | None = frozenset()
+    by_sequence: bool = False
+    sharded: frozenset[str] = frozenset()
+    policies: tuple[Policy, ...] = (KEEP, REGATHER)
+
+    def is_gathered(self, context: Context, ranks: int, root: str) -> bool:
+        if self.gathered is None:
+            return root in context.digits(context.space.mesh.index(ranks), "class").splits
+        return context.parameters[root] in self.gathered
+
+    def dims_of(self, context: Context, root: str) -> tuple[int | None, ...]:
+        """Of the parameter that is a root, or that was cast to it."""
+        maker = context.making[root]
+        while maker.kind == "op" and maker.reads:
+            maker = context.making[maker.reads[0].alias.root]
+        return self.dims.get(context.parameters.get(maker.name, ""), (None,))
+
+    @cached_property
+    def _reached(self) -> dict[tuple[int, int, bool], Reached]:
+        return {}
+
+    def digits(self, context: Context, ranks: int, *, gathered: bool) -> Reached:
+        """Where the splits of weights lead, those of `gathered` ones included or not."""
+        key = (id(context.space), ranks, gathered)
+        if key not in self._reached:
+            starts = [
+                (root, Split(choice.factor, choice.period))
+                for root, name in context.parameters.items()
+                if gathered or not self.is_gathered(context, ranks, root)
+                for choice in context.sites[root].choices[ranks]
+                if choice.splits and choice.factor in self.dims.get(name, ())
+            ]
+            self._reached[key] = reached(context.space, ranks, starts)
+        return self._reached[key]
+
+
+def styled(context: Context, site: Site, axis: int, *, styles: Styles) -> AxisChoices:
+    """The choices on the tensor axis."""
+    ranks = context.space.mesh[axis]
+    choices = site.choices[ranks]
+    if site.kind == "parameter":
+        dims = styles.dims.get(context.parameters[site.name], (None,))
+        return tuple(c for c in choices if (c.factor if c.splits else None) in dims) or (REPLICATED,)
+    if site.kind == "op":
+        weights = [p for p in context.weights_of(site) if styles.dims_of(context, site.reads[p].alias.root) != (None,)]
+        if weights and site.rule is not None:
+            return tuple(_of_weights(context, site, ranks, weights, styles)) or (REPLICATED,)
+        of_weight = any(name in context.weight_gradients for name in site.makes)
+        along = styles.digits(context, ranks, gathered=of_weight).choices(site)
+        if styles.by_sequence and not along:
+            along = context.digits(axis, "sequence").choices(site)
+            return tuple(c for c in along if c in choices) or (REPLICATED,)
+        return (*(c for c in along if c in choices), REPLICATED)
+    if site.kind == "border" and styles.by_sequence:
+        return tuple(c for c in context.splits(site.name, axis, "sequence") if c in choices) or (REPLICATED,)
+    return choices if site.kind == "output" else (REPLICATED,)
+
+
+def _of_weights(context: Context, site: Site, ranks: int, weights: list[int], styles: Styles) -> AxisChoices:
+    """The choices of a product that split its weight as the weight's style does."""
+    assert site.rule is not None
+    allowed = []
+    for choice in site.choices[ranks]:
+        dims = []
+        for position in weights:
+            read = site.reads[position].alias
+            for split in site.rule.input_splits(position, choice.factor, choice.period) if choice.splits else ():
+                root = to_root(read.steps, (split,), (ranks,))
+                dims += [root[0].dim] if root is not None and isinstance(root[0], Split) else []
+        may = {dim for p in weights for dim in styles.dims_of(context, site.reads[p].alias.root)}
+        if may.intersection(dims) or (choice == REPLICATED and None in may):
+            allowed.append(choice)
+    return tuple(allowed)
+
+
+def in_units(context: Context, site: Site, axis: int, *, styles: Styles) -> AxisChoices:
+    """The choices on a data axis: parameters rest in shards of dim 0, or whole."""
+    if site.kind != "parameter":
+        return data(context, site, axis)
+    if context.space.axes[axis] not in styles.sharded:
+        return (REPLICATED,)
+    return tuple(c for c in site.choices[context.space.mesh[axis]] if c.splits and c.factor == 0) or (REPLICATED,)

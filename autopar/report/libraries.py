@@ -1,0 +1,214 @@
+"""Plans as scripts of other libraries: what each calls a style, and a template that needs nothing of autopar."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.extensions import unknown
+from autopar.planning.expressed import Expressed, stars
+from autopar.planning.foreign import COLUMN, GATHERED, ROW, presets_within
+from autopar.planning.plan import Plan
+from autopar.planning.request import NAMES
+from autopar.planning.texts import mesh_words, short_bytes, short_seconds, starred
+
+WORDS_OF: Mapping[str, Mapping[Any, str]] = {
+    "fsdp2": {},
+    "parallelize_module": {
+        COLUMN: "ColwiseParallel()",
+        GATHERED: "ColwiseParallel(output_layouts=Replicate())",
+        ROW: "RowwiseParallel()",
+        "embedding": "RowwiseParallel(input_layouts=Replicate())",
+        "along": "SequenceParallel(sequence_dim={dim}, use_local_output=True)",
+    },
+    "transformers": {
+        COLUMN: "colwise",
+        GATHERED: "colwise_gather_output",
+        ROW: "rowwise",
+        "embedding": "embedding_rowwise",
+        "along": "replicated_with_grad_allreduce",
+    },
+    "torchtitan": {
+        COLUMN: "colwise_config()",
+        GATHERED: "colwise_config()",
+        ROW: "rowwise_config()",
+        "embedding": "rowwise_config()",
+        "along": "norm_config(enable_sp=False)",
+    },
+}
+"""What a library calls a style; that of an embedding split by vocabulary, and of a module that is handed shards."""
+
+TORCH = '''"""{title}"""
+
+from fnmatch import fnmatchcase
+
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+
+MESH = {sizes}
+
+STYLES = {styles}
+
+UNITS = {units}
+
+
+def make_mesh(device_type="cuda"):
+    """The mesh of all ranks. It makes the process group, where there is none."""
+    return init_device_mesh(device_type, tuple(MESH.values()), mesh_dim_names=tuple(MESH))
+
+
+def parallelize(model, mesh):
+    """Splits a model in place. All ranks have the same weights before."""
+    if STYLES:
+        parallelize_module(model, mesh["tensor"], STYLES)
+    data = mesh["replicate", "shard"] if MESH["replicate"] > 1 or MESH["shard"] == 1 else mesh["shard"]
+    for pattern, options in UNITS.items():
+        for name, module in model.named_modules():
+            if name.count(".") == pattern.count(".") and fnmatchcase(name, pattern):
+                fully_shard(module, mesh=data, **options)
+    return model
+
+
+def rows(batch, mesh):
+    """This rank's rows of a global batch: a tensor [batch, ...]. Gradients are means over ranks, so that a loss that is
+    a mean over rows, or over equally many tokens of each rank, trains as on one device."""
+    part = mesh.get_local_rank("replicate") * MESH["shard"] + mesh.get_local_rank("shard")
+    return batch.chunk(MESH["replicate"] * MESH["shard"])[part]
+'''
+
+TRANSFORMERS = '''"""{title}"""
+
+from transformers.distributed import DistributedConfig
+
+SIZES = {sizes}
+
+TP_PLAN = {styles}
+
+FSDP_PLAN = {units}
+
+
+def parallelize(model):
+    """The model on all ranks, whose process group it makes. All have the same weights before."""
+    tp_plan = dict.fromkeys(model.tp_plan or (), "replicate") | TP_PLAN
+    asked = DistributedConfig(**SIZES, tp_plan=tp_plan, fsdp_plan=FSDP_PLAN)
+    config, _, mesh = type(model).prepare_distribute_model(asked)
+    return type(model).maybe_distribute_model(model, config, mesh)
+'''
+
+TORCHTITAN = '''"""{title}"""
+
+from torchtitan.models.common.decoder_sharding import colwise_config, norm_config, rowwise_config
+
+PARALLELISM = {sizes}
+
+SHARDING = {styles}
+
+RESHARD_AFTER_FORWARD = {units}
+
+
+def set_sharding(config):
+    """Sets the sharding of each module in the tree of a model's Config."""
+    for path, sharding in SHARDING.items():
+        found = [config]
+        for name in path.split("."):
+            found = [part for one in found for part in (one if name == "*" else [getattr(one, name)])]
+        for one in found:
+            one.sharding_config = sharding
+'''
+
+
+TEMPLATES = {"fsdp2": TORCH, "parallelize_module": TORCH, "transformers": TRANSFORMERS, "torchtitan": TORCHTITAN}
+
+SIZES = "replicate", "shard", "tensor"
+
+SIZES_OF = {
+    "transformers": ("dp_replicate_size", "fsdp_size", "tp_size"),
+    "torchtitan": ("data_parallel_replicate_degree", "data_parallel_shard_degree", "tensor_parallel_degree"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Export:
+    """A plan as a script of a library, and what of the plan that library cannot express: then the script is of the
+    `plan` that is the shortest of those that it can."""
+
+    library: str
+    script: str
+    missing: tuple[str, ...]
+    plan: Plan
+
+    def __str__(self) -> str:
+        return self.script
+
+
+def export_plan(plan: Plan, to: str) -> Export:
+    """A plan with its model (`autopar.read_plan` reads a file so) as a script of a library.
+
+    Raises ValueError for an unknown library, and for a plan without its model.
+    """
+    if to not in NAMES["library"]:
+        raise ValueError(unknown("library", to, NAMES["library"]))
+    planner, used = plan.planner, plan
+
+    def expressed() -> Expressed:
+        said: Expressed = planner.expressed(used, presets_within(to, planner.space, planner.facts))
+        return said
+
+    said = expressed()
+    refused = dict.fromkeys(starred(name) for name in sorted(said.refused(*planner.example)))
+    missing = (*said.missing, *(f"{module}: its Python does not run on shards" for module in refused))
+    if missing:
+        used = planner.plan(within=to)
+        said = expressed()
+    values = {
+        "title": _title(plan, used, to, missing),
+        "styles": _styles(said, WORDS_OF[to], {n.rpartition(".")[0]: kind for n, kind in planner.facts.kinds.items()}),
+        "units": _code({name: _unit(to, again) for name, again in said.units.items() if name or to != "transformers"}),
+        "sizes": _code(_sizes(used, said, SIZES_OF.get(to, SIZES))),
+    }
+    return Export(library=to, script=TEMPLATES[to].format(**values), missing=missing, plan=used)
+
+
+def _sizes(plan: Plan, said: Expressed, names: tuple[str, str, str]) -> dict[str, int]:
+    """The ranks that replicate, shard and split modules, the outermost first."""
+    replicate, shard, tensor = names
+    on = {replicate: said.others, shard: said.shards, tensor: (said.tensor,) * bool(said.tensor)}
+    sizes = {name: math.prod(plan.mesh[axis] for axis in axes) for name, axes in on.items()}
+    is_outermost = said.tensor and next(iter(plan.mesh)) == said.tensor
+    return {tensor: sizes[tensor], **sizes} if is_outermost else sizes
+
+
+def _styles(said: Expressed, words: Mapping[Any, str], kinds: Mapping[str, str]) -> str:
+    told = {
+        module: words["embedding" if kinds[module] == "embedding" and style == ROW else style]
+        for module, style in said.styles.items()
+    }
+    return _code(stars({**told, **{name: words["along"].format(dim=dim) for name, dim in said.along.items()}}))
+
+
+def _code(values: Mapping[str, object]) -> str:
+    """A dictionary as Python writes it: calls as calls."""
+    lines = [f"    {json.dumps(name)}: {v if str(v).endswith(')') else _literal(v)},\n" for name, v in values.items()]
+    return f"{{\n{''.join(lines)}}}" if lines else "{}"
+
+
+def _literal(value: object) -> str:
+    return json.dumps(value) if isinstance(value, str) else repr(value)
+
+
+def _unit(to: str, again: bool) -> object:
+    words = {True: "free_full_weight", False: "keep_full_weight"}
+    return words[again] if to == "transformers" else {"reshard_after_forward": again}
+
+
+def _title(plan: Plan, used: Plan, to: str, missing: tuple[str, ...]) -> str:
+    said = f"Predicted on {plan.cluster}: {short_seconds(used.seconds)} a step, {short_bytes(used.bytes)} a rank."
+    lines = [f"{plan.model} on {mesh_words(plan.mesh)}, planned by autopar for {to}.", "", said]
+    if missing:
+        lines += ["", f"The plan before takes {short_seconds(plan.seconds)}. Of it, {to} cannot express:"]
+    return "\n".join([*lines, *(f"- {one}" for one in missing), ""])
