@@ -46,6 +46,8 @@ COMMANDS: Mapping[str, Command] = {
     "fit": Command("plans", PLANS, "Which numbers of devices, meshes and strategies fit a model, ranked."),
     "compare": Command("plans", PLANS, "Plans of several solvers, presets, meshes and clusters side by side."),
     "simulate": Command("plans", PLANS, "Show how long a step takes, when everything runs, and what overlap hides."),
+    "export": Command("plans", PLANS, "Write a saved plan as a script for another library, such as FSDP2."),
+    "import": Command("plans", PLANS, "Price another library's plan, and say what the best plan gains over it."),
     "check": Command("plans", PLANS, "Run a model's plan on simulated ranks, and compare it with PyTorch."),
     "lab": Command("machines", MACHINES, "Run a command on the ranks of a cluster that this machine pretends to be."),
     "calibrate": Command("machines", MACHINES, "Measure what ranks reach, and write a cluster file."),

@@ -12,7 +12,7 @@ import typer
 
 from autopar import files
 from autopar.cluster import library
-from autopar.planning.request import ASKED, AUTO, Request, Source, quiet
+from autopar.planning.request import ASKED, AUTO, NAMES, Request, Source, quiet
 from autopar.planning.saved import is_plan, saved
 from autopar.report.telling import notes
 
@@ -70,7 +70,7 @@ def plan_command(
     common.show(loading.kept(plan, Source(**model), save), common.chosen(as_json), full=full)
 
 
-@common.asks(model=Source, options=Request, without=("cluster", "solver", "lengths"))
+@common.asks(model=Source, options=Request, without=("cluster", "solver", "lengths", "within"))
 def compare_command(
     model: common.Typed,
     mesh: Annotated[list[str], typer.Option(help="Axes and sizes, such as dp=2,tp=4. Repeatable.")],
@@ -110,7 +110,7 @@ def compare_command(
         raise typer.Exit(status or 1)
 
 
-@common.asks(model=Source, options=Request, without=("solver", "lengths"))
+@common.asks(model=Source, options=Request, without=("solver", "lengths", "within"))
 def fit_command(
     model: common.Typed,
     devices: Annotated[str, typer.Option(help="Numbers of devices, such as 64,256,1024.")],
@@ -402,6 +402,46 @@ def what_if_command(
         after = loading.ask(autopar.plan, on, model, reading.options_of(before, **options), source=source)
     after = loading.kept(after, source, save)
     common.show(autopar.difference(before, after), common.chosen(as_json))
+
+
+@common.asks(model=Source, again=True, defaults={})
+def export_command(
+    path: Annotated[Path, PLAN],
+    to: Annotated[str, typer.Option(help=f"The library: {', '.join(NAMES['library'])}.")],
+    model: common.Typed,
+    save: common.Out = None,
+) -> None:
+    """Write a saved plan as a script for another library. Where that cannot express all of it, the script is of the
+    shortest plan that it can express, and what it cannot is said.
+
+    Example: autopar export plan.json --to fsdp2 --out split.py
+    """
+    plan = current(path, model, needs_model=True)
+    with working():
+        written = plan.export(to)
+    for line in written.missing:
+        notes().print(f"{to} cannot express {line}", markup=False, soft_wrap=True)
+    common.deliver(written.script, save)
+
+
+@common.asks(model=Source, options=Request, without=("solver", "lengths", "within"))
+def import_command(
+    foreign: Annotated[Path, typer.Argument(help="Names of modules and styles: Python or JSON of another library.")],
+    model: common.Typed,
+    mesh: common.Mesh,
+    options: common.Typed,
+    save: common.Saved = None,
+    as_json: common.AsJson = False,
+) -> None:
+    """Price a plan of another library, and show what changes from it to the best plan.
+
+    Example: autopar import tp_plan.json hf:LlamaConfig --mesh dp=2,tp=4 --cluster dgx-h100
+    """
+    autopar.Plan.check_path(save)
+    with working():
+        before = loading.ask(autopar.plan, common.mesh_shape(mesh), model, {**options, "within": str(foreign)})
+        after = before.planner.plan(within=None)
+    common.show(autopar.difference(loading.kept(before, Source(**model), save), after), common.chosen(as_json))
 
 
 def opened(path: Path) -> autopar.Plan:

@@ -3,14 +3,19 @@ what stands in neither."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from autopar.compat.patching import patched
+from autopar.compat.quick_fakes import quick_fakes
 from autopar.ir.layout import Split, local_meta
 from autopar.passes.blocks.block import Blocks
 from autopar.passes.space.choices import REGATHER
@@ -27,6 +32,10 @@ from .provenance import ModelFacts, kind_of
 from .texts import grouped, starred
 
 T = TypeVar("T")
+
+APART = 0.1
+"""The part of a layer from which on a module gathers for itself where it keeps what the layer does not, or the reverse:
+smaller ones would add collectives and save nothing."""
 
 SMALL_BYTES = 64
 """Counts and sums of a loss are no larger, and each library leaves them to its user."""
@@ -50,20 +59,17 @@ class Expressed:
     """Those of the tensor axis."""
 
     def refused(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[str]:
-        """Modules whose Python does not run on a rank's shards, by what runs of the model on meta: those beside which
-        it fails, and all with styles where an output has another shape than it has on one device. Raises what the model
-        raises there by itself."""
-        whole = _shapes(model, {}, self.ranks, args, kwargs) if self.styles else []
+        """Modules whose Python does not run on a rank's shards, by what it does to fakes: those beside which it fails,
+        and all with styles where an output has another shape than on one device, or has none without data."""
         refused: set[str] = set()
+        failed: list[str] = []
+        whole = _shapes(model, {}, self.ranks, args, kwargs, failed) if self.styles else None
         while styles := {module: style for module, style in self.styles.items() if module not in refused}:
-            failed: list[str] = []
-            try:
-                if _shapes(model, styles, self.ranks, args, kwargs, failed) == whole:
-                    break
-                refused |= {*styles}
-            except (RuntimeError, ValueError, IndexError):  # of the model's own Python, wherever shapes are not its own
-                beside = {starred(name.rpartition(".")[0]) for name in failed[:1]}
-                refused |= {m for m in styles if starred(m.rpartition(".")[0]) in beside} or {*styles}
+            shapes = None if whole is None else _shapes(model, styles, self.ranks, args, kwargs, failed)
+            if shapes is not None and shapes == whole:
+                break
+            beside = {starred(name.rpartition(".")[0]) for name in failed[:1]} if shapes is None else set()
+            refused |= {module for module in styles if starred(module.rpartition(".")[0]) in beside} or {*styles}
         return refused
 
 
@@ -73,26 +79,29 @@ def expressed(preset: Preset, space: Space, blocks: Blocks, assignment: Assignme
     wide = [a for a, ranks in enumerate(space.mesh) if ranks > 1 and a != axis]
     styles: dict[str, Style] = {}
     reshards: dict[str, bool] = {}
+    sizes: dict[str, int] = {}
     shards: set[int] = set()
+    shared = {name.rpartition(".")[0] for pair in facts.captured.tied.items() for name in pair}
     gathered, along = _gathered(space, assignment, axis), {}
     for name, at_rest, _, policy in parameter_layouts(space, assignment):
         module, meta = name.rpartition(".")[0], space.graph.metas[space.graph.parameters[name]]
         shards |= {a for a in wide if isinstance(at_rest[a], Split)}
         reshards.setdefault(module, policy == REGATHER)
+        sizes[module] = sizes.get(module, 0) + meta.bytes
         if axis >= 0 and isinstance(split := at_rest[axis], Split):
             by_column = dims_of(COLUMN, facts.kinds[name], meta.shape) == split.dim
             styles[module] = (GATHERED if name in gathered else COLUMN) if by_column else ROW
     if axis >= 0:
         along = {name.rpartition(".")[0]: dim for name, dim in _along(space, assignment, axis)}
-        along = {module: dim for module, dim in along.items() if module not in styles}
+        along = {m: d for m, d in along.items() if m not in styles and not any(n.startswith(f"{m}.") for n in reshards)}
     return Expressed(
         tensor=space.axes[axis] if axis >= 0 else "",
         styles=styles,
         along=along,
         shards=tuple(space.axes[a] for a in wide if a in shards),
         others=tuple(space.axes[a] for a in wide if a not in shards),
-        units=_units(reshards) if wide else {},
-        missing=tuple(_missing(preset, space, blocks, assignment, axis)),
+        units=_units(reshards, sizes, shared) if wide else {},
+        missing=tuple(_missing(preset, space, blocks, assignment, axis, along)),
         ranks=space.mesh[axis] if axis >= 0 else 1,
     )
 
@@ -139,11 +148,20 @@ def unit_bytes(space: Space, assignment: Assignment) -> int:
     return max(sizes.values(), default=0)
 
 
-def _units(reshards: Mapping[str, bool]) -> dict[str, bool]:
-    """Units, the innermost first: each repeated layer, modules that are not as most of theirs are, and the model."""
-    layers = grouped((_layer(module), module) for module in reshards)
-    most = {layer: 2 * sum(reshards[m] for m in modules) >= len(modules) for layer, modules in layers.items()}
-    apart = {m: again for m, again in reshards.items() if again != most[_layer(m)]}
+def _units(reshards: Mapping[str, bool], sizes: Mapping[str, int], shared: Collection[str]) -> dict[str, bool]:
+    """Units, the innermost first: each repeated layer, modules that are not as most of theirs is and are no small part
+    of it, and the model, to which parameters with several names belong."""
+    home = {module: "" if module in shared else _layer(module) for module in reshards}
+    home = {module: "" if layer in {_layer(m) for m in shared} else layer for module, layer in home.items()}
+    layers = grouped((home[module], module) for module in reshards)
+    whole = {layer: sum(sizes[m] for m in modules) for layer, modules in layers.items()}
+    again = {layer: sum(sizes[m] * reshards[m] for m in modules) for layer, modules in layers.items()}
+    most = {layer: 2 * again[layer] >= whole[layer] for layer in layers}
+    apart = {
+        module: reshards[module]
+        for module, layer in home.items()
+        if reshards[module] != most[layer] and sizes[module] >= APART * whole[layer] and module not in shared
+    }
     rest = most.pop("", True)
     return stars({**apart, **most}) | {"": rest}
 
@@ -165,24 +183,32 @@ def stars(of: Mapping[str, T]) -> dict[str, T]:
     return told
 
 
-def _missing(preset: Preset, space: Space, blocks: Blocks, assignment: Assignment, axis: int) -> Iterator[str]:
+def _missing(
+    preset: Preset, space: Space, blocks: Blocks, assignment: Assignment, axis: int, along: Collection[str]
+) -> Iterator[str]:
     """What the preset does not leave, and what travels between modules, each with its module."""
     allowed, context = allowed_by(preset, space, blocks), Context(space, blocks)
-    found = []
+    found = [("", "layers that run again in backward")] * any(map(any, assignment.recompute))
     for name, choices in taken(space, assignment).items():
         site = context.sites[name]
         for choice in choices:
             if choice not in allowed[name] and site.kind in ("op", "parameter", "input"):
                 at = context.parameters.get(name, site.module)
                 found.append((starred(at), "" if site.kind == "op" else f"rests as {choice}"))
-    gradients = {r.alias.root for s in context.sites.values() if s.kind == "parameter" for r in s.reads}
+    of = {read.alias.root: name for name in context.parameters for read in context.sites[name].reads}
     for traffic in sources(space, assignment):
-        site = context.making.get(traffic.root)
-        on = space.axes.index(traffic.axis)
-        of_parameter = traffic.root in gradients | context.weight_gradients or (site and site.kind == "parameter")
-        around = on == axis and site is not None and context.weights_of(site)
-        if not of_parameter and not around and traffic.bytes > SMALL_BYTES * traffic.count:
-            found.append((starred(traffic.module), f"{traffic.kind} on {traffic.axis}"))
+        site = context.making.get(traffic.root) or context.sites.get(traffic.root)
+        if site is None or site.kind == "parameter" or traffic.bytes <= SMALL_BYTES * traffic.count:
+            continue
+        if space.axes.index(traffic.axis) != axis:
+            # where nothing travels in forward, backward adds up gradients of parts of the batch
+            may = site.backward
+        elif traffic.root in of:
+            may = context.parameters[of[traffic.root]].rpartition(".")[0] in along
+        else:
+            may = bool(context.weights_of(site)) or traffic.root in context.weight_gradients
+        if not may:
+            found.append((starred(site.module), f"{traffic.kind} on {traffic.axis}"))
     for module, what in grouped(found).items():
         kinds = ", ".join(dict.fromkeys(filter(None, what))) or "splits of its operators"
         yield f"{module or 'the model'}: {kinds}"
@@ -194,38 +220,40 @@ def _shapes(
     ranks: int,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    failed: list[str] | None = None,
-) -> list[torch.Size]:
-    """Shapes of the outputs of the model, with one rank's shards of the parameters of these modules, on meta. Of an
-    error, `failed` gets the modules in which it was raised, the innermost first."""
-    shards: dict[str, torch.Tensor] = {}
-    for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
-        shape, style = list(tensor.shape), styles.get(name.rpartition(".")[0], PLAIN)
-        if style.split and (dim := dims_of(style, kind_of(model, name), tensor.shape)) is not None:
-            shape[dim] = -(-shape[dim] // ranks)
-        shards[name] = torch.empty(shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
+    failed: list[str],
+) -> list[torch.Size] | None:
+    """Shapes of the outputs of a model, with one rank's shards of the parameters of these modules. None if its Python
+    fails on them: then `failed` are the modules that it was in, the innermost first."""
     inside: list[str] = []
-    hooks = []
+    gathered = {name: model.get_submodule(name) for name, style in styles.items() if style == GATHERED}
+    wide = {name: getattr(m, "out_features", getattr(m, "embedding_dim", 0)) for name, m in gathered.items()}
+
+    def enter(name: str) -> Any:
+        return lambda *_: inside.append(name)
 
     def leave(name: str) -> Any:
         def hook(module: nn.Module, _: Any, output: Any) -> Any:
             inside.pop()
-            if styles.get(name) == GATHERED:
-                sizes = (*output.shape[:-1], module.weight.shape[-1 if isinstance(module, nn.Embedding) else 0] * ranks)
-                return output.new_empty(sizes)
-            return output
+            return output.new_empty((*output.shape[:-1], wide[name])) if name in wide else output
 
         return hook
 
-    for name, module in model.named_modules():
-        hooks.append(module.register_forward_pre_hook(lambda *_, name=name: inside.append(name)))
-        hooks.append(module.register_forward_hook(leave(name)))
-    on_meta = tree_map_only(torch.Tensor, lambda x: x.to("meta"), (tuple(args), dict(kwargs)))
-    try:
-        outputs = torch.func.functional_call(model, shards, *on_meta, tie_weights=False)
-    finally:
-        if failed is not None:
-            failed.extend(reversed(inside))
-        for hook in hooks:
-            hook.remove()
+    quiet = patched(logging.getLogger("torch._subclasses.fake_tensor"), disabled=True)
+    with quick_fakes(), quiet, ExitStack() as hooks:
+        tensors: dict[str, torch.Tensor] = {}
+        for name, tensor in chain(model.named_parameters(remove_duplicate=False), model.named_buffers()):
+            shape, style = list(tensor.shape), styles.get(name.rpartition(".")[0], PLAIN)
+            dim = dims_of(style, kind_of(model, name), tensor.shape)
+            if dim is not None:
+                shape[dim] = -(-shape[dim] // ranks)
+            tensors[name] = torch.empty(shape, dtype=tensor.dtype, requires_grad=tensor.requires_grad)
+        inputs = tree_map_only(torch.Tensor, lambda x: torch.empty(x.shape, dtype=x.dtype), (tuple(args), dict(kwargs)))
+        for name, module in model.named_modules():
+            hooks.callback(module.register_forward_pre_hook(enter(name)).remove)
+            hooks.callback(module.register_forward_hook(leave(name)).remove)
+        try:
+            outputs = torch.func.functional_call(model, tensors, *inputs, tie_weights=False)
+        except (RuntimeError, ValueError, IndexError, TypeError):  # of the model's own Python
+            failed[:] = reversed(inside)
+            return None
     return [leaf.shape for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]

@@ -26,6 +26,7 @@ from autopar.passes.space.space import Space
 from .presets import DATA_AXIS_NAMES, Preset, tensor_axis
 from .presets.styled import Styles, in_units, styled
 from .provenance import ModelFacts
+from .request import shown
 
 logger = logging.getLogger("autopar")
 
@@ -200,9 +201,11 @@ def _said(within: Within, names: Mapping[str, Any]) -> dict[str, tuple[Style, St
             found = entries(text_of(within))
     used = {pattern: renamed(pattern, names) for pattern in found}
     if nothing := [pattern for pattern, patterns in used.items() if not patterns]:
-        logger.warning("%s: nothing in the model is called %s", within, ", ".join(nothing))
+        logger.warning("%s: nothing in the model is called %s", shown(within), ", ".join(nothing))
     if len(nothing) == len(found):
-        raise ValueError(f"{within} names nothing in the model{nearest(nothing[0], [_module(name) for name in names])}")
+        raise ValueError(
+            f"{shown(within)} names nothing in the model{nearest(nothing[0], [_module(name) for name in names])}"
+        )
     said: dict[str, tuple[Style, Style]] = {}
     for name in names:
         styles = [found[p] for called in (name, _module(name)) for p in found if any(_is(called, q) for q in used[p])]

@@ -282,6 +282,12 @@ class Plan:
         """
         return _view("explain.engine").Explainer(self.planner, self).explain(name, replan=replan)
 
+    def export(self, to: str) -> Any:
+        """The plan as a script for another library, such as "fsdp2" (an `autopar.report.libraries.Export`): it needs
+        nothing of autopar, and names what the library cannot express. Raises ValueError for an unknown library, and for
+        a plan without its model, as `explain`."""
+        return _view("libraries").export_plan(self, to)
+
     def anatomy(self) -> Any:
         """The plan's timeline, its memory over the step, segments, blocks and links
         (`autopar.report.explain.anatomy.Anatomy`), computed again from the model. Raises ValueError for a plan without

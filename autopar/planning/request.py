@@ -323,7 +323,6 @@ class Keywords(TypedDict, total=False):
     imbalance: float | Sequence[float]
     compile: bool | str
     profiles: str | Path | None
-    within: str | Path | Mapping[str, str] | None
 
 
 class Several(Keywords, total=False):
@@ -340,6 +339,7 @@ class Options(Keywords, total=False):
 
     solver: str
     cluster: str | Cluster | None
+    within: str | Path | Mapping[str, str] | None
 
 
 class LengthOptions(Options, total=False):

@@ -54,7 +54,7 @@ class Searches:
             pins=given if pinned is None else pinned(space, given),
             evaluate=partial(self.steps.evaluate, limit=request.bytes_limit),
             effort=self.effort.share(share),
-            recompute=self.training.recompute == "auto",
+            recompute=self.training.recompute == "auto" and request.within is None,  # libraries leave it to models
             stage=request.stage,
         )
 
