@@ -176,7 +176,7 @@ def _layer(module: str) -> str:
 def stars(of: Mapping[str, T]) -> dict[str, T]:
     """Names with `*` for numbers, where all that are called so are alike."""
     alike = grouped((starred(name), name) for name in of)
-    told = {}
+    told: dict[str, T] = {}
     for pattern, names in alike.items():
         values = [of[name] for name in names]
         told |= {pattern: values[0]} if all(v == values[0] for v in values) else {name: of[name] for name in names}
@@ -197,18 +197,19 @@ def _missing(
                 found.append((starred(at), "" if site.kind == "op" else f"rests as {choice}"))
     of = {read.alias.root: name for name in context.parameters for read in context.sites[name].reads}
     for traffic in sources(space, assignment):
-        site = context.making.get(traffic.root) or context.sites.get(traffic.root)
-        if site is None or site.kind == "parameter" or traffic.bytes <= SMALL_BYTES * traffic.count:
+        maker = context.making.get(traffic.root) or context.sites.get(traffic.root)
+        if maker is None or maker.kind == "parameter" or traffic.bytes <= SMALL_BYTES * traffic.count:
             continue
         if space.axes.index(traffic.axis) != axis:
             # where nothing travels in forward, backward adds up gradients of parts of the batch
-            may = site.backward
+            may = maker.backward
         elif traffic.root in of:
             may = context.parameters[of[traffic.root]].rpartition(".")[0] in along
         else:
-            may = bool(context.weights_of(site)) or traffic.root in context.weight_gradients
+            may = bool(context.weights_of(maker)) or traffic.root in context.weight_gradients
         if not may:
-            found.append((starred(site.module), f"{traffic.kind} on {traffic.axis}"))
+            where = "between layers" if maker.kind == "border" else starred(maker.module)
+            found.append((where, f"{traffic.kind} on {traffic.axis}"))
     for module, what in grouped(found).items():
         kinds = ", ".join(dict.fromkeys(filter(None, what))) or "splits of its operators"
         yield f"{module or 'the model'}: {kinds}"

@@ -26,7 +26,7 @@ from autopar.passes.space.space import Space
 from .presets import DATA_AXIS_NAMES, Preset, tensor_axis
 from .presets.styled import Styles, in_units, styled
 from .provenance import ModelFacts
-from .request import shown
+from .request import NAMES, shown
 
 logger = logging.getLogger("autopar")
 
@@ -98,15 +98,15 @@ def entries(text: str) -> dict[str, Style]:
 
 def _in(node: ast.Dict) -> Iterator[tuple[str, Style]]:
     """The styles in one dictionary, or the one that DeepSpeed's says of its patterns."""
-    pairs = [(k.value, v) for k, v in zip(node.keys, node.values, strict=True) if isinstance(k, ast.Constant)]
+    pairs = [(str(k.value), v) for k, v in zip(node.keys, node.values, strict=True) if isinstance(k, ast.Constant)]
     spec = {key: ast.literal_eval(v) for key, v in pairs if key in ("patterns", "partition_type", "gather_output")}
     if "patterns" in spec:
-        style = WORDS[spec.get("partition_type", "column")]
-        style = replace(style, gathered=bool(spec.get("gather_output")))
+        style = replace(WORDS[spec.get("partition_type", "column")], gathered=bool(spec.get("gather_output")))
         yield from ((f"re:{pattern}", style) for pattern in spec["patterns"])
+        return
     for key, value in pairs:
-        if isinstance(value, ast.Constant) and value.value in WORDS:
-            yield key, WORDS[value.value]
+        if isinstance(value, ast.Constant) and str(value.value) in WORDS:
+            yield key, WORDS[str(value.value)]
         elif isinstance(value, ast.Call):
             name, options = ast.unparse(value.func).rpartition(".")[2], {k.arg: k.value for k in value.keywords}
             if name in WORDS:
@@ -152,43 +152,38 @@ def presets_within(within: Within, space: Space, facts: ModelFacts, without: Col
     Raises ValueError for a file that holds no plan, and for one that names nothing in the model.
     """
     shapes = {name: space.graph.metas[value].shape for name, value in space.graph.parameters.items()}
-    tensor = tensor_axis(space)
-    if isinstance(within, str) and within in TARGETS:
-        called, kinds, tied = within, TARGETS[within], {*facts.captured.tied, *facts.captured.tied.values()}
-        free = {name: facts.kinds[name] for name in shapes if facts.kinds[name] in kinds}
-        free = {name: kind for name, kind in free.items() if name not in tied and _module(name) not in without}
-        splits = {name: [dims_of(style, kind, shapes[name]) for style in (COLUMN, ROW)] for name, kind in free.items()}
-        styles = Styles(dims={name: (*dict.fromkeys((*dims, None)),) for name, dims in splits.items()}, gathered=None)
-        has_units = True
+    is_free, called = within in NAMES["library"], str(within) if isinstance(within, (str, Path)) else "the plan"
+    if is_free:
+        tied = {*facts.captured.tied, *facts.captured.tied.values()}
+        may = {n: facts.kinds[n] for n in shapes if n not in tied and n.rpartition(".")[0] not in without}
+        may = {name: kind for name, kind in may.items() if kind in TARGETS[called]}
+        ways = {
+            name: (*(dims_of(style, kind, shapes[name]) for style in (COLUMN, ROW)), None) for name, kind in may.items()
+        }
+        styles, is_sharded = Styles(dims=ways, gathered=None), True
     else:
-        called = within if isinstance(within, str) else getattr(within, "name", "the plan")
         said = _said(within, shapes)
-        dims = {name: (dims_of(style, facts.kinds[name], shapes[name]),) for name, (style, _) in said.items()}
-        gathered = frozenset(name for name, (style, _) in said.items() if style.gathered)
-        reshards = {unit.reshards for _, unit in said.values()} - {None}
-        ways = {True: REGATHER, False: KEEP}
+        reshards = sorted({unit.reshards for _, unit in said.values() if unit.reshards is not None})
         styles = Styles(
-            dims=dims,
-            gathered=gathered,
+            dims={name: (dims_of(style, facts.kinds[name], shapes[name]),) for name, (style, _) in said.items()},
+            gathered=frozenset(name for name, (style, _) in said.items() if style.gathered),
             by_sequence=any(style.by_sequence for style, _ in said.values()),
-            policies=tuple(ways[one] for one in sorted(reshards)) or (KEEP,),
+            policies=tuple(REGATHER if again else KEEP for again in reshards) or (KEEP,),
         )
-        has_units = bool(reshards)
-    is_split = any(dim is not None for dims in styles.dims.values() for dim in dims)
+        is_sharded = bool(reshards)
     wide = [name for name, ranks in zip(space.axes, space.mesh, strict=True) if ranks > 1]
-    is_data = space.axes[tensor] in DATA_AXIS_NAMES
-    if is_split and is_data and called not in TARGETS:
+    tensor = space.axes[tensor_axis(space)]
+    splits = any(dim is not None for dims in styles.dims.values() for dim in dims)
+    if splits and tensor in DATA_AXIS_NAMES and not is_free:
         raise ValueError(
             f"{called} splits modules on a tensor axis, and the mesh has {', '.join(wide)}, for data: call an axis tp"
         )
     found = []
-    for has_tensor in (True, False) if called in TARGETS else (True,):
-        splits = is_split and not is_data and has_tensor
-        on = [name for name in wide if not (splits and name == space.axes[tensor])]
-        one = replace(styles, sharded=frozenset(on[-1:] if has_units else ()))
-        rule = partial(styled, styles=one) if splits else None
-        preset = Preset(name=called, data=partial(in_units, styles=one), tensor=rule, policies=one.policies)
-        found += [preset] * (splits == has_tensor or called not in TARGETS)
+    for has_tensor in [True] * (splits and tensor not in DATA_AXIS_NAMES) + [False] * (is_free or not splits):
+        data = [name for name in wide if not (has_tensor and name == tensor)]
+        one = replace(styles, sharded=frozenset(data[-1:] if is_sharded else ()))
+        rule = partial(styled, styles=one) if has_tensor else None
+        found.append(Preset(name=called, data=partial(in_units, styles=one), tensor=rule, policies=one.policies))
     return found
 
 

@@ -1,0 +1,146 @@
+"""Plans as scripts of other libraries: what these compute, send and hold on ranks, and what a script cannot say."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import ranks
+import torch
+from exported import Ran, Task, trained
+from models import gpt2, llama, tokens
+from torch import nn
+
+import autopar
+from autopar.planning.planner import Planner
+from autopar.report.libraries import Export
+
+SPLIT = {
+    "embed_tokens": "embedding_rowwise", "*.q_proj": "colwise", "*.k_proj": "colwise", "*.v_proj": "colwise",
+    "*.o_proj": "rowwise", "*.gate_proj": "colwise", "*.up_proj": "colwise", "*.down_proj": "rowwise",
+    "lm_head": "colwise_gather_output", "layers.*": "free_full_weight",
+}  # fmt: skip
+"""Tensor parallel within FSDP: what transformers does to a Llama where both are asked for."""
+
+
+def batch(step: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(64, (8, 16), generator=generator)
+    return {"input_ids": ids, "labels": ids.roll(1, 0)}
+
+
+def a_llama() -> tuple[nn.Module, Callable[[int], dict[str, torch.Tensor]]]:
+    torch.manual_seed(0)
+    return llama(layers=3, vocab_size=64, hidden_size=64, intermediate_size=96), batch
+
+
+def export(task: Task, to: str, within: Any) -> Export:
+    model, example = task()
+    planner = Planner(model, {"dp": 2, "tp": 2}, kwargs=example(0))
+    plan = planner.plan(within=within)
+    return plan.answering(lambda: planner).export(to)
+
+
+@pytest.mark.parametrize(("to", "within"), [("parallelize_module", SPLIT), ("transformers", SPLIT), ("fsdp2", "fsdp2")])
+def test_scripts_train_as_one_process(to: str, within: Any) -> None:
+    """And send and hold what the plan says."""
+    written = export(a_llama, to, within)
+    assert not written.missing
+    found: list[Ran] = ranks.run(4, trained, written.script, a_llama)
+    assert max(ran.loss for ran in found) < 1e-5
+    assert max(ran.parameter for ran in found) < 1e-5
+    sent = sum(c.bytes for c in written.plan.account.collectives)
+    # transformers gathers the embedding and the head by themselves, and the one again that autopar keeps
+    assert found[0].sent_bytes == pytest.approx(sent, rel=0.1)
+    assert max(ran.peak_bytes for ran in found) == pytest.approx(written.plan.bytes, rel=0.1)
+
+
+def test_a_script_is_read_again() -> None:
+    """What was exported is a plan of another library, and is priced as the plan that it is of."""
+    written = export(a_llama, "parallelize_module", SPLIT)
+    names = {node.module for node in ast.walk(ast.parse(written.script)) if isinstance(node, ast.ImportFrom)}
+    assert not any("autopar" in str(name) for name in names)
+    again = export(a_llama, "parallelize_module", dict_of(written.script))
+    assert again.plan.parameters == written.plan.parameters
+    assert again.plan.seconds == pytest.approx(written.plan.seconds)
+
+
+def dict_of(script: str) -> dict[str, str]:
+    """The dictionaries of a script as one."""
+    found: dict[str, Any] = {}
+    for node in ast.parse(script).body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict) and ast.unparse(node.targets[0]) != "MESH":
+            pairs = zip(node.value.keys, node.value.values, strict=True)
+            found |= {ast.literal_eval(key): ast.unparse(value) for key, value in pairs if key is not None}
+    return {name: WORDS.get(text, text) for name, text in found.items()}
+
+
+WORDS: dict[str, Any] = {
+    "ColwiseParallel()": "colwise",
+    "ColwiseParallel(output_layouts=Replicate())": "colwise_gather_output",
+    "RowwiseParallel()": "rowwise",
+    "RowwiseParallel(input_layouts=Replicate())": "rowwise",
+    "{'reshard_after_forward': True}": {"reshard_after_forward": True},
+    "{'reshard_after_forward': False}": {"reshard_after_forward": False},
+}
+
+
+@pytest.mark.parametrize("to", ["fsdp2", "parallelize_module", "transformers", "torchtitan"])
+def test_what_a_library_cannot_say_is_named(to: str) -> None:
+    """Of Megatron's plan with sequence parallelism: then the script is of what the library can say."""
+    model, example = a_llama()
+    planner = Planner(model, {"dp": 2, "tp": 2}, kwargs=example(0), cluster="dgx-a100")
+    plan = planner.plan(solver="megatron_sp").answering(lambda: planner)
+    written = plan.export(to)
+    named = "\n".join(written.missing)
+    assert "model.layers.*.post_attention_layernorm: all_gather on tp" in named
+    assert "between layers" in named
+    assert written.plan.within == to
+    assert all(line in written.script for line in written.missing)
+    ast.parse(written.script)
+
+
+class Own(nn.Module):
+    """Attention that says how many heads there are, which a rank's shard has not, beside an MLP that runs on any."""
+
+    def __init__(self, fixed: bool = True) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(32, 32, bias=False) for _ in range(4))
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+        self.heads = 4 if fixed else -1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (m(x).view(*x.shape[:2], self.heads, 8).transpose(1, 2) for m in (self.q, self.k, self.v))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        y = x + self.o(mixed)
+        return (y + self.down(nn.functional.gelu(self.up(y)))).square().mean()
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+def test_python_that_does_not_run_on_shards(fixed: bool) -> None:
+    planner = Planner(Own(fixed), {"tp": 4}, (torch.randn(4, 64, 32),), cluster="dgx-a100")
+    split = {"q": "colwise", "k": "colwise", "v": "colwise", "o": "rowwise", "up": "colwise", "down": "rowwise"}
+    said = planner.plan(within=split).answering(lambda: planner).export("parallelize_module")
+    assert said.missing == (
+        tuple(f"{name}: its Python does not run on shards" for name in sorted(split)) if fixed else ()
+    )
+
+
+def test_a_model_whose_layers_no_style_serves() -> None:
+    """GPT-2's layers are no nn.Linear: they are sharded at rest alone, and its head shares the embedding's weight."""
+    model = gpt2(layers=2)
+    plan = autopar.plan(model, {"dp": 2, "tp": 2}, kwargs=tokens(0)[1], within="parallelize_module", cluster="dgx-a100")
+    script = plan.export("parallelize_module").script
+    assert "STYLES = {}" in script
+    assert '"transformer.h.*"' in script and '"transformer.wte"' not in script
+
+
+def test_what_is_no_library() -> None:
+    model, example = a_llama()
+    plan = autopar.plan(model, {"dp": 2}, kwargs=example(0), within="fsdp2")
+    with pytest.raises(ValueError, match=r"unknown library 'fsdp'.*fsdp2"):
+        plan.export("fsdp")
+    with pytest.raises(ValueError, match="read without its model"):
+        autopar.Plan.from_json(plan.to_json()).export("fsdp2")
