@@ -2,8 +2,8 @@
 
 Six models are planned on {"dp": 2, "tp": 2} inside of what FSDP2, `parallelize_module` and transformers can express,
 and with the split of modules that people write by hand, exported, and trained by the script alone on 4 gloo ranks. A
-row says how far loss and parameters are from one process after 5 steps of AdamW, what a step sends and holds as measured
-over what the plan predicts, and how many things of the plan the library could not express.
+row says how far loss and parameters are from one process after 5 steps of AdamW, what a step sends and holds as
+measured over what the plan predicts, and how many things of the plan the library could not express.
 
 With `--lab` (needs root), scripts train on the links of `benchmarks/lab/2x2.toml`, in turns with what the free plan for
 these links gives (`autopar.parallelize`): seconds a step, medians, and what the free plan gains.
@@ -21,7 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("tests/support", "examples")]
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/support"))
 
 import ranks
 import torch

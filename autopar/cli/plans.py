@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -162,7 +163,7 @@ def simulate_command(
     trace: Annotated[Path | None, typer.Option(help="Where to write the timeline, for Perfetto.")] = None,
     real: Annotated[
         Path | None,
-        typer.Option(help="With --trace: what torch.profiler exported of a real step, to be put beside it."),
+        typer.Option(help="What torch.profiler exported of a real step: says what deviates most, and joins --trace."),
     ] = None,
     figure: Annotated[Path | None, typer.Option(help="Where to draw the timeline, such as step.svg.")] = None,
     as_json: common.AsJson = False,
@@ -188,8 +189,6 @@ def simulate_command(
         raise ValueError("--mesh is missing: give axes and sizes, such as dp=2,tp=4, or a saved plan")
     elif "model" in model:
         raise ValueError(f"--model goes with a saved plan, and {target} is a model: give one of them")
-    if real is not None and trace is None:
-        raise ValueError("--real goes with --trace: say where to write both as one trace")
     with working():
         if given is None:
             on, source, model = common.mesh_shape(mesh or ""), None, {"model": target, **model}
@@ -198,9 +197,12 @@ def simulate_command(
             options = {"cluster": reading.cluster_of(given), **options}
         simulation = loading.ask(autopar.simulate, on, model, options, source=source, plan=given)
     used = simulation.plan
-    if trace is not None:
+    if trace is not None or real is not None:
         with working("writing the trace"):
-            trace.write_text(json.dumps(simulation.trace(real)))
+            both = simulation.trace(real)
+            simulation = replace(simulation, real=both if real else None)
+            if trace is not None:
+                trace.write_text(json.dumps(both))
     if figure is not None:
         with working(DRAWING):
             figures.draw_timeline(simulation.timeline, figure, f"{used.model} on {used.cluster}, by {used.solver}")

@@ -21,6 +21,8 @@ from autopar.planning.texts import mesh_words, short_seconds
 from .document import Document
 from .sections import Grid, Lines, Row, Section
 
+MOST_DEVIATIONS = 12
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation(Document):
@@ -29,6 +31,8 @@ class Simulation(Document):
 
     plan: Plan
     timeline: Timeline
+    real: Mapping[str, Any] | None = None
+    """A trace with a real step in it (`trace`), if there is one."""
 
     @property
     def seconds(self) -> float:
@@ -51,6 +55,7 @@ class Simulation(Document):
             "busy": timeline.busy_seconds(COMPUTE) / timeline.seconds if timeline.seconds else 0.0,
             "utilization": self.plan.utilization,
             "communication": self.collectives(),
+            "deviations": self.deviations(),
         }
 
     def trace(self, real: str | Path | Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -60,6 +65,26 @@ class Simulation(Document):
     def collectives(self) -> list[dict[str, Any]]:
         """What it sends: a row for each kind of collective on each mesh axis, with what of it is hidden."""
         return [{**asdict(row), "hidden_seconds": row.hidden_seconds} for row in self.timeline.communication]
+
+    def deviations(self) -> list[Row]:
+        """What takes longer or shorter in the real step than predicted, the largest difference first: a row for each
+        instruction that is in both."""
+        seconds: dict[str, dict[int, float]] = {}
+        for event in self.real["traceEvents"] if self.real is not None else ():
+            if event["ph"] == "X":
+                times = seconds.setdefault(event["name"], {})
+                times[event["pid"]] = times.get(event["pid"], 0.0) + event["dur"] * 1e-6
+        rows: list[Row] = [
+            {
+                "instruction": n,
+                "predicted_seconds": t[SIMULATED],
+                "real_seconds": t[REAL],
+                "difference_seconds": abs(t[REAL] - t[SIMULATED]),
+            }
+            for n, t in seconds.items()
+            if len(t) > 1
+        ]
+        return sorted(rows, key=lambda row: -float(row["difference_seconds"]))
 
     def sections(self) -> Iterator[Section]:
         """The step, and its collectives."""
@@ -75,6 +100,8 @@ class Simulation(Document):
         rows: list[Row] = [{"collective": row.pop("kind"), **row} for row in self.collectives()]
         yield Section("", [Lines(lines, indent=0)])
         yield Section("", [Grid.of(rows, keys=2)])
+        if deviating := self.deviations():
+            yield Section("what deviates the most from the real step", [Grid.of(deviating[:MOST_DEVIATIONS])])
 
 
 @takes(Options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,12 @@ def test_a_real_run_has_the_names_of_the_simulated_one(tmp_path: Path) -> None:
         assert there == names and len(set(names)) == len(names), stream
     assert any(e["name"].startswith("collective.all_reduce") and e["tid"] == threads["dp"] for e in real)
     assert min(e["ts"] for e in real) == 0 and all(e["dur"] >= 0 for e in real)
+    rows = replace(found, real=trace).deviations()
+    difference = [abs(row["real_seconds"] - row["predicted_seconds"]) for row in rows]
+    assert difference == sorted(difference, reverse=True) and {row["instruction"] for row in rows} >= {
+        e["name"] for e in simulated if "all_reduce" in e["name"]
+    }
+    assert rows[0]["instruction"] in str(replace(found, real=trace)) and not found.deviations()
     # views that the simulation counts nothing for are marked too
     assert len({e["name"] for e in real if e["tid"] == threads[COMPUTE]}) >= len(names)
 
@@ -124,6 +131,6 @@ def test_the_command_simulates_plans_and_models(tmp_path: Path) -> None:
     missing = CliRunner().invoke(app, ["simulate", "test_trace:build"])
     assert missing.exit_code == 2 and "--mesh is missing" in missing.stderr
     alone = CliRunner().invoke(app, [*arguments, "--real", "x.json"])
-    assert alone.exit_code == 2 and "--real goes with --trace" in alone.stderr
+    assert alone.exit_code == 2 and "x.json is no trace" in alone.stderr
     with pytest.raises(ValueError, match="the figure cannot be written"):
         draw_timeline(autopar.simulate(model, {"a": 2}, args, loss_fn=loss_fn).timeline, tmp_path / "step.nothing")
