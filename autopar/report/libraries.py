@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -160,8 +161,10 @@ def export_plan(plan: Plan, to: str) -> Export:
         return said
 
     said = expressed()
+    shared = Counter(planner.captured.tied.values()) if to == "transformers" else Counter()
     refused = dict.fromkeys(starred(name) for name in sorted(said.refused(*planner.example)))
     missing = (*said.missing, *(f"{module}: its Python does not run on shards" for module in refused))
+    missing += tuple(f"{name}: its FSDP fails on a weight with {n + 1} names" for name, n in shared.items() if n > 1)
     if missing:
         used = planner.plan(within=to)
         said = expressed()

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import ranks
 import torch
-from exported import Ran, Task, trained
 from models import gpt2, llama, tokens
+from scripts import Ran, Task, trained
 from torch import nn
 
 import autopar
