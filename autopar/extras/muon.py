@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -20,57 +18,9 @@ from autopar.compat.distributed import StageMesh, local_tensor
 from autopar.compat.optimizing import muon_rate, orthogonalized
 from autopar.extensions import Plug
 from autopar.ir.layout import Layout, Shape, Split, valid_shape
-from autopar.runtime.agreement import coordinate_of
 from autopar.runtime.boxes import boxes
-from autopar.runtime.failures import watched
+from autopar.runtime.messages import MeshRanks
 from autopar.runtime.sharded_optimizers import OPTIMIZERS, like, local_gradient, loss_of
-
-
-@dataclass(frozen=True)
-class MeshRanks:
-    """All ranks of a mesh, in row-major order of their coordinates, and a group of them."""
-
-    mesh: DeviceMesh
-
-    @cached_property
-    def coordinates(self) -> tuple[Shape, ...]:
-        return tuple(
-            map(tuple, torch.cartesian_prod(*map(torch.arange, self.mesh.shape)).reshape(-1, self.mesh.ndim).tolist())
-        )
-
-    @cached_property
-    def own(self) -> int:
-        return self.coordinates.index(coordinate_of(self.mesh))
-
-    @cached_property
-    def group(self) -> dist.ProcessGroup:
-        ranks = self.mesh.mesh.flatten().tolist()
-        if self.mesh.ndim == 1:
-            return self.mesh.get_group()
-        world = dist.group.WORLD
-        assert world is not None
-        return world if len(ranks) == world.size() else dist.new_group(ranks, use_local_synchronization=True)
-
-    @cached_property
-    def places(self) -> tuple[int, ...]:
-        """Of each rank in the group."""
-        return tuple(dist.get_group_rank(self.group, rank) for rank in self.mesh.mesh.flatten().tolist())
-
-    def exchange(self, given: Sequence[Sequence[torch.Tensor]], sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Give each rank its tensors of bfloat16, and get one of as many elements from each."""
-        order = sorted(range(len(self.places)), key=self.places.__getitem__)
-        parts = [torch.cat([t.reshape(-1) for t in given[rank]] or [_nothing(self.mesh)]) for rank in order]
-        sent = torch.cat(parts).view(torch.uint8)
-        counts = [2 * sizes[rank] for rank in order]
-        got = torch.empty(sum(counts), dtype=torch.uint8, device=sent.device)
-        with watched("the exchange of Muon's matrices,", "all", self.group):
-            dist.all_to_all_single(got, sent, counts, [2 * part.numel() for part in parts], group=self.group)
-        by_place = dict(zip(order, torch.split(got, counts), strict=True))
-        return [by_place[rank].view(torch.bfloat16) for rank in range(len(order))]
-
-
-def _nothing(mesh: DeviceMesh) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.bfloat16, device=mesh.device_type)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,19 +131,30 @@ class Muon(torch.optim.Muon):
             if job.gives(ranks, own):
                 given[job.owner].append(update)
         sizes = [sum(_size(jobs[n].held(ranks, r)) for n in mine if jobs[n].gives(ranks, r)) for r in everyone]
-        take = _taking(ranks.exchange(given, sizes))
+        take = _taking(_exchanged(ranks, given, sizes))
         back: list[list[torch.Tensor]] = [[] for _ in everyone]
         for number in mine:
             whole = orthogonalized(jobs[number].joined(ranks, take), groups[number])
             for rank in everyone:
                 back[rank].append(jobs[number].part(whole, ranks, rank))
         sizes = [sum(_size(job.held(ranks, own)) for job in jobs if job.owner == r) for r in everyone]
-        take = _taking(ranks.exchange(back, sizes))
+        take = _taking(_exchanged(ranks, back, sizes))
         return [take(job.owner, _size(job.held(ranks, own))).view(job.held(ranks, own)) for job in jobs]
 
 
 def _size(shape: Shape) -> int:
     return torch.Size(shape).numel()
+
+
+def _exchanged(
+    ranks: MeshRanks, given: Sequence[Sequence[torch.Tensor]], sizes: Sequence[int]
+) -> Sequence[torch.Tensor]:
+    """Give each rank its tensors of bfloat16, and get one of as many elements from each."""
+    flat = [tensor.reshape(-1) for tensors in given for tensor in tensors]
+    sent = torch.cat([*flat, torch.empty(0, dtype=torch.bfloat16, device=ranks.mesh.device_type)])
+    put, got = [2 * sum(map(torch.Tensor.numel, tensors)) for tensors in given], [2 * size for size in sizes]
+    exchanged = ranks.exchange(sent.view(torch.uint8), put, got, "the exchange of Muon's matrices,")
+    return torch.split(exchanged.view(torch.bfloat16), list(sizes))
 
 
 def _taking(got: Sequence[torch.Tensor]) -> Callable[[int, int], torch.Tensor]:
