@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from operator import add, sub
 
 import torch
 
@@ -31,39 +31,31 @@ class Box:
         """The box as a view of the global tensor."""
         return self._at(self.offsets, whole)
 
-    def narrow(self, dim: int, begin: int, size: int) -> Box:
-        """`size` indices of a dim, from the `begin`-th of the box on."""
-
-        def moved(at: Shape, by: int) -> Shape:
-            return (*at[:dim], at[dim] + by, *at[dim + 1 :])
-
-        sizes = moved(self.sizes, size - self.sizes[dim])
-        return Box(offsets=moved(self.offsets, begin), sizes=sizes, local=moved(self.local, begin))
-
     @property
     def elements(self) -> int:
         return math.prod(self.sizes)
 
-    def overlap(self, other: Box) -> Box:
-        """Those of these elements that another box has too: none, maybe."""
-        found = self
-        for dim, (at, there) in enumerate(zip(self.offsets, other.offsets, strict=True)):
-            begin = max(at, there)
-            end = min(at + self.sizes[dim], there + other.sizes[dim])
-            found = found.narrow(dim, begin - at, max(0, end - begin))
-        return found
+    def overlap(self, offsets: Shape, sizes: Shape) -> Box:
+        """Those of these elements that lie in a region of the global tensor: none, maybe."""
+        begins = tuple(map(max, self.offsets, offsets))
+        ends = map(min, map(add, self.offsets, self.sizes), map(add, offsets, sizes))
+        local = map(add, self.local, map(sub, begins, self.offsets))
+        return Box(offsets=begins, sizes=tuple(max(0, n) for n in map(sub, ends, begins)), local=tuple(local))
 
-    def cut(self, elements: int) -> Iterator[Box]:
-        """Boxes of at most so many elements, halved along the first dim that can be."""
-        if self.elements <= elements:
-            yield self
-            return
-        dim, size = next((dim, size) for dim, size in enumerate(self.sizes) if size > 1)
-        yield from self.narrow(dim, 0, size // 2).cut(elements)
-        yield from self.narrow(dim, size // 2, size - size // 2).cut(elements)
+    def part(self, number: int, of: int) -> Box:
+        """One of so many parts of the longest dim, which differ by an index at most."""
+        size = max(self.sizes)
+        dim, begin = self.sizes.index(size), size * number // of
+        offsets = changed(self.offsets, dim, self.offsets[dim] + begin)
+        return self.overlap(offsets, changed(self.sizes, dim, size * (number + 1) // of - begin))
 
     def _at(self, begins: Shape, tensor: torch.Tensor) -> torch.Tensor:
         return tensor[tuple(slice(at, at + size) for at, size in zip(begins, self.sizes, strict=True))]
+
+
+def changed(shape: Shape, dim: int, size: int) -> Shape:
+    """With another size, or offset, in a dim."""
+    return (*shape[:dim], size, *shape[dim + 1 :])
 
 
 @cache

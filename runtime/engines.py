@@ -21,12 +21,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-import torch
-
 from autopar.ir.layout import Shape
 from autopar.passes.capture.errors import listed
 
-from .boxes import Box
+from .boxes import Box, changed
 
 VLLM = """
     model.embed_tokens.weight                0  model.embed_tokens.weight%64
@@ -53,87 +51,61 @@ VLLM_EXPERTS = """
 """What its Qwen3-MoE has beside: the router, and all experts, each of them split."""
 
 _PART = r"([^\s/%[]+)(?:\[(\d+)/(\d+)\])?(?:/(\w+)(\+?))?(?:%(\d+))?"
-_ROW = re.compile(rf"(\S+)\s+(\d+)((?:\s+{_PART})+)")
+_ROW = re.compile(rf"^ *(\S+) +(\d+)((?: +{_PART})+) *$", re.MULTILINE)
 
 
-class EngineShard(NamedTuple):
-    """What an engine rank, which lives on rank `home` of the mesh, holds of a tensor."""
+class EngineTensor(NamedTuple):
+    """A tensor of which each engine rank holds one of this shape."""
 
     name: str
-    rank: int
-    home: int
     shape: Shape
-    dtype: torch.dtype
-    sources: Sequence[tuple[str, Box]]
-    """Names of the model's tensors, and the boxes of them that lie in it. Elsewhere it is zero."""
+    sources: Sequence[str]
+    """The model's tensors that it is made of."""
+    ranks: Sequence[Sequence[tuple[str, Box]]]
+    """By engine rank: the boxes of sources that lie in it. Elsewhere it is zero."""
 
 
-def engine_shards(
-    layout: str,
-    tensors: Mapping[str, torch.Tensor],
-    width: int,
-    homes: Sequence[int],
-    config: Any = None,
-    dtype: torch.dtype | None = None,
-) -> Iterator[list[EngineShard]]:
-    """Of each tensor of an engine of `width` ranks, in the order of the model's `tensors`, what is held on each of the
-    `homes` of engine ranks: after the last of them, those of another copy. Floating point numbers become `dtype`, if
-    one is given. Raises ValueError where layout, model and width do not fit."""
-    rows = []
-    for line in filter(None, map(str.strip, layout.splitlines())):
-        if not (row := _ROW.fullmatch(line)):
-            raise ValueError(f"{line!r} is no row of a layout: give a name, a dim, and names of the model's tensors")
-        rows.append((row[1], int(row[2]), re.findall(_PART, row[3])))
-    left = {*tensors}
-    for first in tensors:
-        for name, dim, parts in rows:
+def engine_tensors(layout: str, shapes: Mapping[str, Shape], width: int, config: Any = None) -> Iterator[EngineTensor]:
+    """Those of an engine of `width` ranks, in the order of the model's tensors. Raises ValueError where layout, model
+    and width do not fit."""
+    if odd := _ROW.sub("", layout).strip():
+        raise ValueError(f"{odd!r} is no row of a layout: give a name, a dim, and names of the model's tensors")
+    left = {*shapes}
+    for first in shapes:
+        for pattern, dim, parts in ((row[1], int(row[2]), re.findall(_PART, row[3])) for row in _ROW.finditer(layout)):
             match = re.fullmatch("([^.]+)".join(map(re.escape, parts[0][0].split("*"))), first)
-            if match:
-                made, *sources = (_named(each, match) for each in (name, *(part[0] for part in parts)))
-                if lacking := [source for source in sources if source not in tensors]:
-                    raise ValueError(f"{made} of the layout is made of {listed(lacking)}, which the model lacks")
-                left -= {*sources}
-                shapes = [tuple(tensors[source].shape) for source in sources]
-                splits = [_split(made, dim, *each, width, config) for each in zip(shapes, parts, strict=True)]
-                kind = dtype if dtype and tensors[first].is_floating_point() else tensors[first].dtype
-                shards = []
-                for slot, home in enumerate(homes):
-                    held, boxes = 0, []
-                    for source, shape, (begins, size, copies, share) in zip(sources, shapes, splits, strict=True):
-                        at = slot % width // copies * share
-                        if at < size:
-                            origin = (0,) * len(shape)
-                            box = Box(offsets=origin, sizes=shape, local=_with(origin, dim, held - begins - at))
-                            boxes.append((source, box.narrow(dim, begins + at, min(share, size - at))))
-                        held += share
-                    whole = _with(shapes[0], dim, held)
-                    shards.append(EngineShard(made, slot % width, home, whole, kind, boxes))
-                yield shards
+            if not match:
+                continue
+            name, *sources = (
+                "".join(map("".join, zip_longest(each.split("*"), match.groups(), fillvalue="")))
+                for each in (pattern, *(part[0] for part in parts))
+            )
+            if lacking := {*sources} - {*shapes}:
+                raise ValueError(f"{name} of the layout is made of {listed([*lacking])}, which the model lacks")
+            left -= {*sources}
+            held, boxes = 0, [list[tuple[str, Box]]() for _ in range(width)]
+            for source, (_, number, of, units, repeats, multiple) in zip(sources, parts, strict=True):
+                shape = shapes[source]
+                size = shape[dim] // int(of or 1) if dim < len(shape) else 0
+                padded = math.ceil(size / int(multiple or 1)) * int(multiple or 1)
+                count = int(units) if units.isdigit() else getattr(config, units, 0) if units else padded
+                copies = max(1, width // count) if repeats and count else 1
+                elsewhere = changed(shape, dim, 0) != changed(shapes[sources[0]], dim, 0)
+                if not count or padded % count or count * copies % width or elsewhere:
+                    raise ValueError(
+                        f"{name} of the layout: dim {dim} of {source} {list(shape)}, {count} {units or 'elements'}, "
+                        f"cannot be split evenly over {width} engine ranks and joined: give another width or dim"
+                    )
+                share = padded * copies // width
+                for rank, mine in enumerate(boxes):
+                    begin = rank // copies * share
+                    length = min(share, size - begin)
+                    if length > 0:
+                        origin = (0,) * len(shape)
+                        offsets = changed(origin, dim, int(number or 0) * size + begin)
+                        sizes, local = changed(shape, dim, length), changed(origin, dim, held)
+                        mine.append((source, Box(offsets=offsets, sizes=sizes, local=local)))
+                held += share
+            yield EngineTensor(name, changed(shape, dim, held), sources, boxes)
     if left:
         raise ValueError(f"the layout has no row for {listed(sorted(left))} of the model: add rows made of them")
-
-
-def _named(pattern: str, match: re.Match[str]) -> str:
-    return "".join(a + b for a, b in zip_longest(pattern.split("*"), match.groups(), fillvalue=""))
-
-
-def _split(
-    name: str, dim: int, shape: Shape, part: Sequence[str], width: int, config: Any
-) -> tuple[int, int, int, int]:
-    """Of a tensor, where the part begins that is split, its size, how many engine ranks hold the same of it, and how
-    much each has, zeros included."""
-    _, number, of, units, repeats, multiple = part
-    size = shape[dim] // int(of or 1) if dim < len(shape) else 0
-    padded = math.ceil(size / int(multiple or 1)) * int(multiple or 1)
-    count = int(units) if units.isdigit() else getattr(config, units, 0) if units else padded
-    copies = max(1, width // count) if repeats and count else 1
-    if not count or padded % count or count * copies % width:
-        raise ValueError(
-            f"{name} of the layout: dim {dim} of {list(shape)} has {count} {units or 'elements'}, which {width} engine "
-            f"ranks cannot have equally many of: give another width"
-        )
-    return int(number or 0) * size, size, copies, padded * copies // width
-
-
-def _with(shape: Shape, dim: int, size: int) -> Shape:
-    return (*shape[:dim], size, *shape[dim + 1 :])

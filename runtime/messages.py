@@ -121,9 +121,10 @@ class MeshRanks:
         return dist.get_rank(self.group)
 
     def exchange(self, sent: torch.Tensor, put: Sequence[int], got: Sequence[int], what: str) -> torch.Tensor:
-        """Give each rank its rows, so many of them one rank after the other, and get so many from each."""
+        """Give each rank so many of the elements, one rank after the other, and get so many from each. Any dtype."""
         with watched(what, "all", self.group):
-            return wait(exchange(sent, torch.tensor([put, got]), 0, self.group))
+            arrived = wait(exchange(sent.view(-1, 1).view(torch.uint8), torch.tensor([put, got]), 0, self.group))
+        return arrived.view(sent.dtype).view(-1)
 
 
 COLLECTIVES.update({function.__name__: function for function in (shift, exchange, rotate, broadcast, reduce)})

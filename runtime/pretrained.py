@@ -14,7 +14,7 @@ from autopar.compat.wrapping import plain_name
 
 from .agreement import together
 from .boxes import Box
-from .handover import BUCKET_BYTES, Handover, Receive
+from .handover import BUCKET_BYTES, Receive, hand_over
 from .load import check_shape, read_weights
 from .mirrors import whole_model
 from .save import FILE_BYTES, write_weights
@@ -109,15 +109,7 @@ class ValuesMixin:
         sends and receives. Raises ValueError, on every rank, where layout, model and width do not fit; and on every
         rank what `receive` raises on any, once all have been sent theirs.
         """
-        Handover(
-            values=self._state.values,
-            layout=layout,
-            receive=receive,
-            width=width,
-            on=on,
-            bucket_bytes=bucket_bytes,
-            dtype=dtype,
-        ).run()
+        hand_over(self._state.values, layout, receive, width, on, bucket_bytes, dtype)
 
     def gathered(self) -> torch.nn.Module:
         """The model on one device: a copy with whole values, on each rank, in the mode of this module. It shares

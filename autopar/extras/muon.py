@@ -152,9 +152,8 @@ def _exchanged(
     """Give each rank its tensors of bfloat16, and get one of as many elements from each."""
     flat = [tensor.reshape(-1) for tensors in given for tensor in tensors]
     sent = torch.cat([*flat, torch.empty(0, dtype=torch.bfloat16, device=ranks.mesh.device_type)])
-    put, got = [2 * sum(map(torch.Tensor.numel, tensors)) for tensors in given], [2 * size for size in sizes]
-    exchanged = ranks.exchange(sent.view(torch.uint8), put, got, "the exchange of Muon's matrices,")
-    return torch.split(exchanged.view(torch.bfloat16), list(sizes))
+    put = [sum(map(torch.Tensor.numel, tensors)) for tensors in given]
+    return torch.split(ranks.exchange(sent, put, sizes, "the exchange of Muon's matrices,"), list(sizes))
 
 
 def _taking(got: Sequence[torch.Tensor]) -> Callable[[int, int], torch.Tensor]:

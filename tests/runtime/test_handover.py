@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import autopar
 from autopar.ir.layout import Layout, Replicate, Shape, Split
 from autopar.runtime.boxes import Box, boxes
-from autopar.runtime.engines import VLLM, VLLM_EXPERTS, engine_shards
-from autopar.runtime.handover import buckets, holders_of, pieces
+from autopar.runtime.engines import VLLM, VLLM_EXPERTS, engine_tensors
+from autopar.runtime.handover import buckets, pieces
 from autopar.runtime.memory import Alive
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.places import local_part
@@ -111,7 +111,7 @@ def handed_over(kind: str, mesh: tuple[int, ...], solver: str) -> None:
     for name, box, tensor in made.shards():
         assert torch.equal(tensor, box.within(state[name]))
     for width in WIDTHS:
-        for size in (2000, 1 << 20):
+        for size in (20_000, 1 << 20):
             got: dict[tuple[int, str], torch.Tensor] = {}
             made.hand_over(layout, lambda r, n, x: got.update({(r, n): x}), width=width, bucket_bytes=size)
             mine = range(own, width, ranks)
