@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from operator import add, sub
 
@@ -35,10 +35,10 @@ class Box:
     def elements(self) -> int:
         return math.prod(self.sizes)
 
-    def overlap(self, offsets: Shape, sizes: Shape) -> Box:
-        """Those of these elements that lie in a region of the global tensor: none, maybe."""
-        begins = tuple(map(max, self.offsets, offsets))
-        ends = map(min, map(add, self.offsets, self.sizes), map(add, offsets, sizes))
+    def overlap(self, other: Box) -> Box:
+        """Those of these elements that another box has too: none, maybe."""
+        begins = tuple(map(max, self.offsets, other.offsets))
+        ends = map(min, map(add, self.offsets, self.sizes), map(add, other.offsets, other.sizes))
         local = map(add, self.local, map(sub, begins, self.offsets))
         return Box(offsets=begins, sizes=tuple(max(0, n) for n in map(sub, ends, begins)), local=tuple(local))
 
@@ -47,7 +47,8 @@ class Box:
         size = max(self.sizes)
         dim, begin = self.sizes.index(size), size * number // of
         offsets = changed(self.offsets, dim, self.offsets[dim] + begin)
-        return self.overlap(offsets, changed(self.sizes, dim, size * (number + 1) // of - begin))
+        sizes = changed(self.sizes, dim, size * (number + 1) // of - begin)
+        return self.overlap(replace(self, offsets=offsets, sizes=sizes))
 
     def _at(self, begins: Shape, tensor: torch.Tensor) -> torch.Tensor:
         return tensor[tuple(slice(at, at + size) for at, size in zip(begins, self.sizes, strict=True))]

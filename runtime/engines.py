@@ -15,11 +15,12 @@ model that are joined along it, each of which is split before. In names, `*` sta
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
+
+import torch
 
 from autopar.ir.layout import Shape
 from autopar.passes.capture.errors import listed
@@ -65,13 +66,15 @@ class EngineTensor(NamedTuple):
     """By engine rank: the boxes of sources that lie in it. Elsewhere it is zero."""
 
 
-def engine_tensors(layout: str, shapes: Mapping[str, Shape], width: int, config: Any = None) -> Iterator[EngineTensor]:
+def engine_tensors(
+    layout: str, tensors: Mapping[str, torch.Tensor], width: int, config: Any = None
+) -> Iterator[EngineTensor]:
     """Those of an engine of `width` ranks, in the order of the model's tensors. Raises ValueError where layout, model
     and width do not fit."""
     if odd := _ROW.sub("", layout).strip():
         raise ValueError(f"{odd!r} is no row of a layout: give a name, a dim, and names of the model's tensors")
-    left = {*shapes}
-    for first in shapes:
+    left = {*tensors}
+    for first in tensors:
         for pattern, dim, parts in ((row[1], int(row[2]), re.findall(_PART, row[3])) for row in _ROW.finditer(layout)):
             match = re.fullmatch("([^.]+)".join(map(re.escape, parts[0][0].split("*"))), first)
             if not match:
@@ -80,18 +83,18 @@ def engine_tensors(layout: str, shapes: Mapping[str, Shape], width: int, config:
                 "".join(map("".join, zip_longest(each.split("*"), match.groups(), fillvalue="")))
                 for each in (pattern, *(part[0] for part in parts))
             )
-            if lacking := {*sources} - {*shapes}:
+            if lacking := {*sources} - {*tensors}:
                 raise ValueError(f"{name} of the layout is made of {listed([*lacking])}, which the model lacks")
             left -= {*sources}
             held, boxes = 0, [list[tuple[str, Box]]() for _ in range(width)]
             for source, (_, number, of, units, repeats, multiple) in zip(sources, parts, strict=True):
-                shape = shapes[source]
-                size = shape[dim] // int(of or 1) if dim < len(shape) else 0
-                padded = math.ceil(size / int(multiple or 1)) * int(multiple or 1)
-                count = int(units) if units.isdigit() else getattr(config, units, 0) if units else padded
-                copies = max(1, width // count) if repeats and count else 1
-                elsewhere = changed(shape, dim, 0) != changed(shapes[sources[0]], dim, 0)
-                if not count or padded % count or count * copies % width or elsewhere:
+                shape = tuple(tensors[source].shape)
+                size = sum(shape[dim : dim + 1]) // int(of or 1)  # 0 for a dim that is not there
+                padded = size + -size % int(multiple or 1)
+                count = int(units) if units.isdigit() else getattr(config, units) if units else padded
+                copies = max(1, len(repeats) * width // max(1, count))
+                elsewhere = changed(shape, dim, 0) != changed(tuple(tensors[sources[0]].shape), dim, 0)
+                if not size or padded % count or count * copies % width or elsewhere:
                     raise ValueError(
                         f"{name} of the layout: dim {dim} of {source} {list(shape)}, {count} {units or 'elements'}, "
                         f"cannot be split evenly over {width} engine ranks and joined: give another width or dim"
@@ -99,12 +102,11 @@ def engine_tensors(layout: str, shapes: Mapping[str, Shape], width: int, config:
                 share = padded * copies // width
                 for rank, mine in enumerate(boxes):
                     begin = rank // copies * share
-                    length = min(share, size - begin)
-                    if length > 0:
+                    if begin < size:
                         origin = (0,) * len(shape)
                         offsets = changed(origin, dim, int(number or 0) * size + begin)
-                        sizes, local = changed(shape, dim, length), changed(origin, dim, held)
-                        mine.append((source, Box(offsets=offsets, sizes=sizes, local=local)))
+                        sizes = changed(shape, dim, min(share, size - begin))
+                        mine.append((source, Box(offsets=offsets, sizes=sizes, local=changed(origin, dim, held))))
                 held += share
             yield EngineTensor(name, changed(shape, dim, held), sources, boxes)
     if left:

@@ -1,21 +1,17 @@
-"""Collectives that move rows between some ranks: messages to neighbours, to and from one rank, and exchanges, also
-among all ranks of a mesh."""
+"""Collectives that move rows between some ranks: messages to neighbours, to and from one rank, and exchanges."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, wraps
+from functools import wraps
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.compat.collectives import from_host_alone
-from autopar.ir.layout import Shape
 
-from .collectives import COLLECTIVES, REDUCTIONS, Followed, Pending, started, wait
-from .failures import watched
+from .collectives import COLLECTIVES, REDUCTIONS, Followed, Pending, started
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,41 +86,6 @@ def exchange(x: torch.Tensor, sizes: torch.Tensor, _: int, group: dist.ProcessGr
     put, got = sizes.tolist()
     exchanged = x.new_empty((sum(got), *x.shape[1:]))
     return started(exchanged, dist.all_to_all_single(exchanged, x, got, put, group=group, async_op=True))
-
-
-@dataclass(frozen=True)
-class MeshRanks:
-    """All ranks of a mesh in one group, and in its order."""
-
-    mesh: DeviceMesh
-
-    @cached_property
-    def group(self) -> dist.ProcessGroup:
-        ranks = self.mesh.mesh.flatten().tolist()
-        if self.mesh.ndim == 1:
-            return self.mesh.get_group()
-        world = dist.group.WORLD
-        assert world is not None
-        return world if len(ranks) == world.size() else dist.new_group(ranks, use_local_synchronization=True)
-
-    @cached_property
-    def everyone(self) -> list[int]:
-        """By their numbers in the world."""
-        return dist.get_process_group_ranks(self.group)
-
-    @cached_property
-    def coordinates(self) -> list[Shape]:
-        return [tuple((self.mesh.mesh == rank).nonzero()[0].tolist()) for rank in self.everyone]
-
-    @cached_property
-    def own(self) -> int:
-        return dist.get_rank(self.group)
-
-    def exchange(self, sent: torch.Tensor, put: Sequence[int], got: Sequence[int], what: str) -> torch.Tensor:
-        """Give each rank so many of the elements, one rank after the other, and get so many from each. Any dtype."""
-        with watched(what, "all", self.group):
-            arrived = wait(exchange(sent.view(-1, 1).view(torch.uint8), torch.tensor([put, got]), 0, self.group))
-        return arrived.view(sent.dtype).view(-1)
 
 
 COLLECTIVES.update({function.__name__: function for function in (shift, exchange, rotate, broadcast, reduce)})

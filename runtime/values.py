@@ -21,7 +21,7 @@ from autopar.passes.capture.ledger import Ledger
 
 from .agreement import all_alike, coordinate_of, device_of, digest, together
 from .boxes import Box, boxes
-from .messages import MeshRanks
+from .pieces import MeshRanks
 from .places import ValuePlace, device_meshes, local_part, whole, within_stage
 from .whole_gradient import whole_gradient
 

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from autopar.compat.distributed import StageMesh, local_tensor
 from autopar.compat.optimizing import muon_rate, orthogonalized
 from autopar.extensions import Plug
-from autopar.ir.layout import Layout, Shape, Split, valid_shape
-from autopar.runtime.boxes import boxes
-from autopar.runtime.messages import MeshRanks
+from autopar.ir.layout import Layout, Shape
+from autopar.runtime.boxes import Box, boxes
+from autopar.runtime.pieces import MeshRanks, Piece, pieces
 from autopar.runtime.sharded_optimizers import OPTIMIZERS, like, local_gradient, loss_of
 
 
@@ -33,39 +33,18 @@ class Job:
     stage: int | None = None
     """That of a pipeline whose ranks hold the matrix, as a coordinate on the first axis; None: all ranks hold it."""
 
-    def held(self, ranks: MeshRanks, rank: int) -> Shape:
-        if self.stage not in (None, ranks.coordinates[rank][0]):
-            return (0,)
-        return valid_shape(self.shape, self.layout, tuple(ranks.mesh.shape), ranks.coordinates[rank])
+    @property
+    def whole(self) -> Box:
+        origin = (0,) * len(self.shape)
+        return Box(offsets=origin, sizes=self.shape, local=origin)
 
-    def gives(self, ranks: MeshRanks, rank: int) -> bool:
-        """Whether the owner gets its part from this rank: those that hold what it holds along axes that do not split
-        the matrix."""
-        own, other = ranks.coordinates[self.owner], ranks.coordinates[rank]
-        if self.stage is not None:
-            own = (self.stage, *own[1:])
-        pairs = zip(self.layout, own, other, strict=True)
-        return all(isinstance(placement, Split) or a == b for placement, a, b in pairs)
-
-    def joined(self, ranks: MeshRanks, part: Callable[[int, int], torch.Tensor]) -> torch.Tensor:
-        """The matrix, from `part(rank, elements)` of each rank that gives one."""
-        whole = torch.empty(self.shape, dtype=torch.bfloat16, device=ranks.mesh.device_type)
-        for rank, coordinate in enumerate(ranks.coordinates):
-            if self.gives(ranks, rank):
-                held = self.held(ranks, rank)
-                local = part(rank, torch.Size(held).numel()).view(held)
-                for box in boxes(self.shape, self.layout, tuple(ranks.mesh.shape), coordinate):
-                    box.within(whole).copy_(box.of(local))
-        return whole
-
-    def part(self, whole: torch.Tensor, ranks: MeshRanks, rank: int) -> torch.Tensor:
-        """What a rank holds of the matrix."""
-        local = torch.empty(self.held(ranks, rank), dtype=whole.dtype, device=whole.device)
-        if self.stage not in (None, ranks.coordinates[rank][0]):
-            return local
-        for box in boxes(self.shape, self.layout, tuple(ranks.mesh.shape), ranks.coordinates[rank]):
-            box.of(local).copy_(box.within(whole))
-        return local
+    def boxes(self, ranks: MeshRanks) -> list[tuple[Box, ...]]:
+        """What each rank holds."""
+        mesh = tuple(ranks.mesh.shape)
+        return [
+            () if self.stage not in (None, at[0]) else boxes(self.shape, self.layout, mesh, at)
+            for at in ranks.coordinates
+        ]
 
 
 def jobs_of(
@@ -88,7 +67,7 @@ class Muon(torch.optim.Muon):
     def __init__(self, params: Any, *, layouts: Mapping[DTensor, Layout], mesh: DeviceMesh, **options: Any) -> None:
         super().__init__(params, **options)
         self._layouts, self._ranks = layouts, MeshRanks(mesh)
-        self._jobs: dict[tuple[int, ...], tuple[Job, ...]] = {}
+        self._jobs: dict[tuple[int, ...], tuple[tuple[Job, ...], list[Piece], list[Piece]]] = {}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -100,10 +79,11 @@ class Muon(torch.optim.Muon):
             meshes = [p.device_mesh for p, _ in asked]
             stages = [mesh.number if isinstance(mesh, StageMesh) else None for mesh in meshes]
             shapes, ranks = [tuple(p.shape) for p, _ in asked], len(self._ranks.coordinates)
-            self._jobs[key] = jobs_of(shapes, layouts, ranks, stages)
+            jobs = jobs_of(shapes, layouts, ranks, stages)
+            self._jobs[key] = (jobs, *self._moves(jobs))
         updates = [self._update(p, group) for p, group in asked]
         groups = [group for _, group in asked]
-        for (p, group), update in zip(asked, self._orthogonal(self._jobs[key], updates, groups), strict=True):
+        for (p, group), update in zip(asked, self._orthogonal(*self._jobs[key], updates, groups), strict=True):
             local, rate = local_tensor(p), float(group["lr"])
             local.mul_(1 - rate * group["weight_decay"])
             local.add_(update, alpha=-muon_rate(rate, group["adjust_lr_fn"], p.shape))
@@ -119,52 +99,37 @@ class Muon(torch.optim.Muon):
         buffer.lerp_(gradient, 1 - group["momentum"])
         return (gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer).bfloat16()
 
+    def _moves(self, jobs: Sequence[Job]) -> tuple[list[Piece], list[Piece]]:
+        """Of matrices to their owners, and back."""
+        held = {number: job.boxes(self._ranks) for number, job in enumerate(jobs)}
+        everyone = range(len(self._ranks.everyone))
+        owned = {n: [(job.whole,) if rank == job.owner else () for rank in everyone] for n, job in enumerate(jobs)}
+        there = [(job.owner, number, number, job.whole) for number, job in enumerate(jobs)]
+        back = [(rank, n, n, box) for n, of_ranks in held.items() for rank in everyone for box in of_ranks[rank]]
+        return pieces(there, held), pieces(back, owned)
+
     def _orthogonal(
-        self, jobs: Sequence[Job], updates: Sequence[torch.Tensor], groups: Sequence[Mapping[str, Any]]
+        self,
+        jobs: Sequence[Job],
+        there: Sequence[Piece],
+        back: Sequence[Piece],
+        updates: Sequence[torch.Tensor],
+        groups: Sequence[Mapping[str, Any]],
     ) -> list[torch.Tensor]:
         """This rank's part of each orthogonalised matrix."""
-        ranks, own = self._ranks, self._ranks.own
-        everyone = range(len(ranks.coordinates))
-        mine = [number for number, job in enumerate(jobs) if job.owner == own]
-        given: list[list[torch.Tensor]] = [[] for _ in everyone]
-        for job, update in zip(jobs, updates, strict=True):
-            if job.gives(ranks, own):
-                given[job.owner].append(update)
-        sizes = [sum(_size(jobs[n].held(ranks, r)) for n in mine if jobs[n].gives(ranks, r)) for r in everyone]
-        take = _taking(_exchanged(ranks, given, sizes))
-        back: list[list[torch.Tensor]] = [[] for _ in everyone]
-        for number in mine:
-            whole = orthogonalized(jobs[number].joined(ranks, take), groups[number])
-            for rank in everyone:
-                back[rank].append(jobs[number].part(whole, ranks, rank))
-        sizes = [sum(_size(job.held(ranks, own)) for job in jobs if job.owner == r) for r in everyone]
-        take = _taking(_exchanged(ranks, back, sizes))
-        return [take(job.owner, _size(job.held(ranks, own))).view(job.held(ranks, own)) for job in jobs]
-
-
-def _size(shape: Shape) -> int:
-    return torch.Size(shape).numel()
-
-
-def _exchanged(
-    ranks: MeshRanks, given: Sequence[Sequence[torch.Tensor]], sizes: Sequence[int]
-) -> Sequence[torch.Tensor]:
-    """Give each rank its tensors of bfloat16, and get one of as many elements from each."""
-    flat = [tensor.reshape(-1) for tensors in given for tensor in tensors]
-    sent = torch.cat([*flat, torch.empty(0, dtype=torch.bfloat16, device=ranks.mesh.device_type)])
-    put = [sum(map(torch.Tensor.numel, tensors)) for tensors in given]
-    return torch.split(ranks.exchange(sent, put, sizes, "the exchange of Muon's matrices,"), list(sizes))
-
-
-def _taking(got: Sequence[torch.Tensor]) -> Callable[[int, int], torch.Tensor]:
-    """What takes the next elements of what came from a rank."""
-    at = [0] * len(got)
-
-    def take(rank: int, elements: int) -> torch.Tensor:
-        at[rank] += elements
-        return got[rank][at[rank] - elements : at[rank]]
-
-    return take
+        ranks, dtype, what = self._ranks, torch.bfloat16, "the exchange of Muon's matrices,"
+        device = ranks.mesh.device_type
+        whole = {
+            n: torch.empty(job.shape, dtype=dtype, device=device)
+            for n, job in enumerate(jobs)
+            if job.owner == ranks.own
+        }
+        ranks.move(there, dict(enumerate(updates)), whole, dtype, what)
+        for number, matrix in whole.items():
+            whole[number] = orthogonalized(matrix, groups[number])
+        parts = [torch.empty_like(update) for update in updates]
+        ranks.move(back, whole, dict(enumerate(parts)), dtype, what)
+        return parts
 
 
 OPTIMIZERS.know(Plug("Muon", Muon))

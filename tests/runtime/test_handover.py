@@ -21,7 +21,7 @@ import autopar
 from autopar.ir.layout import Layout, Replicate, Shape, Split
 from autopar.runtime.boxes import Box, boxes
 from autopar.runtime.engines import VLLM, VLLM_EXPERTS, engine_tensors
-from autopar.runtime.handover import buckets, pieces
+from autopar.runtime.handover import buckets
 from autopar.runtime.memory import Alive
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.places import local_part
