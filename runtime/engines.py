@@ -7,7 +7,7 @@ model that are joined along it, each of which is split before. In names, `*` sta
 
 | after a name | says |
 |---|---|
-| `/8`, `/num_attention_heads` | the dim has so many units (heads), none of which is cut; or as the model's config says |
+| `/8`, `/num_attention_heads` | the dim has so many units (heads), none of which is cut, or as the config says |
 | `/2+` | where there are more engine ranks than units, several hold the same one; `/1+` is whole on each |
 | `[0/2]` | the first of two equal parts of the dim |
 | `%64` | zeros fill the dim up to a multiple of 64 |
@@ -66,35 +66,34 @@ class EngineTensor(NamedTuple):
     """By engine rank: the boxes of sources that lie in it. Elsewhere it is zero."""
 
 
-def engine_tensors(
-    layout: str, tensors: Mapping[str, torch.Tensor], width: int, config: Any = None
-) -> Iterator[EngineTensor]:
+def engine_tensors(layout: str, tensors: Mapping[str, torch.Tensor], width: int, config: Any) -> Iterator[EngineTensor]:
     """Those of an engine of `width` ranks, in the order of the model's tensors. Raises ValueError where layout, model
     and width do not fit."""
-    if odd := _ROW.sub("", layout).strip():
-        raise ValueError(f"{odd!r} is no row of a layout: give a name, a dim, and names of the model's tensors")
+    if other := _ROW.sub("", layout).strip():
+        raise ValueError(f"{other!r} is no row of a layout: give a name, a dim, and names of the model's tensors")
     left = {*tensors}
     for first in tensors:
-        for pattern, dim, parts in ((row[1], int(row[2]), re.findall(_PART, row[3])) for row in _ROW.finditer(layout)):
+        for row in _ROW.finditer(layout):
+            dim, parts = int(row[2]), re.findall(_PART, row[3])
             match = re.fullmatch("([^.]+)".join(map(re.escape, parts[0][0].split("*"))), first)
             if not match:
                 continue
             name, *sources = (
                 "".join(map("".join, zip_longest(each.split("*"), match.groups(), fillvalue="")))
-                for each in (pattern, *(part[0] for part in parts))
+                for each in (row[1], *(part[0] for part in parts))
             )
             if lacking := {*sources} - {*tensors}:
-                raise ValueError(f"{name} of the layout is made of {listed([*lacking])}, which the model lacks")
+                raise ValueError(f"{name} of the layout is made of {listed(sorted(lacking))}, which the model lacks")
             left -= {*sources}
             held, boxes = 0, [list[tuple[str, Box]]() for _ in range(width)]
             for source, (_, number, of, units, repeats, multiple) in zip(sources, parts, strict=True):
                 shape = tuple(tensors[source].shape)
-                size = sum(shape[dim : dim + 1]) // int(of or 1)  # 0 for a dim that is not there
+                size, odd = divmod(sum(shape[dim : dim + 1]), int(of or 1))  # 0 for a dim that is not there
                 padded = size + -size % int(multiple or 1)
                 count = int(units) if units.isdigit() else getattr(config, units) if units else padded
                 copies = max(1, len(repeats) * width // max(1, count))
                 elsewhere = changed(shape, dim, 0) != changed(tuple(tensors[sources[0]].shape), dim, 0)
-                if not size or padded % count or count * copies % width or elsewhere:
+                if not size or odd or padded % count or count * copies % width or elsewhere:
                     raise ValueError(
                         f"{name} of the layout: dim {dim} of {source} {list(shape)}, {count} {units or 'elements'}, "
                         f"cannot be split evenly over {width} engine ranks and joined: give another width or dim"

@@ -51,10 +51,10 @@ def hand_over(
         names = {name: value for value, name in saved_names(values).items()}
         tensors = {name: values[value] for name, value in names.items()}
         on = [ranks.everyone[rank % len(ranks.everyone)] for rank in range(width)] if on is None else on
-        if not on or len(on) % width or not {*on} <= {*ranks.everyone} or bucket_bytes < 1:
+        if min(width, len(on), bucket_bytes) < 1 or len(on) % width or not {*on} <= {*ranks.everyone}:
             raise ValueError(
-                f"width={width}, on={on}, bucket_bytes={bucket_bytes}: give a width and bytes of at least 1, and for each "
-                f"engine rank, and each of further copies of the engine, one of the ranks {ranks.everyone}"
+                f"width={width}, on={on}, bucket_bytes={bucket_bytes}: give a width and bytes of at least 1, and for "
+                f"each engine rank, and each of further copies of the engine, one of the ranks {ranks.everyone}"
             )
         program = [*engine_tensors(layout, tensors, width, getattr(values.root, "config", None))]
     given = zlib.crc32(repr((layout, on, width, bucket_bytes, dtype)).encode())
@@ -62,8 +62,7 @@ def hand_over(
     homes = [*enumerate(map(ranks.everyone.index, on))]
     held = {name: local_part(tensor) for name, tensor in tensors.items()}
     for tensor in program:
-        first = tensors[tensor.sources[0]]
-        kind = dtype if dtype and first.is_floating_point() else first.dtype
+        kind = dtype or tensors[tensor.sources[0]].dtype
         made = {
             slot: torch.zeros(tensor.shape, dtype=kind, device=values.device)
             for slot, home in homes
@@ -72,7 +71,7 @@ def hand_over(
         boxes = {source: [values.boxes(names[source], at) for at in ranks.coordinates] for source in tensor.sources}
         wanted = [(home, slot, *each) for slot, home in homes for each in tensor.ranks[slot % width]]
         for bucket in buckets(pieces(wanted, boxes), bucket_bytes / kind.itemsize):
-            ranks.move(bucket, held, made, kind, "a bucket of weights that are handed over,")
+            ranks.move(bucket, held, made, kind)
         try:
             for slot in [*made]:
                 if error is None:

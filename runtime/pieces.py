@@ -54,12 +54,13 @@ class MeshRanks:
 
     @cached_property
     def group(self) -> dist.ProcessGroup:
-        ranks = self.mesh.mesh.flatten().tolist()
         if self.mesh.ndim == 1:
             return self.mesh.get_group()
         world = dist.group.WORLD
         assert world is not None
-        return world if len(ranks) == world.size() else dist.new_group(ranks, use_local_synchronization=True)
+        if self.mesh.size() == world.size():
+            return world
+        return dist.new_group(self.mesh.mesh.flatten().tolist(), use_local_synchronization=True)
 
     @cached_property
     def everyone(self) -> list[int]:
@@ -80,11 +81,10 @@ class MeshRanks:
         held: Mapping[Any, torch.Tensor],
         made: Mapping[Any, torch.Tensor],
         dtype: torch.dtype,
-        what: str,
     ) -> None:
         """Fill the targets of this rank from what the ranks hold of sources, on all of them at once. What travels does
         in this dtype, in one exchange."""
-        ways: tuple[list[Piece], list[Piece]] = [], []
+        ways = list[Piece](), list[Piece]()
         sizes = torch.zeros(2, len(self.everyone), dtype=torch.int64)
         travels = False
         for piece in program:
@@ -98,10 +98,9 @@ class MeshRanks:
                 piece.put.of(made[piece.target]).copy_(piece.sent.of(held[piece.source]))
         if not travels:
             return
-        given = [piece.sent.of(held[piece.source]).to(dtype).flatten() for piece in ways[0]]
-        sent = torch.cat([torch.empty(0, dtype=dtype, device=self.mesh.device_type), *given]).view(-1, 1)
-        del given
-        with watched(what, "all", self.group):
+        packed = (piece.sent.of(held[piece.source]).to(dtype).flatten() for piece in ways[0])
+        sent = torch.cat([torch.empty(0, dtype=dtype, device=self.mesh.device_type), *packed]).view(-1, 1)
+        with watched("an exchange of parts of tensors,", "all", self.group):
             arrived = wait(exchange(sent.view(torch.uint8), sizes, 0, self.group)).view(dtype).flatten()
         for piece, part in zip(ways[1], arrived.split([p.put.elements for p in ways[1]]), strict=True):
             piece.put.of(made[piece.target]).copy_(part.view(piece.put.sizes))

@@ -103,7 +103,7 @@ class ValuesMixin:
         The engine has `width` tensor-parallel ranks, more or fewer than there are here. Engine rank n lives on rank n
         modulo the number of ranks, or on rank `on[n]`; `on` may go on with the ranks of further copies of the engine.
         There, `receive(engine_rank, name, tensor)` is called with one finished tensor after the other, to keep it or to
-        copy it to where the engine has it. Floating point numbers travel and arrive in `dtype`, if one is given.
+        copy it to where the engine has it. Tensors travel and arrive in `dtype`, if one is given.
 
         Beside what it keeps, a rank needs memory for one tensor of an engine rank, and for `bucket_bytes` of what it
         sends and receives. Raises ValueError, on every rank, where layout, model and width do not fit; and on every

@@ -7,7 +7,6 @@ two exchanges a step, in bfloat16, in which the iteration computes anyway. Momen
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,47 +17,20 @@ from autopar.compat.distributed import StageMesh, local_tensor
 from autopar.compat.optimizing import muon_rate, orthogonalized
 from autopar.extensions import Plug
 from autopar.ir.layout import Layout, Shape
-from autopar.runtime.boxes import Box, boxes
+from autopar.runtime.boxes import boxes
 from autopar.runtime.pieces import MeshRanks, Piece, pieces
 from autopar.runtime.sharded_optimizers import OPTIMIZERS, like, local_gradient, loss_of
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """One matrix in a step."""
-
-    shape: Shape
-    layout: Layout
-    owner: int
-    stage: int | None = None
-    """That of a pipeline whose ranks hold the matrix, as a coordinate on the first axis; None: all ranks hold it."""
-
-    @property
-    def whole(self) -> Box:
-        origin = (0,) * len(self.shape)
-        return Box(offsets=origin, sizes=self.shape, local=origin)
-
-    def boxes(self, ranks: MeshRanks) -> list[tuple[Box, ...]]:
-        """What each rank holds."""
-        mesh = tuple(ranks.mesh.shape)
-        return [
-            () if self.stage not in (None, at[0]) else boxes(self.shape, self.layout, mesh, at)
-            for at in ranks.coordinates
-        ]
-
-
-def jobs_of(
-    shapes: Sequence[Shape], layouts: Sequence[Layout], ranks: int, stages: Sequence[int | None] | None = None
-) -> tuple[Job, ...]:
-    """Owners of matrices: the heaviest first, each to the rank with the least work, which is that of a product of the
-    matrix with itself, and with that."""
+def owners_of(shapes: Sequence[Shape], ranks: int) -> list[int]:
+    """The heaviest matrix first, each to the rank with the least work, which is that of a product of the matrix with
+    itself, and with that."""
     work = [2 * min(s) ** 2 * max(s) + min(s) ** 3 for s in shapes]
     loads, owners = [0] * ranks, [0] * len(shapes)
     for number in sorted(range(len(shapes)), key=lambda n: -work[n]):
         owners[number] = loads.index(min(loads))
         loads[owners[number]] += work[number]
-    each = zip(shapes, layouts, owners, stages or [None] * len(shapes), strict=True)
-    return tuple(Job(shape=s, layout=at, owner=o, stage=stage) for s, at, o, stage in each)
+    return owners
 
 
 class Muon(torch.optim.Muon):
@@ -67,23 +39,16 @@ class Muon(torch.optim.Muon):
     def __init__(self, params: Any, *, layouts: Mapping[DTensor, Layout], mesh: DeviceMesh, **options: Any) -> None:
         super().__init__(params, **options)
         self._layouts, self._ranks = layouts, MeshRanks(mesh)
-        self._jobs: dict[tuple[int, ...], tuple[tuple[Job, ...], list[Piece], list[Piece]]] = {}
+        self._moves: dict[tuple[int, ...], tuple[list[Piece], list[Piece]]] = {}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = loss_of(closure)
         asked = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
         key = tuple(id(p) for p, _ in asked)
-        if key not in self._jobs:
-            layouts = [self._layouts[p] for p, _ in asked]
-            meshes = [p.device_mesh for p, _ in asked]
-            stages = [mesh.number if isinstance(mesh, StageMesh) else None for mesh in meshes]
-            shapes, ranks = [tuple(p.shape) for p, _ in asked], len(self._ranks.coordinates)
-            jobs = jobs_of(shapes, layouts, ranks, stages)
-            self._jobs[key] = (jobs, *self._moves(jobs))
-        updates = [self._update(p, group) for p, group in asked]
-        groups = [group for _, group in asked]
-        for (p, group), update in zip(asked, self._orthogonal(*self._jobs[key], updates, groups), strict=True):
+        if key not in self._moves:
+            self._moves[key] = self._moves_of([p for p, _ in asked])
+        for (p, group), update in zip(asked, self._orthogonal(*self._moves[key], asked), strict=True):
             local, rate = local_tensor(p), float(group["lr"])
             local.mul_(1 - rate * group["weight_decay"])
             local.add_(update, alpha=-muon_rate(rate, group["adjust_lr_fn"], p.shape))
@@ -99,36 +64,36 @@ class Muon(torch.optim.Muon):
         buffer.lerp_(gradient, 1 - group["momentum"])
         return (gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer).bfloat16()
 
-    def _moves(self, jobs: Sequence[Job]) -> tuple[list[Piece], list[Piece]]:
-        """Of matrices to their owners, and back."""
-        held = {number: job.boxes(self._ranks) for number, job in enumerate(jobs)}
-        everyone = range(len(self._ranks.everyone))
-        owned = {n: [(job.whole,) if rank == job.owner else () for rank in everyone] for n, job in enumerate(jobs)}
-        there = [(job.owner, number, number, job.whole) for number, job in enumerate(jobs)]
-        back = [(rank, n, n, box) for n, of_ranks in held.items() for rank in everyone for box in of_ranks[rank]]
+    def _moves_of(self, matrices: Sequence[DTensor]) -> tuple[list[Piece], list[Piece]]:
+        """Of matrices, by number, to their owners, and back."""
+        ranks, there, back = self._ranks, [], []
+        held, owned = dict[int, Any](), dict[int, Any]()
+        shapes, sizes = [tuple(p.shape) for p in matrices], tuple(ranks.mesh.shape)
+        owners = owners_of(shapes, len(ranks.everyone))
+        for number, (p, shape, owner) in enumerate(zip(matrices, shapes, owners, strict=True)):
+            mesh = p.device_mesh
+            stages = (mesh.number,) if isinstance(mesh, StageMesh) else range(sizes[0])
+            held[number] = [
+                boxes(shape, self._layouts[p], sizes, at) if at[0] in stages else () for at in ranks.coordinates
+            ]
+            whole = boxes(shape, (), (), ())
+            owned[number] = [whole if rank == owner else () for rank, _ in enumerate(held[number])]
+            there += [(owner, number, number, box) for box in whole]
+            back += [(rank, number, number, box) for rank, parts in enumerate(held[number]) for box in parts]
         return pieces(there, held), pieces(back, owned)
 
     def _orthogonal(
-        self,
-        jobs: Sequence[Job],
-        there: Sequence[Piece],
-        back: Sequence[Piece],
-        updates: Sequence[torch.Tensor],
-        groups: Sequence[Mapping[str, Any]],
+        self, there: Sequence[Piece], back: Sequence[Piece], asked: Sequence[tuple[DTensor, Mapping[str, Any]]]
     ) -> list[torch.Tensor]:
         """This rank's part of each orthogonalised matrix."""
-        ranks, dtype, what = self._ranks, torch.bfloat16, "the exchange of Muon's matrices,"
-        device = ranks.mesh.device_type
-        whole = {
-            n: torch.empty(job.shape, dtype=dtype, device=device)
-            for n, job in enumerate(jobs)
-            if job.owner == ranks.own
-        }
-        ranks.move(there, dict(enumerate(updates)), whole, dtype, what)
+        updates = [self._update(p, group) for p, group in asked]
+        own = {piece.target for piece in there if piece.home == self._ranks.own}
+        whole = {n: updates[n].new_empty(asked[n][0].shape) for n in sorted(own)}
+        self._ranks.move(there, dict(enumerate(updates)), whole, torch.bfloat16)
         for number, matrix in whole.items():
-            whole[number] = orthogonalized(matrix, groups[number])
+            whole[number] = orthogonalized(matrix, asked[number][1])
         parts = [torch.empty_like(update) for update in updates]
-        ranks.move(back, whole, dict(enumerate(parts)), dtype, what)
+        self._ranks.move(back, whole, dict(enumerate(parts)), torch.bfloat16)
         return parts
 
 
