@@ -24,8 +24,8 @@ Receive = Callable[[int, str, torch.Tensor], object]
 
 
 def buckets(program: Sequence[Piece], elements: float) -> Iterator[list[Piece]]:
-    """Equal parts of all pieces, so many that no rank sends and receives more than so many elements of one (or an index
-    of the longest dim of each). What is sent is there twice while it is packed."""
+    """Equal parts of all pieces, so many that no rank sends and receives more than so many elements at once, unless
+    there are more parts than indices of a piece's longest dim. What is sent is there twice while it is packed."""
     loads = Counter[int]()
     for piece in program:
         if piece.sender != piece.home:
