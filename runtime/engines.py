@@ -85,7 +85,7 @@ def engine_tensors(layout: str, tensors: Mapping[str, torch.Tensor], width: int,
             if lacking := {*sources} - {*tensors}:
                 raise ValueError(f"{name} of the layout is made of {listed(sorted(lacking))}, which the model lacks")
             left -= {*sources}
-            held, boxes = 0, [list[tuple[str, Box]]() for _ in range(width)]
+            held, boxes = 0, [list[Any]() for _ in range(width)]
             for source, (_, number, of, units, repeats, multiple) in zip(sources, parts, strict=True):
                 shape = tuple(tensors[source].shape)
                 size, odd = divmod(sum(shape[dim : dim + 1]), int(of or 1))  # 0 for a dim that is not there

@@ -13,11 +13,8 @@ import torch
 from .agreement import all_equal, raise_together, together
 from .engines import engine_tensors
 from .pieces import Piece, pieces
-from .places import local_part
 from .state_dicts import saved_names
 from .values import ModuleValues
-
-BUCKET_BYTES = 64 << 20
 
 Receive = Callable[[int, str, torch.Tensor], object]
 """Of an engine rank, a name and the tensor."""
@@ -51,7 +48,7 @@ def hand_over(
         names = {name: value for value, name in saved_names(values).items()}
         tensors = {name: values[value] for name, value in names.items()}
         on = [ranks.everyone[rank % len(ranks.everyone)] for rank in range(width)] if on is None else on
-        if min(width, len(on), bucket_bytes) < 1 or len(on) % width or not {*on} <= {*ranks.everyone}:
+        if min(width, len(on), bucket_bytes) < 1 or len(on) % width or {*on} - {*ranks.everyone}:
             raise ValueError(
                 f"width={width}, on={on}, bucket_bytes={bucket_bytes}: give a width and bytes of at least 1, and for "
                 f"each engine rank, and each of further copies of the engine, one of the ranks {ranks.everyone}"
@@ -60,7 +57,6 @@ def hand_over(
     given = zlib.crc32(repr((layout, on, width, bucket_bytes, dtype)).encode())
     all_equal(given, values.mesh, "the ranks hand over in different ways, by digest: give all the same arguments")
     homes = [*enumerate(map(ranks.everyone.index, on))]
-    held = {name: local_part(tensor) for name, tensor in tensors.items()}
     for tensor in program:
         kind = dtype or tensors[tensor.sources[0]].dtype
         made = {
@@ -71,7 +67,7 @@ def hand_over(
         boxes = {source: [values.boxes(names[source], at) for at in ranks.coordinates] for source in tensor.sources}
         wanted = [(home, slot, *each) for slot, home in homes for each in tensor.ranks[slot % width]]
         for bucket in buckets(pieces(wanted, boxes), bucket_bytes / kind.itemsize):
-            ranks.move(bucket, held, made, kind)
+            ranks.move(bucket, tensors, made, kind)
         try:
             for slot in [*made]:
                 if error is None:

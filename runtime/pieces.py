@@ -17,6 +17,7 @@ from .boxes import Box
 from .collectives import wait
 from .failures import watched
 from .messages import exchange
+from .places import local_part
 
 
 class Piece(NamedTuple):
@@ -85,7 +86,7 @@ class MeshRanks:
         """Fill the targets of this rank from what the ranks hold of sources, on all of them at once. What travels does
         in this dtype, in one exchange."""
         ways = list[Piece](), list[Piece]()
-        sizes = torch.zeros(2, len(self.everyone), dtype=torch.int64)
+        sizes = [0] * len(self.everyone), [0] * len(self.everyone)
         travels = False
         for piece in program:
             if piece.sender != piece.home:
@@ -93,14 +94,14 @@ class MeshRanks:
                 for end in (0, 1):
                     if piece[end] == self.own:
                         ways[end].append(piece)
-                        sizes[end, piece[1 - end]] += piece.put.elements
+                        sizes[end][piece[1 - end]] += piece.put.elements
             elif piece.home == self.own:
-                piece.put.of(made[piece.target]).copy_(piece.sent.of(held[piece.source]))
+                piece.put.of(made[piece.target]).copy_(piece.sent.of(local_part(held[piece.source])))
         if not travels:
             return
-        packed = (piece.sent.of(held[piece.source]).to(dtype).flatten() for piece in ways[0])
+        packed = (piece.sent.of(local_part(held[piece.source])).to(dtype).flatten() for piece in ways[0])
         sent = torch.cat([torch.empty(0, dtype=dtype, device=self.mesh.device_type), *packed]).view(-1, 1)
         with watched("an exchange of parts of tensors,", "all", self.group):
-            arrived = wait(exchange(sent.view(torch.uint8), sizes, 0, self.group)).view(dtype).flatten()
+            arrived = wait(exchange(sent.view(torch.uint8), torch.tensor(sizes), 0, self.group)).view(dtype).flatten()
         for piece, part in zip(ways[1], arrived.split([p.put.elements for p in ways[1]]), strict=True):
             piece.put.of(made[piece.target]).copy_(part.view(piece.put.sizes))

@@ -14,7 +14,7 @@ from autopar.compat.wrapping import plain_name
 
 from .agreement import together
 from .boxes import Box
-from .handover import BUCKET_BYTES, Receive, hand_over
+from .handover import Receive, hand_over
 from .load import check_shape, read_weights
 from .mirrors import whole_model
 from .save import FILE_BYTES, write_weights
@@ -94,7 +94,7 @@ class ValuesMixin:
         *,
         width: int,
         on: Sequence[int] | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int = 64 << 20,
         dtype: torch.dtype | None = None,
     ) -> None:
         """Give the ranks of an inference engine their tensors, as its `layout` says: `VLLM`, `VLLM + VLLM_EXPERTS` of

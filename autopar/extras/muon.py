@@ -88,7 +88,7 @@ class Muon(torch.optim.Muon):
         """This rank's part of each orthogonalised matrix."""
         updates = [self._update(p, group) for p, group in asked]
         own = {piece.target for piece in there if piece.home == self._ranks.own}
-        whole = {n: updates[n].new_empty(asked[n][0].shape) for n in sorted(own)}
+        whole = {n: updates[n].new_empty(asked[n][0].shape) for n in own}
         self._ranks.move(there, dict(enumerate(updates)), whole, torch.bfloat16)
         for number, matrix in whole.items():
             whole[number] = orthogonalized(matrix, asked[number][1])
