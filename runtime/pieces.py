@@ -59,9 +59,8 @@ class MeshRanks:
             return self.mesh.get_group()
         world = dist.group.WORLD
         assert world is not None
-        if self.mesh.size() == world.size():
-            return world
-        return dist.new_group(self.mesh.mesh.flatten().tolist(), use_local_synchronization=True)
+        ranks = self.mesh.mesh.flatten().tolist()
+        return world if len(ranks) == world.size() else dist.new_group(ranks, use_local_synchronization=True)
 
     @cached_property
     def everyone(self) -> list[int]:
@@ -89,12 +88,13 @@ class MeshRanks:
         sizes = [0] * len(self.everyone), [0] * len(self.everyone)
         travels = False
         for piece in program:
+            ends = piece[:2]
             if piece.sender != piece.home:
                 travels = True
-                for end in (0, 1):
-                    if piece[end] == self.own:
+                for end, rank in enumerate(ends):
+                    if rank == self.own:
                         ways[end].append(piece)
-                        sizes[end][piece[1 - end]] += piece.put.elements
+                        sizes[end][ends[1 - end]] += piece.put.elements
             elif piece.home == self.own:
                 piece.put.of(made[piece.target]).copy_(piece.sent.of(local_part(held[piece.source])))
         if not travels:
@@ -103,5 +103,5 @@ class MeshRanks:
         sent = torch.cat([torch.empty(0, dtype=dtype, device=self.mesh.device_type), *packed]).view(-1, 1)
         with watched("an exchange of parts of tensors,", "all", self.group):
             arrived = wait(exchange(sent.view(torch.uint8), torch.tensor(sizes), 0, self.group)).view(dtype).flatten()
-        for piece, part in zip(ways[1], arrived.split([p.put.elements for p in ways[1]]), strict=True):
+        for piece, part in zip(ways[1], torch.split(arrived, [p.put.elements for p in ways[1]]), strict=True):
             piece.put.of(made[piece.target]).copy_(part.view(piece.put.sizes))

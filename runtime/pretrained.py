@@ -105,9 +105,9 @@ class ValuesMixin:
         There, `receive(engine_rank, name, tensor)` is called with one finished tensor after the other, to keep it or to
         copy it to where the engine has it. Tensors travel and arrive in `dtype`, if one is given.
 
-        Beside what it keeps, a rank needs memory for one tensor of an engine rank, and for `bucket_bytes` of what it
-        sends and receives. Raises ValueError, on every rank, where layout, model and width do not fit; and on every
-        rank what `receive` raises on any, once all have been sent theirs.
+        Beside what it keeps, a rank needs memory for one tensor of each of its engine ranks, and for `bucket_bytes` of
+        what it sends and receives. Raises ValueError, on every rank, where layout, model and width do not fit; and on
+        every rank what `receive` raises on any, once all have been sent theirs.
         """
         hand_over(self._state.values, layout, receive, width, on, bucket_bytes, dtype)
 
