@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from operator import add, sub
 
 import torch
 
@@ -30,8 +31,32 @@ class Box:
         """The box as a view of the global tensor."""
         return self._at(self.offsets, whole)
 
+    @property
+    def elements(self) -> int:
+        return math.prod(self.sizes)
+
+    def overlap(self, other: Box) -> Box:
+        """Those of these elements that another box has too: none, maybe."""
+        begins = tuple(map(max, self.offsets, other.offsets))
+        ends = map(min, map(add, self.offsets, self.sizes), map(add, other.offsets, other.sizes))
+        local = map(add, self.local, map(sub, begins, self.offsets))
+        return Box(offsets=begins, sizes=tuple(max(0, n) for n in map(sub, ends, begins)), local=tuple(local))
+
+    def part(self, number: int, of: int) -> Box:
+        """One of so many parts of the longest dim, which differ by an index at most."""
+        size = max(self.sizes)
+        dim, begin = self.sizes.index(size), size * number // of
+        offsets = changed(self.offsets, dim, self.offsets[dim] + begin)
+        sizes = changed(self.sizes, dim, size * (number + 1) // of - begin)
+        return self.overlap(replace(self, offsets=offsets, sizes=sizes))
+
     def _at(self, begins: Shape, tensor: torch.Tensor) -> torch.Tensor:
         return tensor[tuple(slice(at, at + size) for at, size in zip(begins, self.sizes, strict=True))]
+
+
+def changed(shape: Shape, dim: int, size: int) -> Shape:
+    """With another size, or offset, in a dim."""
+    return (*shape[:dim], size, *shape[dim + 1 :])
 
 
 @cache

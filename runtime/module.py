@@ -316,7 +316,7 @@ class ParallelModule(ValuesMixin, MirrorModule):
         versions = self._versions
         memo.update((id(p.grad), None) for p in self.parameters() if p.grad is not None)  # as of any copied parameter
         plan, values = self._state.module.plan, self._state.values
-        shared = [plan, versions.again, values.mesh, *vars(values).get("meshes", ())]
+        shared = [plan, versions.again, values.mesh, values.ranks, *vars(values).get("meshes", ())]
         shared += [part for version in versions.versions for part in (version.guard, version.pinned, version.planned)]
         memo.update((id(part), part) for part in shared)
         memo[id(versions.lent)] = []

@@ -4,7 +4,7 @@ Face's."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,13 @@ import torch
 from autopar.compat.wrapping import plain_name
 
 from .agreement import together
+from .boxes import Box
+from .handover import Receive, hand_over
 from .load import check_shape, read_weights
 from .mirrors import whole_model
 from .save import FILE_BYTES, write_weights
 from .state import State
+from .state_dicts import saved_names
 from .unsaved_buffers import computed_anew, unsaved_buffers
 from .values import ModuleValues
 
@@ -74,6 +77,39 @@ class ValuesMixin:
         Tied weights are written once. Raises on every rank what any rank raises.
         """
         write_weights(self._state.values, self._state.module.plan, directory, max_file_bytes)
+
+    def shards(self) -> Iterator[tuple[str, Box, torch.Tensor]]:
+        """What this rank holds of each parameter and persistent buffer, under the names that `save_pretrained` writes:
+        boxes of the whole tensor (`offsets`, `sizes`), mostly one, and views of them in this rank's memory. Nothing is
+        sent. Raises ValueError for what is on meta."""
+        values = self._state.values
+        for value, name in saved_names(values).items():
+            local, owned = values.held(value, values[value])
+            yield from ((name, box, box.of(local)) for box in owned)
+
+    def hand_over(
+        self,
+        layout: str,
+        receive: Receive,
+        *,
+        width: int,
+        on: Sequence[int] | None = None,
+        bucket_bytes: int = 64 << 20,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Give the ranks of an inference engine their tensors, as its `layout` says: `VLLM`, `VLLM + VLLM_EXPERTS` of
+        `autopar.runtime.engines`, or rows of your own, which that module explains.
+
+        The engine has `width` tensor-parallel ranks, more or fewer than there are here. Engine rank n lives on rank n
+        modulo the number of ranks, or on rank `on[n]`; `on` may go on with the ranks of further copies of the engine.
+        There, `receive(engine_rank, name, tensor)` is called with one finished tensor after the other, to keep it or to
+        copy it to where the engine has it. Tensors travel and arrive in `dtype`, if one is given.
+
+        Beside what it keeps, a rank needs memory for one tensor of each of its engine ranks, and for `bucket_bytes` of
+        what it sends and receives. Raises ValueError, on every rank, where layout, model and width do not fit; and on
+        every rank what `receive` raises on any, once all have been sent theirs.
+        """
+        hand_over(self._state.values, layout, receive, width, on, bucket_bytes, dtype)
 
     def gathered(self) -> torch.nn.Module:
         """The model on one device: a copy with whole values, on each rank, in the mode of this module. It shares

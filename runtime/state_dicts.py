@@ -174,7 +174,8 @@ def names_in_state_dict(root: nn.Module) -> dict[int, list[str]]:
 def saved_names(values: ModuleValues) -> dict[str, str]:
     """Value -> the name to save it under, for each parameter and persistent buffer: what the model's own state_dict
     calls it, or what its modules do where hooks left it out. Of tied weights that is the one that Hugging Face's model
-    ties the others to. Raises ValueError for what the module has not held since it was made."""
+    ties the others to. Raises ValueError for what has no value, and for what the module has not held since it was
+    made."""
     root = values.root
     called = names_in_state_dict(root)
     patterns = [re.compile(pattern) for pattern in getattr(root, "_tied_weights_keys", None) or ()]
@@ -191,7 +192,11 @@ def saved_names(values: ModuleValues) -> dict[str, str]:
             raise ValueError(f"{value} was removed after parallelize, and cannot be saved: remove it before")
         if found := present[value]:
             own = [name for name in found if not any(p.search(name) for p in patterns)]
-            names[value] = (own or found)[0]
+            name = names[value] = (own or found)[0]
+            if values[value].device.type == "meta":
+                raise ValueError(
+                    f"{name} is on meta, and has no value to save: call materialize or load_pretrained first"
+                )
     twice = [name for name, count in Counter(names.values()).items() if count > 1]
     if twice:
         both = " and ".join(value for value, name in names.items() if name == twice[0])

@@ -16,11 +16,12 @@ from torch.distributed.tensor import DTensor
 
 from autopar.compat.tensors import is_real, memory_of, take_notes
 from autopar.compat.wrapping import plain_name
-from autopar.ir.layout import Layout, Replicate
+from autopar.ir.layout import Layout, Replicate, Shape
 from autopar.passes.capture.ledger import Ledger
 
 from .agreement import all_alike, coordinate_of, device_of, digest, together
 from .boxes import Box, boxes
+from .pieces import MeshRanks
 from .places import ValuePlace, device_meshes, local_part, whole, within_stage
 from .whole_gradient import whole_gradient
 
@@ -101,6 +102,7 @@ class ModuleValues:
 
     def __post_init__(self) -> None:
         self.coordinate, self.device = coordinate_of(self.mesh), device_of(self.mesh)
+        self.ranks = MeshRanks(self.mesh)
         self.own()
 
     def own(self) -> None:
@@ -217,33 +219,40 @@ class ModuleValues:
                 return self.at_rest[alias]
         return (Replicate(),) * self.mesh.ndim
 
-    def place(self, name: str) -> ValuePlace:
-        """Where a parameter lies at rest."""
+    def place(self, name: str, coordinate: Shape | None = None) -> ValuePlace:
+        """Where a parameter lies at rest, on this rank or another."""
+        at = coordinate or self.coordinate
         if self.homes is None:
-            return self.whole_place(self.layout(name))
+            return self.whole_place(self.layout(name), at)
         number = self.homes.get(name, self.homes.get(self.tied.get(name, name), 0))
-        coordinate = (self.coordinate[1:] or (0,)) if number == self.coordinate[0] else None
-        return ValuePlace(self.meshes[number], within_stage(self.layout(name)), coordinate)
+        within = (at[1:] or (0,)) if number == at[0] else None
+        return ValuePlace(self.meshes[number], within_stage(self.layout(name)), within)
 
-    def whole_place(self, layout: Layout) -> ValuePlace:
+    def whole_place(self, layout: Layout, coordinate: Shape | None = None) -> ValuePlace:
         """Where all ranks hold something."""
-        return ValuePlace(self.mesh, layout, self.coordinate)
+        return ValuePlace(self.mesh, layout, coordinate or self.coordinate)
 
     @cached_property
     def meshes(self) -> tuple[DeviceMesh, ...]:
         """Those of a pipeline's devices."""
         return device_meshes(self.mesh)
 
-    def place_of(self, name: str) -> ValuePlace:
+    def place_of(self, name: str, coordinate: Shape | None = None) -> ValuePlace:
         """At rest; buffers are whole on every rank."""
-        return self.place(name) if isinstance(self[name], DTensor) else self.whole_place(self.layout(name))
+        if isinstance(self[name], DTensor):
+            return self.place(name, coordinate)
+        return self.whole_place(self.layout(name), coordinate)
+
+    def boxes(self, name: str, coordinate: Shape) -> tuple[Box, ...]:
+        """Where what a rank holds of a value belongs in the global tensor."""
+        place = self.place_of(name, coordinate)
+        if place.coordinate is None:
+            return ()
+        return boxes(tuple(self[name].shape), place.layout, place.sizes, place.coordinate)
 
     def held(self, name: str, value: torch.Tensor) -> tuple[torch.Tensor, tuple[Box, ...]]:
         """What this rank holds of a value, and where that belongs in the global tensor."""
-        local, place = local_part(value).detach(), self.place_of(name)
-        if place.coordinate is None:
-            return local, ()
-        return local, boxes(tuple(value.shape), place.layout, place.sizes, place.coordinate)
+        return local_part(value).detach(), self.boxes(name, self.coordinate)
 
     def distribute(self, values: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take this rank's part of each value, and compare the global values with the other ranks'.

@@ -7,129 +7,30 @@ two exchanges a step, in bfloat16, in which the iteration computes anyway. Momen
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.compat.distributed import StageMesh, local_tensor
 from autopar.compat.optimizing import muon_rate, orthogonalized
 from autopar.extensions import Plug
-from autopar.ir.layout import Layout, Shape, Split, valid_shape
-from autopar.runtime.agreement import coordinate_of
+from autopar.ir.layout import Layout, Shape
 from autopar.runtime.boxes import boxes
-from autopar.runtime.failures import watched
+from autopar.runtime.pieces import MeshRanks, Piece, pieces
 from autopar.runtime.sharded_optimizers import OPTIMIZERS, like, local_gradient, loss_of
 
 
-@dataclass(frozen=True)
-class MeshRanks:
-    """All ranks of a mesh, in row-major order of their coordinates, and a group of them."""
-
-    mesh: DeviceMesh
-
-    @cached_property
-    def coordinates(self) -> tuple[Shape, ...]:
-        return tuple(
-            map(tuple, torch.cartesian_prod(*map(torch.arange, self.mesh.shape)).reshape(-1, self.mesh.ndim).tolist())
-        )
-
-    @cached_property
-    def own(self) -> int:
-        return self.coordinates.index(coordinate_of(self.mesh))
-
-    @cached_property
-    def group(self) -> dist.ProcessGroup:
-        ranks = self.mesh.mesh.flatten().tolist()
-        if self.mesh.ndim == 1:
-            return self.mesh.get_group()
-        world = dist.group.WORLD
-        assert world is not None
-        return world if len(ranks) == world.size() else dist.new_group(ranks, use_local_synchronization=True)
-
-    @cached_property
-    def places(self) -> tuple[int, ...]:
-        """Of each rank in the group."""
-        return tuple(dist.get_group_rank(self.group, rank) for rank in self.mesh.mesh.flatten().tolist())
-
-    def exchange(self, given: Sequence[Sequence[torch.Tensor]], sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Give each rank its tensors of bfloat16, and get one of as many elements from each."""
-        order = sorted(range(len(self.places)), key=self.places.__getitem__)
-        parts = [torch.cat([t.reshape(-1) for t in given[rank]] or [_nothing(self.mesh)]) for rank in order]
-        sent = torch.cat(parts).view(torch.uint8)
-        counts = [2 * sizes[rank] for rank in order]
-        got = torch.empty(sum(counts), dtype=torch.uint8, device=sent.device)
-        with watched("the exchange of Muon's matrices,", "all", self.group):
-            dist.all_to_all_single(got, sent, counts, [2 * part.numel() for part in parts], group=self.group)
-        by_place = dict(zip(order, torch.split(got, counts), strict=True))
-        return [by_place[rank].view(torch.bfloat16) for rank in range(len(order))]
-
-
-def _nothing(mesh: DeviceMesh) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.bfloat16, device=mesh.device_type)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """One matrix in a step."""
-
-    shape: Shape
-    layout: Layout
-    owner: int
-    stage: int | None = None
-    """That of a pipeline whose ranks hold the matrix, as a coordinate on the first axis; None: all ranks hold it."""
-
-    def held(self, ranks: MeshRanks, rank: int) -> Shape:
-        if self.stage not in (None, ranks.coordinates[rank][0]):
-            return (0,)
-        return valid_shape(self.shape, self.layout, tuple(ranks.mesh.shape), ranks.coordinates[rank])
-
-    def gives(self, ranks: MeshRanks, rank: int) -> bool:
-        """Whether the owner gets its part from this rank: those that hold what it holds along axes that do not split
-        the matrix."""
-        own, other = ranks.coordinates[self.owner], ranks.coordinates[rank]
-        if self.stage is not None:
-            own = (self.stage, *own[1:])
-        pairs = zip(self.layout, own, other, strict=True)
-        return all(isinstance(placement, Split) or a == b for placement, a, b in pairs)
-
-    def joined(self, ranks: MeshRanks, part: Callable[[int, int], torch.Tensor]) -> torch.Tensor:
-        """The matrix, from `part(rank, elements)` of each rank that gives one."""
-        whole = torch.empty(self.shape, dtype=torch.bfloat16, device=ranks.mesh.device_type)
-        for rank, coordinate in enumerate(ranks.coordinates):
-            if self.gives(ranks, rank):
-                held = self.held(ranks, rank)
-                local = part(rank, torch.Size(held).numel()).view(held)
-                for box in boxes(self.shape, self.layout, tuple(ranks.mesh.shape), coordinate):
-                    box.within(whole).copy_(box.of(local))
-        return whole
-
-    def part(self, whole: torch.Tensor, ranks: MeshRanks, rank: int) -> torch.Tensor:
-        """What a rank holds of the matrix."""
-        local = torch.empty(self.held(ranks, rank), dtype=whole.dtype, device=whole.device)
-        if self.stage not in (None, ranks.coordinates[rank][0]):
-            return local
-        for box in boxes(self.shape, self.layout, tuple(ranks.mesh.shape), ranks.coordinates[rank]):
-            box.of(local).copy_(box.within(whole))
-        return local
-
-
-def jobs_of(
-    shapes: Sequence[Shape], layouts: Sequence[Layout], ranks: int, stages: Sequence[int | None] | None = None
-) -> tuple[Job, ...]:
-    """Owners of matrices: the heaviest first, each to the rank with the least work, which is that of a product of the
-    matrix with itself, and with that."""
+def owners_of(shapes: Sequence[Shape], ranks: int) -> list[int]:
+    """The heaviest matrix first, each to the rank with the least work, which is that of a product of the matrix with
+    itself, and with that."""
     work = [2 * min(s) ** 2 * max(s) + min(s) ** 3 for s in shapes]
     loads, owners = [0] * ranks, [0] * len(shapes)
     for number in sorted(range(len(shapes)), key=lambda n: -work[n]):
         owners[number] = loads.index(min(loads))
         loads[owners[number]] += work[number]
-    each = zip(shapes, layouts, owners, stages or [None] * len(shapes), strict=True)
-    return tuple(Job(shape=s, layout=at, owner=o, stage=stage) for s, at, o, stage in each)
+    return owners
 
 
 class Muon(torch.optim.Muon):
@@ -138,22 +39,16 @@ class Muon(torch.optim.Muon):
     def __init__(self, params: Any, *, layouts: Mapping[DTensor, Layout], mesh: DeviceMesh, **options: Any) -> None:
         super().__init__(params, **options)
         self._layouts, self._ranks = layouts, MeshRanks(mesh)
-        self._jobs: dict[tuple[int, ...], tuple[Job, ...]] = {}
+        self._moves: dict[tuple[int, ...], tuple[list[Piece], list[Piece]]] = {}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = loss_of(closure)
         asked = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
         key = tuple(id(p) for p, _ in asked)
-        if key not in self._jobs:
-            layouts = [self._layouts[p] for p, _ in asked]
-            meshes = [p.device_mesh for p, _ in asked]
-            stages = [mesh.number if isinstance(mesh, StageMesh) else None for mesh in meshes]
-            shapes, ranks = [tuple(p.shape) for p, _ in asked], len(self._ranks.coordinates)
-            self._jobs[key] = jobs_of(shapes, layouts, ranks, stages)
-        updates = [self._update(p, group) for p, group in asked]
-        groups = [group for _, group in asked]
-        for (p, group), update in zip(asked, self._orthogonal(self._jobs[key], updates, groups), strict=True):
+        if key not in self._moves:
+            self._moves[key] = self._moves_of([p for p, _ in asked])
+        for (p, group), update in zip(asked, self._orthogonal(*self._moves[key], asked), strict=True):
             local, rate = local_tensor(p), float(group["lr"])
             local.mul_(1 - rate * group["weight_decay"])
             local.add_(update, alpha=-muon_rate(rate, group["adjust_lr_fn"], p.shape))
@@ -169,42 +64,37 @@ class Muon(torch.optim.Muon):
         buffer.lerp_(gradient, 1 - group["momentum"])
         return (gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer).bfloat16()
 
+    def _moves_of(self, matrices: Sequence[DTensor]) -> tuple[list[Piece], list[Piece]]:
+        """Of matrices, by number, to their owners, and back."""
+        ranks, there, back = self._ranks, [], []
+        held, owned = dict[int, Any](), dict[int, Any]()
+        shapes, sizes = [tuple(p.shape) for p in matrices], tuple(ranks.mesh.shape)
+        owners = owners_of(shapes, len(ranks.everyone))
+        for number, (p, shape, owner) in enumerate(zip(matrices, shapes, owners, strict=True)):
+            mesh = p.device_mesh
+            stages = (mesh.number,) if isinstance(mesh, StageMesh) else range(sizes[0])
+            held[number] = [
+                boxes(shape, self._layouts[p], sizes, at) if at[0] in stages else () for at in ranks.coordinates
+            ]
+            whole = boxes(shape, (), (), ())
+            owned[number] = [whole if rank == owner else () for rank, _ in enumerate(held[number])]
+            there += [(owner, number, number, box) for box in whole]
+            back += [(rank, number, number, box) for rank, parts in enumerate(held[number]) for box in parts]
+        return pieces(there, held), pieces(back, owned)
+
     def _orthogonal(
-        self, jobs: Sequence[Job], updates: Sequence[torch.Tensor], groups: Sequence[Mapping[str, Any]]
+        self, there: Sequence[Piece], back: Sequence[Piece], asked: Sequence[tuple[DTensor, Mapping[str, Any]]]
     ) -> list[torch.Tensor]:
         """This rank's part of each orthogonalised matrix."""
-        ranks, own = self._ranks, self._ranks.own
-        everyone = range(len(ranks.coordinates))
-        mine = [number for number, job in enumerate(jobs) if job.owner == own]
-        given: list[list[torch.Tensor]] = [[] for _ in everyone]
-        for job, update in zip(jobs, updates, strict=True):
-            if job.gives(ranks, own):
-                given[job.owner].append(update)
-        sizes = [sum(_size(jobs[n].held(ranks, r)) for n in mine if jobs[n].gives(ranks, r)) for r in everyone]
-        take = _taking(ranks.exchange(given, sizes))
-        back: list[list[torch.Tensor]] = [[] for _ in everyone]
-        for number in mine:
-            whole = orthogonalized(jobs[number].joined(ranks, take), groups[number])
-            for rank in everyone:
-                back[rank].append(jobs[number].part(whole, ranks, rank))
-        sizes = [sum(_size(job.held(ranks, own)) for job in jobs if job.owner == r) for r in everyone]
-        take = _taking(ranks.exchange(back, sizes))
-        return [take(job.owner, _size(job.held(ranks, own))).view(job.held(ranks, own)) for job in jobs]
-
-
-def _size(shape: Shape) -> int:
-    return torch.Size(shape).numel()
-
-
-def _taking(got: Sequence[torch.Tensor]) -> Callable[[int, int], torch.Tensor]:
-    """What takes the next elements of what came from a rank."""
-    at = [0] * len(got)
-
-    def take(rank: int, elements: int) -> torch.Tensor:
-        at[rank] += elements
-        return got[rank][at[rank] - elements : at[rank]]
-
-    return take
+        updates = [self._update(p, group) for p, group in asked]
+        own = {piece.target for piece in there if piece.home == self._ranks.own}
+        whole = {n: updates[n].new_empty(asked[n][0].shape) for n in own}
+        self._ranks.move(there, dict(enumerate(updates)), whole, torch.bfloat16)
+        for number, matrix in whole.items():
+            whole[number] = orthogonalized(matrix, asked[number][1])
+        parts = [torch.empty_like(update) for update in updates]
+        self._ranks.move(back, whole, dict(enumerate(parts)), torch.bfloat16)
+        return parts
 
 
 OPTIMIZERS.know(Plug("Muon", Muon))
