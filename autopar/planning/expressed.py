@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from autopar.compat.dispatch import Watching
 from autopar.compat.patching import patched
 from autopar.compat.quick_fakes import quick_fakes
 from autopar.ir.layout import Split, local_meta
@@ -24,6 +25,7 @@ from autopar.passes.space.sites import Option, Site
 from autopar.passes.space.space import Space
 
 from .account import parameter_layouts, placements, sources
+from .description import texts
 from .foreign import COLUMN, GATHERED, PLAIN, ROW, Style, dims_of
 from .options import taken
 from .presets import Preset, allowed_by, tensor_axis
@@ -60,7 +62,7 @@ class Expressed:
 
     def refused(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[str]:
         """Modules whose Python does not run on a rank's shards, by what it does to fakes: those beside which it fails,
-        and all with styles where an output has another shape than on one device, or has none without data."""
+        and all with styles where outputs have other shapes than on one device, or it computes with other numbers."""
         refused: set[str] = set()
         failed: list[str] = []
         whole = _shapes(model, {}, self.ranks, args, kwargs, failed) if self.styles else None
@@ -93,7 +95,11 @@ def expressed(preset: Preset, space: Space, blocks: Blocks, assignment: Assignme
             styles[module] = (GATHERED if name in gathered else COLUMN) if by_column else ROW
     if axis >= 0:
         along = {name.rpartition(".")[0]: dim for name, dim in _along(space, assignment, axis)}
-        along = {m: d for m, d in along.items() if m not in styles and not any(n.startswith(f"{m}.") for n in reshards)}
+        along = {
+            m: d
+            for m, d in along.items()
+            if m not in styles and not any(n.startswith(f"{m}.") or not m for n in reshards)
+        }
     return Expressed(
         tensor=space.axes[axis] if axis >= 0 else "",
         styles=styles,
@@ -101,7 +107,7 @@ def expressed(preset: Preset, space: Space, blocks: Blocks, assignment: Assignme
         shards=tuple(space.axes[a] for a in wide if a in shards),
         others=tuple(space.axes[a] for a in wide if a not in shards),
         units=_units(reshards, sizes, shared) if wide else {},
-        missing=tuple(_missing(preset, space, blocks, assignment, axis, along)),
+        missing=tuple(_missing(preset, space, blocks, assignment, axis, styles, along)),
         ranks=space.mesh[axis] if axis >= 0 else 1,
     )
 
@@ -184,7 +190,13 @@ def stars(of: Mapping[str, T]) -> dict[str, T]:
 
 
 def _missing(
-    preset: Preset, space: Space, blocks: Blocks, assignment: Assignment, axis: int, along: Collection[str]
+    preset: Preset,
+    space: Space,
+    blocks: Blocks,
+    assignment: Assignment,
+    axis: int,
+    styles: Collection[str],
+    along: Collection[str],
 ) -> Iterator[str]:
     """What the preset does not leave, and what travels between modules, each with its module."""
     allowed, context = allowed_by(preset, space, blocks), Context(space, blocks)
@@ -194,25 +206,42 @@ def _missing(
         for choice in choices:
             if choice not in allowed[name] and site.kind in ("op", "parameter", "input"):
                 at = context.parameters.get(name, site.module)
-                found.append((starred(at), "" if site.kind == "op" else f"rests as {choice}"))
+                rests = texts(space.decided(site, choice).makes[0], site.meta.shape, space.mesh) if site.meta else ()
+                words = [f"{text} on {a}" for text, a in zip(rests, space.axes, strict=False) if text != "R"]
+                found.append((starred(at), "" if site.kind == "op" else f"rests {', '.join(words) or 'whole'}"))
     of = {read.alias.root: name for name in context.parameters for read in context.sites[name].reads}
     for traffic in sources(space, assignment):
         maker = context.making.get(traffic.root) or context.sites.get(traffic.root)
-        if maker is None or maker.kind == "parameter" or traffic.bytes <= SMALL_BYTES * traffic.count:
+        if maker is None or maker.kind == "parameter":
             continue
         if space.axes.index(traffic.axis) != axis:
             # where nothing travels in forward, backward adds up gradients of parts of the batch
-            may = maker.backward
+            may = maker.backward or traffic.bytes <= SMALL_BYTES * traffic.count
         elif traffic.root in of:
             may = context.parameters[of[traffic.root]].rpartition(".")[0] in along
         else:
-            may = bool(context.weights_of(maker)) or traffic.root in context.weight_gradients
+            weights = [context.parameter_of(maker.reads[p].alias.root) for p in context.weights_of(maker)]
+            may = any(name.rpartition(".")[0] in styles for name in weights) or traffic.root in context.weight_gradients
         if not may:
             where = "between layers" if maker.kind == "border" else starred(maker.module)
             found.append((where, f"{traffic.kind} on {traffic.axis}"))
     for module, what in grouped(found).items():
         kinds = ", ".join(dict.fromkeys(filter(None, what))) or "splits of its operators"
         yield f"{module or 'the model'}: {kinds}"
+
+
+class _Scalars(Watching):  # type: ignore[no-untyped-call]
+    """What operators that work element by element are, and the numbers in them: Python may take these from shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.pointwise in getattr(func, "tags", ()):
+            numbers = [x for x in tree_leaves((args, kwargs)) if isinstance(x, (int, float))]
+            self.found.append((str(func), *numbers))
+        return func(*args, **(kwargs or {}))
 
 
 def _shapes(
@@ -222,9 +251,10 @@ def _shapes(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     failed: list[str],
-) -> list[torch.Size] | None:
-    """Shapes of the outputs of a model, with one rank's shards of the parameters of these modules. None if its Python
-    fails on them: then `failed` are the modules that it was in, the innermost first."""
+) -> tuple[list[torch.Size], list[Any]] | None:
+    """Shapes of the outputs of a model, with one rank's shards of the parameters of these modules, and the numbers that
+    it computes with. None if its Python fails on shards: then `failed` are the modules that it was in, the innermost
+    first."""
     inside: list[str] = []
     gathered = {name: model.get_submodule(name) for name, style in styles.items() if style == GATHERED}
     wide = {name: getattr(m, "out_features", getattr(m, "embedding_dim", 0)) for name, m in gathered.items()}
@@ -252,9 +282,10 @@ def _shapes(
         for name, module in model.named_modules():
             hooks.callback(module.register_forward_pre_hook(enter(name)).remove)
             hooks.callback(module.register_forward_hook(leave(name)).remove)
+        scalars = hooks.enter_context(_Scalars())
         try:
             outputs = torch.func.functional_call(model, tensors, *inputs, tie_weights=False)
         except (RuntimeError, ValueError, IndexError, TypeError):  # of the model's own Python
             failed[:] = reversed(inside)
             return None
-    return [leaf.shape for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+    return [leaf.shape for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)], scalars.found

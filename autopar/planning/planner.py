@@ -241,10 +241,10 @@ class Planner:
         """The best plan that answers a request. Raises ValueError for impossible constraints, and if no plan keeps the
         limit."""
         if request.within is not None and (self.axis or request.cost == "profiled" or request.preset):
-            told = (
-                f"mesh axis {self.axis!r} has stages" if self.axis else f"{request.preset or 'profiled'} was asked for"
+            other = f"stages on mesh axis {self.axis!r}" if self.axis else request.preset or request.cost
+            raise ValueError(
+                f"within is {shown(request.within)}, which does not go with {other}: leave one of them out"
             )
-            raise ValueError(f"within is {shown(request.within)}, and {told}, which does not go with it: leave one out")
         if (by_measuring := COSTS.named(request.cost).plan) is not None:
             check_measured(self.training)
             return by_measuring(self, request)

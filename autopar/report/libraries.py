@@ -155,6 +155,11 @@ def export_plan(plan: Plan, to: str) -> Export:
     if to not in NAMES["library"]:
         raise ValueError(unknown("library", to, NAMES["library"]))
     planner, used = plan.planner, plan
+    model = planner.example[0]
+    if to == "transformers" and not hasattr(model, "maybe_distribute_model"):
+        raise ValueError(
+            f"{type(model).__name__} is no model of transformers: export it to parallelize_module or fsdp2"
+        )
 
     def expressed() -> Expressed:
         said: Expressed = planner.expressed(used, presets_within(to, planner.space, planner.facts))

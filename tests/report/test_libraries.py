@@ -96,7 +96,7 @@ def test_what_a_library_cannot_say_is_named(to: str) -> None:
     written = plan.export(to)
     named = "\n".join(written.missing)
     assert "model.layers.*.post_attention_layernorm: all_gather on tp" in named
-    assert "between layers" in named
+    assert "model.layers.*.mlp.down_proj.weight: rests S(1) on tp" in named
     assert written.plan.within == to
     assert all(line in written.script for line in written.missing)
     ast.parse(written.script)
@@ -128,6 +128,56 @@ def test_python_that_does_not_run_on_shards(fixed: bool) -> None:
     )
 
 
+class Scaled(nn.Module):
+    """It runs on shards, and computes with their size."""
+
+    def __init__(self, fixed: bool) -> None:
+        super().__init__()
+        self.up, self.down, self.fixed = nn.Linear(32, 64), nn.Linear(64, 32), fixed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.up(x)
+        return self.down(y * (64 if self.fixed else y.shape[-1]) ** -0.5).square().mean()
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+def test_python_that_computes_with_the_size_of_a_shard(fixed: bool) -> None:
+    """Nothing fails there, and everything would be wrong."""
+    planner = Planner(Scaled(fixed), {"tp": 4}, (torch.randn(4, 64, 32),))
+    plan = planner.plan(within={"up": "colwise", "down": "rowwise"}).answering(lambda: planner)
+    assert bool(plan.export("parallelize_module").missing) is not fixed
+
+
+class Gate(nn.Module):
+    """A gate that is whole multiplies what is split: its gradient is a sum over ranks, which no style takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(32, 1), nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x) * self.gate(x)).square().mean()
+
+
+class Bare(nn.Module):
+    """A parameter of its own acts on what modules in it have split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.scale = nn.Linear(32, 64), nn.Linear(64, 32), nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x) * self.scale).square().mean()
+
+
+@pytest.mark.parametrize("kind", [Gate, Bare])
+def test_gradients_that_are_sums_over_ranks(kind: type[nn.Module]) -> None:
+    planner = Planner(kind(), {"tp": 4}, (torch.randn(4, 64, 32),))
+    plan = planner.plan(within={"up": "colwise", "down": "rowwise"}).answering(lambda: planner)
+    assert plan.parameters["up.weight"].at_rest == ("S(0)",)
+    assert any(" on tp" in line for line in plan.export("parallelize_module").missing)
+
+
 def test_a_model_whose_layers_no_style_serves() -> None:
     """GPT-2's layers are no nn.Linear: they are sharded at rest alone, and its head shares the embedding's weight."""
     model = gpt2(layers=2)
@@ -142,5 +192,8 @@ def test_what_is_no_library() -> None:
     plan = autopar.plan(model, {"dp": 2}, kwargs=example(0), within="fsdp2")
     with pytest.raises(ValueError, match=r"unknown library 'fsdp'.*fsdp2"):
         plan.export("fsdp")
+    own = Planner(Own(), {"dp": 2}, (torch.randn(4, 64, 32),))
+    with pytest.raises(ValueError, match="Own is no model of transformers: export it to parallelize_module"):
+        own.plan(within="fsdp2").answering(lambda: own).export("transformers")
     with pytest.raises(ValueError, match="read without its model"):
         autopar.Plan.from_json(plan.to_json()).export("fsdp2")

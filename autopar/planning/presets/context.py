@@ -32,6 +32,13 @@ class Context:
         names = {value: name for name, value in self.space.graph.parameters.items()}
         return {name: names[name] for name, site in self.sites.items() if site.kind == "parameter"}
 
+    def parameter_of(self, root: str) -> str:
+        """The parameter that a root is, or that was cast to it; "" of others."""
+        maker = self.making[root]
+        while maker.kind == "op" and len(maker.reads) == 1:
+            maker = self.making[maker.reads[0].alias.root]
+        return self.parameters.get(maker.name, "")
+
     @cached_property
     def inputs(self) -> list[Site]:
         return [site for site in self.sites.values() if site.kind == "input" and site.meta and site.meta.shape]

@@ -39,10 +39,7 @@ class Styles:
 
     def dims_of(self, context: Context, root: str) -> tuple[int | None, ...]:
         """Of the parameter that is a root, or that was cast to it."""
-        maker = context.making[root]
-        while maker.kind == "op" and maker.reads:
-            maker = context.making[maker.reads[0].alias.root]
-        return self.dims.get(context.parameters.get(maker.name, ""), (None,))
+        return self.dims.get(context.parameter_of(root), (None,))
 
     @cached_property
     def _reached(self) -> dict[tuple[int, int, bool], Reached]:
