@@ -1,11 +1,12 @@
 """The verbs: `plan`, `parallelize`, `compare`, `read_plan`."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal, Unpack
+from typing import Any, Literal, TypeVar, Unpack
 
 import torch
 from torch import nn
@@ -31,12 +32,15 @@ from autopar.report.comparison import Comparison
 from autopar.report.question import Question, Variant, asked
 from autopar.report.telling import Ticker, following
 from autopar.runtime.agreement import all_equal, follow_world_timeout, on_first_rank, telling, together
+from autopar.runtime.attempts import mesh_of_ranks
 from autopar.runtime.modes import Modes, Planned, Planning
 from autopar.runtime.module import CallOptions, ParallelModule
 from autopar.runtime.padding import Padder, Padding
 from autopar.runtime.pipelined import Pipelined
 from autopar.runtime.profiled import profiled
 from autopar.runtime.verify import Verifier
+
+T = TypeVar("T")
 
 
 @presented()
@@ -228,7 +232,7 @@ def compare(
 @takes(LengthOptions)
 def parallelize(
     model: nn.Module,
-    mesh: DeviceMesh,
+    mesh: DeviceMesh | None = None,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
@@ -243,7 +247,8 @@ def parallelize(
 
     Every rank of the `mesh` (a `DeviceMesh` of PyTorch) calls it, with the same model and the same global example
     inputs. The first rank plans (unless a `plan` is given) and the others receive the plan; all ranks then write the
-    same program. Arguments as for `autopar.plan`; with `cost="profiled"` all ranks measure the programs among which the
+    same program. Without a mesh all ranks that there are call it, and the mesh too is chosen, or is that of the `plan`
+    (`module.mesh`); a process group is made if there is none yet (`autopar.init_process_group`). Arguments as for `autopar.plan`; with `cost="profiled"` all ranks measure the programs among which the
     first one chooses, except for those in the database `profiles` (docs/profiling.md). `materialize` must give a model
     on meta its values before the first step.
 
@@ -264,20 +269,29 @@ def parallelize(
 
     Raises ValueError, the same on every rank, for what cannot be planned or run.
     """
-    if not isinstance(mesh, DeviceMesh):
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise ValueError(
-            f"mesh is {mesh!r} ({type(mesh).__name__}): give a DeviceMesh, such as init_device_mesh returns; "
-            f"autopar.plan plans without one"
+            f"mesh is {mesh!r} ({type(mesh).__name__}): give a DeviceMesh, such as init_device_mesh returns, or None "
+            f"to have it chosen for all ranks; autopar.plan plans without ranks"
         )
-    follow_world_timeout(mesh)
+    everyone = mesh_of_ranks() if mesh is None else mesh
+    candidates = meshes(everyone.size()) if mesh is None else [mesh_of(mesh)]
+    follow_world_timeout(everyone)
     once = Once()
-    with together(mesh):
-        request = Request(**options, device_type=mesh.device_type)
+    with together(everyone):
+        request = Request(**options, device_type=everyone.device_type)
         if plan is not None and not isinstance(plan, Plan):
             raise ValueError(f"plan is {plan!r} ({type(plan).__name__}): give a Plan, such as Plan.load(path), or None")
         if padding is not None and not isinstance(padding, Padding):
             raise ValueError(f"padding is {padding!r}: give an autopar.Padding, or None")
         if plan is not None:
+            if mesh is None:
+                if (ranks := math.prod(plan.mesh.values())) != everyone.size():
+                    raise ValueError(
+                        f"the plan is for {ranks} ranks ({mesh_words(plan.mesh)}), and there are {everyone.size()}: "
+                        f"leave plan out, to plan for these, or start as many ranks as it is for"
+                    )
+                candidates = [plan.mesh]
             plan.training.check_asked(request)
             request = plan.training.asked_by(request)
         if plan is not None and plan.pipeline is not None:
@@ -293,9 +307,9 @@ def parallelize(
 
         def of(length: int) -> Planner:
             example = (args, kwargs) if padder is None else padder.example(args, kwargs, length)
-            return Planner(model, mesh_of(mesh), *example, loss_fn=loss_fn, request=request)
+            return Planner(model, candidates[0], *example, loss_fn=loss_fn, request=request)
 
-        with once.said(), telling("capturing the model", mesh):
+        with once.said(), telling("capturing the model", everyone):
             planners = planners_of(request.shares, of)
             planner, *others = planners.values()
             if plan is not None:
@@ -303,12 +317,27 @@ def parallelize(
         if isinstance(verify, bool) or not isinstance(verify, int) or verify < 0:
             raise ValueError(f"verify is {verify!r}: give the number of first steps to check, or 0")
     given = None if plan is None else plan.digest
-    all_equal(given, mesh, "the ranks were given different plans (None: no plan): give all of them the same, or none")
+    wrong = "the ranks were given different plans (None: no plan): give all of them the same, or none"
+    all_equal(given, everyone, wrong)
+    measured = request.cost == "profiled"
+    if mesh is None:
+        # what is measured is measured on a mesh, which prices choose, and without stages
+        unmeasured = {"cost": "analytical", "solver": "dp" if request.solver == AUTO else request.solver}
+        asked = replace(request, **unmeasured) if measured else request
+        chosen = plan or on_first_rank(partial(_aloud, partial(planner.over, candidates, asked)), everyone)
+        mesh = mesh_of_ranks(chosen.mesh)
+        follow_world_timeout(mesh)
+        if plan is None:
+            known = planners
+            planners = planners_of(request.shares, lambda n: known[n].on(chosen.mesh, known[n].cluster))
+            planner, *others = planners.values()
+            plan = None if measured or others else chosen
     plans: list[Plan] = []
-    if plan is None and planner.asked.cost == "profiled":
+    if plan is None and measured:
         plan, _ = profiled(planner, mesh, planner.asked)
     elif plan is None or others:
-        plan, *plans = on_first_rank(partial(_planned_aloud, planners, request, plan), mesh)
+        made = on_first_rank(partial(_aloud, partial(planned_together, planners, request, plan)), mesh)
+        plan, *plans = made.values()
     with together(mesh):
         planner = planner.in_time(plan.training.micro_batches)
         pipelined = Pipelined.of(*planner.pipelined(plan)) if planner.axis else None
@@ -335,10 +364,10 @@ def parallelize(
     return ParallelModule(model, planner.captured, program, plan, mesh, calls)
 
 
-def _planned_aloud(planners: Mapping[int, Planner], request: Request, plan: Plan | None) -> list[Plan]:
-    """The plans; on standard error it says that it is planning, if that takes a while."""
+def _aloud(make: Callable[[], T]) -> T:
+    """What `make` plans; on standard error it says that it is planning, if that takes a while."""
     with Ticker("autopar: planning") as ticker, following(lambda what, part: ticker.tell(f"autopar: {what}", part)):
-        return [*planned_together(planners, request, plan).values()]
+        return make()
 
 
 __all__ = ["Comparison", "compare", "mesh_of", "parallelize", "plan", "read_plan"]
