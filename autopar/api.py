@@ -247,10 +247,12 @@ def parallelize(
 
     Every rank of the `mesh` (a `DeviceMesh` of PyTorch) calls it, with the same model and the same global example
     inputs. The first rank plans (unless a `plan` is given) and the others receive the plan; all ranks then write the
-    same program. Without a mesh all ranks that there are call it, and the mesh too is chosen, or is that of the `plan`
-    (`module.mesh`); a process group is made if there is none yet (`autopar.init_process_group`). Arguments as for `autopar.plan`; with `cost="profiled"` all ranks measure the programs among which the
-    first one chooses, except for those in the database `profiles` (docs/profiling.md). `materialize` must give a model
-    on meta its values before the first step.
+    same program. Without a mesh, all ranks that there are call it, and the mesh (`module.mesh`) is chosen too, or is
+    that of the `plan`; where there is no process group yet, `autopar.init_process_group` makes one.
+
+    Arguments as for `autopar.plan`; with `cost="profiled"` all ranks measure the programs among which the first one
+    chooses, except for those in the database `profiles` (docs/profiling.md). `materialize` must give a model on meta
+    its values before the first step.
 
     Outputs that the plan splits are DTensors. With `whole_outputs` each rank gathers them, and returns the plain
     tensors of the model on one device, for code that computes a metric or a loss with plain labels.
@@ -275,39 +277,25 @@ def parallelize(
             f"to have it chosen for all ranks; autopar.plan plans without ranks"
         )
     everyone = mesh_of_ranks() if mesh is None else mesh
-    candidates = meshes(everyone.size()) if mesh is None else [mesh_of(mesh)]
     follow_world_timeout(everyone)
     once = Once()
     with together(everyone):
         request = Request(**options, device_type=everyone.device_type)
-        if plan is not None and not isinstance(plan, Plan):
-            raise ValueError(f"plan is {plan!r} ({type(plan).__name__}): give a Plan, such as Plan.load(path), or None")
         if padding is not None and not isinstance(padding, Padding):
             raise ValueError(f"padding is {padding!r}: give an autopar.Padding, or None")
         if plan is not None:
-            if mesh is None:
-                if (ranks := math.prod(plan.mesh.values())) != everyone.size():
-                    raise ValueError(
-                        f"the plan is for {ranks} ranks ({mesh_words(plan.mesh)}), and there are {everyone.size()}: "
-                        f"leave plan out, to plan for these, or start as many ranks as it is for"
-                    )
-                candidates = [plan.mesh]
-            plan.training.check_asked(request)
-            request = plan.training.asked_by(request)
-        if plan is not None and plan.pipeline is not None:
-            if request.schedule not in (AUTO, plan.pipeline.schedule):
-                raise ValueError(
-                    f"schedule is {request.schedule!r}, and the plan that was given has {plan.pipeline.schedule!r}: "
-                    f"leave it out, or plan with it"
-                )
-            request = replace(request, pipeline=plan.pipeline.axis)
-        if plan is not None and not request.lengths:
-            request = replace(request, lengths={one.length: one.share for one in plan.lengths} or None)
+            request = _as_planned(plan, request)
+        shapes = [mesh_of(mesh)] if mesh is not None else meshes(everyone.size()) if plan is None else [plan.mesh]
+        if (ranks := math.prod(shapes[0].values())) != everyone.size():
+            raise ValueError(
+                f"the plan is for {ranks} ranks ({mesh_words(shapes[0])}), and there are {everyone.size()}: leave plan "
+                f"out, to plan for these, or start as many ranks as it is for"
+            )
         padder = Padder.of(padding, request.shares, model)
 
         def of(length: int) -> Planner:
             example = (args, kwargs) if padder is None else padder.example(args, kwargs, length)
-            return Planner(model, candidates[0], *example, loss_fn=loss_fn, request=request)
+            return Planner(model, shapes[0], *example, loss_fn=loss_fn, request=request)
 
         with once.said(), telling("capturing the model", everyone):
             planners = planners_of(request.shares, of)
@@ -321,17 +309,13 @@ def parallelize(
     all_equal(given, everyone, wrong)
     measured = request.cost == "profiled"
     if mesh is None:
-        # what is measured is measured on a mesh, which prices choose, and without stages
-        unmeasured = {"cost": "analytical", "solver": "dp" if request.solver == AUTO else request.solver}
-        asked = replace(request, **unmeasured) if measured else request
-        chosen = plan or on_first_rank(partial(_aloud, partial(planner.over, candidates, asked)), everyone)
+        chosen = plan or on_first_rank(partial(_aloud, partial(_on_any, planner, shapes, request)), everyone)
         mesh = mesh_of_ranks(chosen.mesh)
         follow_world_timeout(mesh)
-        if plan is None:
-            known = planners
-            planners = planners_of(request.shares, lambda n: known[n].on(chosen.mesh, known[n].cluster))
-            planner, *others = planners.values()
-            plan = None if measured or others else chosen
+        on = {length: partial(each.on, chosen.mesh, each.cluster) for length, each in planners.items()}
+        planners = planners if plan else planners_of(request.shares, lambda length: on[length]())
+        planner, *others = planners.values()
+        plan = plan if measured or others else chosen
     plans: list[Plan] = []
     if plan is None and measured:
         plan, _ = profiled(planner, mesh, planner.asked)
@@ -362,6 +346,29 @@ def parallelize(
         pipelined=pipelined,
     )
     return ParallelModule(model, planner.captured, program, plan, mesh, calls)
+
+
+def _as_planned(plan: Any, request: Request) -> Request:
+    """What was asked for the plan that is given. Raises ValueError where something else is asked now."""
+    if not isinstance(plan, Plan):
+        raise ValueError(f"plan is {plan!r} ({type(plan).__name__}): give a Plan, such as Plan.load(path), or None")
+    plan.training.check_asked(request)
+    request = plan.training.asked_by(request)
+    if plan.pipeline is not None:
+        if request.schedule not in (AUTO, plan.pipeline.schedule):
+            raise ValueError(
+                f"schedule is {request.schedule!r}, and the plan that was given has {plan.pipeline.schedule!r}: "
+                f"leave it out, or plan with it"
+            )
+        request = replace(request, pipeline=plan.pipeline.axis)
+    return replace(request, lengths=request.lengths or {one.length: one.share for one in plan.lengths} or None)
+
+
+def _on_any(planner: Planner, shapes: Sequence[Mapping[str, int]], request: Request) -> Plan:
+    """The best plan on any mesh. What is measured is measured on one mesh, without stages, which prices choose."""
+    if request.cost == "profiled":
+        request = replace(request, cost="analytical", solver="dp" if request.solver == AUTO else request.solver)
+    return planner.over(shapes, request)
 
 
 def _aloud(make: Callable[[], T]) -> T:

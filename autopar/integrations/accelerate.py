@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
 import accelerate
 import accelerate.accelerator
-import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate.scheduler import AcceleratedScheduler
@@ -17,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from autopar.compat.patching import patched
 from autopar.compat.redistributing import full_tensor
+from autopar.runtime.checkpoints import draw_from, random_states
 from autopar.runtime.clip import clip_grad_norm_
 from autopar.runtime.module import ParallelModule
 
@@ -111,7 +110,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def _draw_alike(self) -> None:
         """Have all ranks go on with the first one's generators: where there are more ranks than there were, no file has
         states for them."""
-        box: list[Any] = [(random.getstate(), np.random.get_state(), torch.get_rng_state())]
+        box: list[Any] = [random_states()]
         dist.broadcast_object_list(box, src=0)
         draw_from(*box[0])
 
@@ -127,13 +126,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 def whole(values: Any) -> Any:
     """Values with split tensors gathered."""
     return tree_map_only(DTensor, full_tensor, values)
-
-
-def draw_from(python: Any, numbers: Any, torchs: torch.Tensor) -> None:
-    """Puts generators into these states: Python's, numpy's and torch's."""
-    random.setstate(python)
-    np.random.set_state(numbers)
-    torch.set_rng_state(torchs)
 
 
 def bare(optimizer: Any) -> Any:
