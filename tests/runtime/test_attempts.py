@@ -17,7 +17,7 @@ import autopar
 
 
 def attempt(number: int, port: int) -> float:
-    """As torchrun starts a rank; the first attempt ends without a word. The agent of each rank counts its own starts."""
+    """As torchrun starts a rank, whose agent counts starts for itself; the first attempt ends without a word."""
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     os.environ |= {
