@@ -271,7 +271,7 @@ def parallelize(
 
     Raises ValueError, the same on every rank, for what cannot be planned or run.
     """
-    if mesh is not None and not isinstance(mesh, DeviceMesh):
+    if not isinstance(mesh, DeviceMesh | None):
         raise ValueError(
             f"mesh is {mesh!r} ({type(mesh).__name__}): give a DeviceMesh, such as init_device_mesh returns, or None "
             f"to have it chosen for all ranks; autopar.plan plans without ranks"
@@ -305,8 +305,9 @@ def parallelize(
         if isinstance(verify, bool) or not isinstance(verify, int) or verify < 0:
             raise ValueError(f"verify is {verify!r}: give the number of first steps to check, or 0")
     given = None if plan is None else plan.digest
-    wrong = "the ranks were given different plans (None: no plan): give all of them the same, or none"
-    all_equal(given, everyone, wrong)
+    all_equal(
+        given, everyone, "the ranks were given different plans (None: no plan): give all of them the same, or none"
+    )
     measured = request.cost == "profiled"
     if mesh is None:
         chosen = plan or on_first_rank(partial(_aloud, partial(_on_any, planner, shapes, request)), everyone)

@@ -50,11 +50,8 @@ def _attempt(store: dist.Store, rank: int, world_size: int) -> str:
         for other in range(1, world_size):
             if store.check([f"asks/{other}"]):
                 store.set(f"answer/{store.get(f'asks/{other}').decode()}", own)
-        time.sleep(_POLL_SECONDS)
+        time.sleep(0.01)
     return own
-
-
-_POLL_SECONDS = 0.01
 
 
 def mesh_of_ranks(shape: Mapping[str, int] | None = None) -> DeviceMesh:
@@ -63,5 +60,6 @@ def mesh_of_ranks(shape: Mapping[str, int] | None = None) -> DeviceMesh:
     if not dist.is_initialized():
         init_process_group()
     shape = shape or {"ranks": dist.get_world_size()}
-    kind = "cuda" if "nccl" in dist.get_backend_config() else "cpu"
-    return init_device_mesh(kind, tuple(shape.values()), mesh_dim_names=tuple(shape))
+    return init_device_mesh(
+        "cuda" if "nccl" in dist.get_backend_config() else "cpu", tuple(shape.values()), mesh_dim_names=tuple(shape)
+    )

@@ -47,13 +47,13 @@ def save(folder: str | Path, *parts: Any, step: int, keep: int = 3) -> None:
     """
     modules, ways = _ways(parts)
     mesh = modules[0].mesh
-    if not isinstance(step, int) or not isinstance(keep, int) or step < 0 or keep < 1:
+    if not isinstance(step, int) or step < 0 or keep < 1:
         raise ValueError(f"step is {step!r} and keep {keep!r}: give whole numbers, at least 0 and 1")
     path = Path(folder).absolute() / f"step-{step:06}"
     all_equal(str(path), mesh, "the ranks are to save different steps, or to different folders")
     part = path.with_suffix(PARTIAL)
     on_first_rank(partial(shutil.rmtree, part, ignore_errors=True), mesh)
-    by_ranks(dcp.save, modules[0], {name: get() for name, (get, _) in ways.items()} | {"step": step}, part)
+    by_ranks(dcp.save, modules[0], {name: get() for name, (get, _) in ways.items()}, part)
     on_first_rank(partial(_finish, modules, part, path, keep), mesh)
 
 
@@ -68,15 +68,14 @@ def load(folder: str | Path, *parts: Any) -> int:
     """
     modules, ways = _ways(parts)
     mesh = modules[0].mesh
-    newest = on_first_rank(lambda: next(iter(_complete(Path(folder))), None), mesh)
-    if newest is None:
-        return 0
-    state = {name: get() for name, (get, _) in ways.items()} | {"step": 0}
-    by_ranks(dcp.load, modules[0], state, newest)
-    with together(mesh):
-        for name, (_, put) in ways.items():
-            put(state[name])
-    return int(state["step"])
+    for newest in on_first_rank(lambda: _complete(Path(folder))[:1], mesh):
+        state = {name: get() for name, (get, _) in ways.items()}
+        by_ranks(dcp.load, modules[0], state, newest)
+        with together(mesh):
+            for name, (_, put) in ways.items():
+                put(state[name])
+        return int(newest.name.removeprefix("step-"))
+    return 0
 
 
 def by_ranks(function: Callable[..., Any], module: ParallelModule, state: dict[str, Any], path: Path) -> None:
@@ -95,12 +94,16 @@ def by_ranks(function: Callable[..., Any], module: ParallelModule, state: dict[s
             function(state, checkpoint_id=path, process_group=group, no_dist=alone)
     except dcp.CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
-        text = f"cannot {function.__name__} {path} (rank {rank}: {type(cause).__name__}: {cut(str(cause))})"
-        hint = "give all ranks one folder, and the parts that were saved, in their order"
-        raise agreed(ValueError(f"{text}: {hint}"), module.mesh) from error
+        raise agreed(
+            ValueError(
+                f"cannot {function.__name__} {path} (rank {rank}: {type(cause).__name__}: {cut(str(cause))}): give all "
+                f"ranks one folder, and the parts that were saved, in their order"
+            ),
+            module.mesh,
+        ) from error
 
 
-Ways = dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]
+Ways = dict[str, tuple[Any, Any]]
 """The name of each part in a checkpoint -> how its state is got, and how one is put into it."""
 
 
@@ -119,8 +122,8 @@ def _ways(parts: Sequence[Any]) -> tuple[list[ParallelModule], Ways]:
     for part in parts:
         if not hasattr(part, "load_state_dict"):
             raise ValueError(f"{part!r:.80} has no load_state_dict: leave it out, or give it that and state_dict")
-        groups = part.param_groups if isinstance(part, torch.optim.Optimizer) else ()
-        kind, (owner, *others) = "optimizer", {owners.get(p) for group in groups for p in group["params"]} or {None}
+        stepped = [p for group in getattr(part, "param_groups", ()) for p in group["params"]]
+        kind, (owner, *others) = "optimizer", {owners.get(p) for p in stepped} or {None}
         get, put = partial(get_optimizer_state_dict, owner, part), partial(set_optimizer_state_dict, owner, part)
         if isinstance(part, torch.nn.Module):
             kind, get, put = "model", part.state_dict, part.load_state_dict
@@ -160,7 +163,7 @@ def draw_from(python: Any, numbers: Any, torchs: torch.Tensor) -> None:
 
 def _complete(folder: Path) -> list[Path]:
     """The complete checkpoints, the newest first."""
-    found = [path for path in folder.glob("step-*") if not path.suffix]
+    found = (path for path in folder.glob("step-*") if not path.suffix)
     return sorted(found, key=lambda path: (len(path.name), path.name), reverse=True)
 
 

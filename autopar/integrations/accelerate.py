@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from autopar.compat.patching import patched
 from autopar.compat.redistributing import full_tensor
+from autopar.runtime.agreement import on_first_rank
 from autopar.runtime.checkpoints import draw_from, random_states
 from autopar.runtime.clip import clip_grad_norm_
 from autopar.runtime.module import ParallelModule
@@ -99,20 +100,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             model.load_pretrained(folder / f"model_{number}")
         for number, optimizer in enumerate(optimizers):
             load_optimizer(_one(models), bare(optimizer), folder / f"optimizer_{number}")
-        self._draw_alike()
+        for model in models[:1]:  # where there are more ranks than there were, no file has states for them
+            draw_from(*on_first_rank(random_states, model.mesh))
 
     def _apart(self) -> tuple[list[Any], list[Any]]:
         """Models and optimizers, which Accelerate is not to save or load: the first rank would, with its own part."""
         held: tuple[list[Any], list[Any]] = (self._models, self._optimizers)
         self._models, self._optimizers = [], []
         return held
-
-    def _draw_alike(self) -> None:
-        """Have all ranks go on with the first one's generators: where there are more ranks than there were, no file has
-        states for them."""
-        box: list[Any] = [random_states()]
-        dist.broadcast_object_list(box, src=0)
-        draw_from(*box[0])
 
     def _newest(self) -> Path:
         """With automatic names, as Accelerate counts them."""
