@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from models import assert_close, mean_square, whole
 from ranks import outcomes, run
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.swa_utils import AveragedModel
 
 import autopar
@@ -180,3 +182,22 @@ def saved(folder: str) -> float:
     of.step()
     autopar.save(folder, *of.parts, step=1)
     return sum(float(whole(value).sum()) for value in of.module.state_dict().values())
+
+
+def in_stages(folder: str, *, staged: bool) -> tuple[int, float]:
+    """A model in two stages saves after two steps, and one without stages goes on; its next loss."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)))
+    of = Run(model, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("pp",)) if staged else None)
+    first = autopar.load(folder, *of.parts[:3])
+    if staged:
+        of.step(), of.step()
+        autopar.save(folder, *of.parts[:3], step=2)
+    return first, of.step()
+
+
+def test_stages_are_saved_for_ranks_that_have_none(tmp_path: Path) -> None:
+    expected = run(2, partial(in_stages, staged=True), str(tmp_path))
+    found = run(3, partial(in_stages, staged=False), str(tmp_path))
+    assert [first for first, _ in expected] == [0, 0] and [first for first, _ in found] == [2, 2, 2]
+    assert [loss for _, loss in found] == [pytest.approx(expected[0][1])] * 3
