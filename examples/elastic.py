@@ -73,7 +73,7 @@ def main() -> None:
         optimizer.zero_grad()
         schedule.step()
         if dist.get_rank() == 0:
-            print(f"step {step}: loss {loss.item():.9f}, {on} ranks", flush=True)
+            print(f"step {step}: loss {loss.item():.12f}, {on} ranks", flush=True)
         if (step + 1) % options.every == 0:
             autopar.save(options.folder, model, optimizer, schedule, step=step + 1)
     dist.destroy_process_group()

@@ -36,14 +36,14 @@ def init_process_group(backend: str | None = None, *, timeout: timedelta | None 
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout, **options)
 
 
-def _attempt(store: dist.Store, rank: int, world_size: int) -> str:
+def _attempt(store: Any, rank: int, world_size: int) -> str:
     """A name on which the ranks of an attempt agree, whatever those of others left in the store. (How often ranks were
     started again, each agent of torchrun counts for itself.) Each rank asks under a name of its own, which it leaves
     where the first rank looks. That one answers all that it finds there until everyone has heard."""
     own = uuid.uuid4().hex
     if rank:
         store.set(f"asks/{rank}", own)
-        name = store.get(f"answer/{own}").decode()
+        name: str = store.get(f"answer/{own}").decode()
         store.add(f"heard/{name}", 1)
         return name
     while store.add(f"heard/{own}", 0) < world_size - 1:

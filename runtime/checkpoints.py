@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 import random
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -53,7 +54,7 @@ def save(folder: str | Path, *parts: Any, step: int, keep: int = 3) -> None:
     all_equal(str(path), mesh, "the ranks are to save different steps, or to different folders")
     part = path.with_suffix(PARTIAL)
     on_first_rank(partial(shutil.rmtree, part, ignore_errors=True), mesh)
-    by_ranks(dcp.save, modules[0], {name: get() for name, (get, _) in ways.items()}, part)
+    by_ranks("save", modules[0], {name: get() for name, (get, _) in ways.items()}, part)
     on_first_rank(partial(_finish, modules, part, path, keep), mesh)
 
 
@@ -70,7 +71,7 @@ def load(folder: str | Path, *parts: Any) -> int:
     mesh = modules[0].mesh
     for newest in on_first_rank(lambda: _complete(Path(folder))[:1], mesh):
         state = {name: get() for name, (get, _) in ways.items()}
-        by_ranks(dcp.load, modules[0], state, newest)
+        by_ranks("load", modules[0], state, newest)
         with together(mesh):
             for name, (_, put) in ways.items():
                 put(state[name])
@@ -78,9 +79,9 @@ def load(folder: str | Path, *parts: Any) -> int:
     return 0
 
 
-def by_ranks(function: Callable[..., Any], module: ParallelModule, state: dict[str, Any], path: Path) -> None:
-    """Have PyTorch save a state to a folder or load it, on all ranks of the module, by their group on the hosts. Raises
-    ValueError, on all, where any of them cannot."""
+def by_ranks(what: str, module: ParallelModule, state: dict[str, Any], path: Path) -> None:
+    """Have PyTorch "save" a state to a folder or "load" it, on all ranks of the module, by their group on the hosts.
+    Raises ValueError, on all, where any of them cannot."""
     for name, parameter in module.named_parameters():
         if is_strided(placements := getattr(parameter, "placements", ())):
             raise ValueError(
@@ -91,12 +92,12 @@ def by_ranks(function: Callable[..., Any], module: ParallelModule, state: dict[s
     group, alone = (channel.group, False) if channel else (None, dist.get_world_size() > 1)
     try:
         with patient(group, torch.device("cpu")) if group else nullcontext():  # a short timeout is meant for steps
-            function(state, checkpoint_id=path, process_group=group, no_dist=alone)
-    except dcp.CheckpointException as error:
+            getattr(dcp, what)(state, checkpoint_id=path, process_group=group, no_dist=alone)
+    except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
         raise agreed(
             ValueError(
-                f"cannot {function.__name__} {path} (rank {rank}: {type(cause).__name__}: {cut(str(cause))}): give all "
+                f"cannot {what} {path} (rank {rank}: {type(cause).__name__}: {cut(str(cause))}): give all "
                 f"ranks one folder, and the parts that were saved, in their order"
             ),
             module.mesh,
@@ -123,14 +124,15 @@ def _ways(parts: Sequence[Any]) -> tuple[list[ParallelModule], Ways]:
         if not hasattr(part, "load_state_dict"):
             raise ValueError(f"{part!r:.80} has no load_state_dict: leave it out, or give it that and state_dict")
         stepped = [p for group in getattr(part, "param_groups", ()) for p in group["params"]]
-        kind, (owner, *others) = "optimizer", {owners.get(p) for p in stepped} or {None}
-        get, put = partial(get_optimizer_state_dict, owner, part), partial(set_optimizer_state_dict, owner, part)
+        of: Any = {owners.get(p) for p in stepped} or {None}
+        kind, (owner, *others) = "optimizer", of
+        way: Any = partial(get_optimizer_state_dict, owner, part), partial(set_optimizer_state_dict, owner, part)
         if isinstance(part, torch.nn.Module):
-            kind, get, put = "model", part.state_dict, part.load_state_dict
+            kind, way = "model", (part.state_dict, part.load_state_dict)
         elif owner is None or others:
-            kind, get, put = "other", partial(_pickled, part), partial(_unpickled, part)
+            kind, way = "other", (partial(_pickled, part), partial(_unpickled, part))
         number = sum(name.startswith(kind) for name in ways)
-        ways[f"{kind}_{number}" if number else kind] = get, put
+        ways[f"{kind}_{number}" if number else kind] = way
     return modules, ways
 
 
