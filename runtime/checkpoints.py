@@ -34,7 +34,7 @@ from .save import PARTIAL
 
 
 def save(folder: str | Path, *parts: Any, step: int, keep: int = 3) -> None:
-    """Write a checkpoint of a training run after so many steps, `folder/step-000123`. All ranks at once:
+    """Write a checkpoint of a training run to a `folder`: after `step` 123 its `step-000123`. All ranks at once:
 
         autopar.save("checkpoints", model, optimizer, schedule, step=step)
 
@@ -59,7 +59,7 @@ def save(folder: str | Path, *parts: Any, step: int, keep: int = 3) -> None:
 
 
 def load(folder: str | Path, *parts: Any) -> int:
-    """Read the newest complete checkpoint of a folder into `parts`, in the order in which `save` got them (those of a
+    """Read the newest complete checkpoint of a `folder` into `parts`, in the order in which `save` got them (those of a
     kind at the end may be left out), and put random generators into the states that they had. All ranks at once, on as
     many as wrote it or on others, with any plan. Returns the step, or 0 where there is no checkpoint yet:
 
