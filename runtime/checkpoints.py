@@ -29,7 +29,6 @@ from autopar.files import cut
 
 from .agreement import agreed, all_equal, on_first_rank, together
 from .module import ParallelModule
-from .placements import is_strided
 from .save import PARTIAL
 
 
@@ -82,12 +81,6 @@ def load(folder: str | Path, *parts: Any) -> int:
 def by_ranks(what: str, module: ParallelModule, state: dict[str, Any], path: Path) -> None:
     """Have PyTorch "save" a state to a folder or "load" it, on all ranks of the module, by their group on the hosts.
     Raises ValueError, on all, where any of them cannot."""
-    for name, parameter in module.named_parameters():
-        if is_strided(placements := getattr(parameter, "placements", ())):
-            raise ValueError(
-                f"{name} is {placements} at rest, scattered pieces, which torch.distributed.checkpoint takes for one: "
-                f"give parallelize(..., constraints={{{name!r}: ...}}) another placement"
-            )
     channel = module._state.module.handshake.channel
     group, alone = (channel.group, False) if channel else (None, dist.get_world_size() > 1)
     try:
