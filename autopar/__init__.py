@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from autopar.report.html import save_report
     from autopar.report.simulation import Simulation, simulate
     from autopar.runtime.attempts import init_process_group
+    from autopar.runtime.checkpoints import load, save
     from autopar.runtime.clip import clip_grad_norm_
     from autopar.runtime.fx import graph_module
     from autopar.runtime.metrics import Metrics
@@ -54,6 +55,7 @@ MODULES = {
     "autopar.report.html": ("save_report",),
     "autopar.report.simulation": ("Simulation", "simulate"),
     "autopar.runtime.attempts": ("init_process_group",),
+    "autopar.runtime.checkpoints": ("load", "save"),
     "autopar.runtime.clip": ("clip_grad_norm_",),
     "autopar.runtime.fx": ("graph_module",),
     "autopar.runtime.metrics": ("Metrics",),
@@ -106,6 +108,7 @@ __all__ = [
     "fit",
     "graph_module",
     "init_process_group",
+    "load",
     "parallelize",
     "plan",
     "read_cluster",
@@ -117,6 +120,7 @@ __all__ = [
     "register_rule",
     "register_schedule",
     "register_solver",
+    "save",
     "save_report",
     "simulate",
 ]

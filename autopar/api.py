@@ -1,11 +1,12 @@
 """The verbs: `plan`, `parallelize`, `compare`, `read_plan`."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal, Unpack
+from typing import Any, Literal, TypeVar, Unpack
 
 import torch
 from torch import nn
@@ -31,12 +32,15 @@ from autopar.report.comparison import Comparison
 from autopar.report.question import Question, Variant, asked
 from autopar.report.telling import Ticker, following
 from autopar.runtime.agreement import all_equal, follow_world_timeout, on_first_rank, telling, together
+from autopar.runtime.attempts import mesh_of_ranks
 from autopar.runtime.modes import Modes, Planned, Planning
 from autopar.runtime.module import CallOptions, ParallelModule
 from autopar.runtime.padding import Padder, Padding
 from autopar.runtime.pipelined import Pipelined
 from autopar.runtime.profiled import profiled
 from autopar.runtime.verify import Verifier
+
+T = TypeVar("T")
 
 
 @presented()
@@ -228,7 +232,7 @@ def compare(
 @takes(LengthOptions)
 def parallelize(
     model: nn.Module,
-    mesh: DeviceMesh,
+    mesh: DeviceMesh | None = None,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
@@ -243,9 +247,12 @@ def parallelize(
 
     Every rank of the `mesh` (a `DeviceMesh` of PyTorch) calls it, with the same model and the same global example
     inputs. The first rank plans (unless a `plan` is given) and the others receive the plan; all ranks then write the
-    same program. Arguments as for `autopar.plan`; with `cost="profiled"` all ranks measure the programs among which the
-    first one chooses, except for those in the database `profiles` (docs/profiling.md). `materialize` must give a model
-    on meta its values before the first step.
+    same program. Without a mesh, all ranks that there are call it, and the mesh (`module.mesh`) is chosen too, or is
+    that of the `plan`; where there is no process group yet, `autopar.init_process_group` makes one.
+
+    Arguments as for `autopar.plan`; with `cost="profiled"` all ranks measure the programs among which the first one
+    chooses, except for those in the database `profiles` (docs/profiling.md). `materialize` must give a model on meta
+    its values before the first step.
 
     Outputs that the plan splits are DTensors. With `whole_outputs` each rank gathers them, and returns the plain
     tensors of the model on one device, for code that computes a metric or a loss with plain labels.
@@ -264,38 +271,33 @@ def parallelize(
 
     Raises ValueError, the same on every rank, for what cannot be planned or run.
     """
-    if not isinstance(mesh, DeviceMesh):
+    if not isinstance(mesh, DeviceMesh | None):
         raise ValueError(
-            f"mesh is {mesh!r} ({type(mesh).__name__}): give a DeviceMesh, such as init_device_mesh returns; "
-            f"autopar.plan plans without one"
+            f"mesh is {mesh!r} ({type(mesh).__name__}): give a DeviceMesh, such as init_device_mesh returns, or None "
+            f"to have it chosen for all ranks; autopar.plan plans without ranks"
         )
-    follow_world_timeout(mesh)
+    everyone = mesh_of_ranks() if mesh is None else mesh
+    follow_world_timeout(everyone)
     once = Once()
-    with together(mesh):
-        request = Request(**options, device_type=mesh.device_type)
-        if plan is not None and not isinstance(plan, Plan):
-            raise ValueError(f"plan is {plan!r} ({type(plan).__name__}): give a Plan, such as Plan.load(path), or None")
+    with together(everyone):
+        request = Request(**options, device_type=everyone.device_type)
         if padding is not None and not isinstance(padding, Padding):
             raise ValueError(f"padding is {padding!r}: give an autopar.Padding, or None")
         if plan is not None:
-            plan.training.check_asked(request)
-            request = plan.training.asked_by(request)
-        if plan is not None and plan.pipeline is not None:
-            if request.schedule not in (AUTO, plan.pipeline.schedule):
-                raise ValueError(
-                    f"schedule is {request.schedule!r}, and the plan that was given has {plan.pipeline.schedule!r}: "
-                    f"leave it out, or plan with it"
-                )
-            request = replace(request, pipeline=plan.pipeline.axis)
-        if plan is not None and not request.lengths:
-            request = replace(request, lengths={one.length: one.share for one in plan.lengths} or None)
+            request = _as_planned(plan, request)
+        shapes = [mesh_of(mesh)] if mesh is not None else meshes(everyone.size()) if plan is None else [plan.mesh]
+        if (ranks := math.prod(shapes[0].values())) != everyone.size():
+            raise ValueError(
+                f"the plan is for {ranks} ranks ({mesh_words(shapes[0])}), and there are {everyone.size()}: leave plan "
+                f"out, to plan for these, or start as many ranks as it is for"
+            )
         padder = Padder.of(padding, request.shares, model)
 
         def of(length: int) -> Planner:
             example = (args, kwargs) if padder is None else padder.example(args, kwargs, length)
-            return Planner(model, mesh_of(mesh), *example, loss_fn=loss_fn, request=request)
+            return Planner(model, shapes[0], *example, loss_fn=loss_fn, request=request)
 
-        with once.said(), telling("capturing the model", mesh):
+        with once.said(), telling("capturing the model", everyone):
             planners = planners_of(request.shares, of)
             planner, *others = planners.values()
             if plan is not None:
@@ -303,12 +305,24 @@ def parallelize(
         if isinstance(verify, bool) or not isinstance(verify, int) or verify < 0:
             raise ValueError(f"verify is {verify!r}: give the number of first steps to check, or 0")
     given = None if plan is None else plan.digest
-    all_equal(given, mesh, "the ranks were given different plans (None: no plan): give all of them the same, or none")
+    all_equal(
+        given, everyone, "the ranks were given different plans (None: no plan): give all of them the same, or none"
+    )
+    measured = request.cost == "profiled"
+    if mesh is None:
+        chosen = plan or on_first_rank(partial(_aloud, partial(_on_any, planner, shapes, request)), everyone)
+        mesh = mesh_of_ranks(chosen.mesh)
+        follow_world_timeout(mesh)
+        on = {length: partial(each.on, chosen.mesh, each.cluster) for length, each in planners.items()}
+        planners = planners if plan else planners_of(request.shares, lambda length: on[length]())
+        planner, *others = planners.values()
+        plan = plan if measured or others else chosen
     plans: list[Plan] = []
-    if plan is None and planner.asked.cost == "profiled":
+    if plan is None and measured:
         plan, _ = profiled(planner, mesh, planner.asked)
     elif plan is None or others:
-        plan, *plans = on_first_rank(partial(_planned_aloud, planners, request, plan), mesh)
+        made = on_first_rank(partial(_aloud, partial(planned_together, planners, request, plan)), mesh)
+        plan, *plans = made.values()
     with together(mesh):
         planner = planner.in_time(plan.training.micro_batches)
         pipelined = Pipelined.of(*planner.pipelined(plan)) if planner.axis else None
@@ -335,10 +349,33 @@ def parallelize(
     return ParallelModule(model, planner.captured, program, plan, mesh, calls)
 
 
-def _planned_aloud(planners: Mapping[int, Planner], request: Request, plan: Plan | None) -> list[Plan]:
-    """The plans; on standard error it says that it is planning, if that takes a while."""
+def _as_planned(plan: Any, request: Request) -> Request:
+    """What was asked for the plan that is given. Raises ValueError where something else is asked now."""
+    if not isinstance(plan, Plan):
+        raise ValueError(f"plan is {plan!r} ({type(plan).__name__}): give a Plan, such as Plan.load(path), or None")
+    plan.training.check_asked(request)
+    request = plan.training.asked_by(request)
+    if plan.pipeline is not None:
+        if request.schedule not in (AUTO, plan.pipeline.schedule):
+            raise ValueError(
+                f"schedule is {request.schedule!r}, and the plan that was given has {plan.pipeline.schedule!r}: "
+                f"leave it out, or plan with it"
+            )
+        request = replace(request, pipeline=plan.pipeline.axis)
+    return replace(request, lengths=request.lengths or {one.length: one.share for one in plan.lengths} or None)
+
+
+def _on_any(planner: Planner, shapes: Sequence[Mapping[str, int]], request: Request) -> Plan:
+    """The best plan on any mesh. What is measured is measured on one mesh, without stages, which prices choose."""
+    if request.cost == "profiled":
+        request = replace(request, cost="analytical", solver="dp" if request.solver == AUTO else request.solver)
+    return planner.over(shapes, request)
+
+
+def _aloud(make: Callable[[], T]) -> T:
+    """What `make` plans; on standard error it says that it is planning, if that takes a while."""
     with Ticker("autopar: planning") as ticker, following(lambda what, part: ticker.tell(f"autopar: {what}", part)):
-        return [*planned_together(planners, request, plan).values()]
+        return make()
 
 
 __all__ = ["Comparison", "compare", "mesh_of", "parallelize", "plan", "read_plan"]

@@ -69,12 +69,11 @@ def worker(folder: Path, shape: tuple[int, ...], steps: int, deaths: list[tuple[
         num_key_value_heads=4, use_cache=False, attention_dropout=0.1,
     )  # fmt: skip
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[: len(shape)])
-    newest = last_checkpoint(folder)
-    saved = None if newest is None else autopar.Plan.load(newest / "plan.json")
-    plan = saved if saved is not None and tuple(saved.mesh.values()) == shape else None
+    plans = map(autopar.Plan.load, sorted(folder.glob("step-??????/plan.json"))[-1:])
+    plan = next((plan for plan in plans if tuple(plan.mesh.values()) == shape), None)
     model = autopar.parallelize(LlamaForCausalLM(config).train(), mesh, kwargs=batch(0), plan=plan)
     optimizer = model.optimizer(torch.optim.AdamW, lr=3e-4)
-    first = 0 if newest is None else load(newest, model, optimizer)
+    first = autopar.load(folder, model, optimizer)
     log.write("ready", step=first)
     doing = ["step"]
     try:
@@ -90,7 +89,7 @@ def worker(folder: Path, shape: tuple[int, ...], steps: int, deaths: list[tuple[
                 log.write("step", step=step, loss=loss.item())
             if (step + 1) % EVERY == 0:
                 doing[0] = "checkpoint"
-                save(folder, step + 1, model, optimizer)
+                autopar.save(folder, model, optimizer, step=step + 1, keep=steps)
                 doing[0] = "step"
     except Exception as error:
         log.write("error", kind=type(error).__name__)
@@ -108,46 +107,6 @@ def batch(step: int) -> dict[str, Any]:
 
     ids = torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(step % BATCHES))
     return {"input_ids": ids, "labels": ids}
-
-
-def state_of(model: Any, optimizer: Any) -> dict[str, Any]:
-    import torch
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-
-    optimizing = get_optimizer_state_dict(model, optimizer)
-    return {"model": model.state_dict(), "optimizer": optimizing, "random": torch.get_rng_state(), "step": 0}
-
-
-def save(folder: Path, step: int, model: Any, optimizer: Any) -> None:
-    """Under another name until it is complete. A part that an earlier attempt left is written anew."""
-    import torch.distributed as dist
-    from torch.distributed import checkpoint
-
-    part = folder / f"{step}.part"
-    if dist.get_rank() == 0:
-        shutil.rmtree(part, ignore_errors=True)
-    dist.barrier()
-    checkpoint.save(state_of(model, optimizer) | {"step": step}, checkpoint_id=part)
-    if dist.get_rank() == 0:
-        model.plan.save(part / "plan.json")
-        part.rename(folder / str(step))
-
-
-def last_checkpoint(folder: Path) -> Path | None:
-    return max((p for p in folder.iterdir() if p.name.isdecimal()), key=lambda p: int(p.name), default=None)
-
-
-def load(newest: Path, model: Any, optimizer: Any) -> int:
-    import torch
-    from torch.distributed import checkpoint
-    from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
-
-    state = state_of(model, optimizer)
-    checkpoint.load(state, checkpoint_id=newest)
-    model.load_state_dict(state["model"])
-    set_optimizer_state_dict(model, optimizer, state["optimizer"])
-    torch.set_rng_state(state["random"])
-    return int(state["step"])
 
 
 # -- around them
@@ -229,7 +188,7 @@ def main() -> int:
         launched(killed, (2, 2), options.steps, [*deaths, (options.steps, 0, 0.0)])
         launched(whole, (2, 2), options.steps, [])
         half = options.steps // 2 // EVERY * EVERY
-        shutil.copytree(killed / str(half), other / str(half))
+        shutil.copytree(killed / f"step-{half:06}", other / f"step-{half:06}")
         launched(other, (4,), options.steps, [])
         rows, found, expected, elsewhere = survived(killed), losses(killed), losses(whole), losses(other)
     right = {step: min(values) for step, values in expected.items()}

@@ -7,12 +7,18 @@ import math
 from dataclasses import dataclass, replace
 from functools import cache
 from operator import add, sub
+from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
 
+from autopar.compat.checkpoints import Part
+from autopar.compat.distributed import local_tensor
+from autopar.compat.redistributing import strided_shard
 from autopar.ir.layout import Layout, Shape, Split
 
-from .placements import held_indices
+from .placements import held_indices, is_strided
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +69,27 @@ def changed(shape: Shape, dim: int, size: int) -> Shape:
 def boxes(shape: Shape, layout: Layout, mesh: Shape, coordinate: Shape) -> tuple[Box, ...]:
     """What the rank at `coordinate` holds of a tensor of this shape, without padding. One box, unless an axis takes
     scattered pieces of a dim."""
-    runs = [_runs(size, dim, layout, mesh, coordinate) for dim, size in enumerate(shape)]
+    return _of_runs([_runs(size, dim, layout, mesh, coordinate) for dim, size in enumerate(shape)])
+
+
+def scattered(tensor: DTensor) -> list[Part]:
+    """What this rank holds of a DTensor, if that may be several boxes: where each begins, its sizes, and its values."""
+    if not is_strided(tensor.placements):
+        return []
+    runs = []
+    for dim, size in enumerate(tensor.shape):
+        along = [_first(p) if getattr(p, "dim", None) == dim else Replicate() for p in tensor.placements]
+        held = distribute_tensor(torch.arange(size), tensor.device_mesh, along, src_data_rank=None).to_local()
+        runs.append(_in_a_row(held))
+    return [(box.offsets, box.sizes, box.of(local_tensor(tensor))) for box in _of_runs(runs)]
+
+
+def _first(placement: Any) -> Placement:
+    """The same, of dim 0."""
+    return strided_shard(0, placement.split_factor) if is_strided([placement]) else Shard(0)
+
+
+def _of_runs(runs: list[list[tuple[int, int, int]]]) -> tuple[Box, ...]:
     return tuple(
         Box(offsets=tuple(r[0] for r in each), sizes=tuple(r[1] for r in each), local=tuple(r[2] for r in each))
         for each in itertools.product(*runs)
@@ -75,7 +101,10 @@ def _runs(size: int, dim: int, layout: Layout, mesh: Shape, coordinate: Shape) -
     if not any(isinstance(p, Split) and p.dim == dim for p in layout):
         return [(0, size, 0)] if size else []
     held = held_indices(size, dim, layout, mesh, coordinate)
-    indices = held[held >= 0]
+    return _in_a_row(held[held >= 0])
+
+
+def _in_a_row(indices: torch.Tensor) -> list[tuple[int, int, int]]:
     if not len(indices):
         return []
     breaks = (torch.diff(indices) != 1).nonzero().flatten() + 1

@@ -20,10 +20,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.compat.calls import by_tensor
+from autopar.compat.checkpoints import scattered_in_checkpoints
 from autopar.compat.optimizing import Shapes, around_checkpoints, first_states
 from autopar.compat.wrapping import plain_name
 
 from .agreement import exchange
+from .boxes import scattered
 
 Optimizers = Sequence[torch.optim.Optimizer]
 
@@ -96,6 +98,7 @@ def checkpoints_of(kind: type[nn.Module]) -> None:
         return set_states(Asked.of(model, optimizers).places(), optimizers, states, held, by_torch)
 
     around_checkpoints(get, put, to_read)
+    scattered_in_checkpoints(scattered)
 
 
 @contextmanager

@@ -36,7 +36,7 @@ def placements_of(layout: Layout, shape: Shape, mesh: Shape) -> tuple[Placement,
     DTensor cuts axis after axis in mesh order. Where an axis owns the outermost digit of what is
     left of the dim, that is `Shard(dim)`. Where digits above it are still there, and so its share is
     every `split_factor`-th piece, it is torch's strided shard. Optimizers, clipping and `full_tensor` take
-    that as they take a Shard; `torch.distributed.checkpoint` refuses it where a rank's share is not one box.
+    that as they take a Shard, and so does `torch.distributed.checkpoint` once it is told of the boxes (`scattered`).
     """
     placements: list[Placement] = [
         TorchPartial(placement.reduction) if isinstance(placement, Partial) else TorchReplicate()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,25 @@ class SafetensorsReader:
         if there != sum(target.numel() for _, _, target in parts):
             raise ValueError(f"the files hold only a part of {name}, of {list(stored.size)} elements")
         self._reader.read_data(LoadPlan(items), _into({p[0]: p[2] for p in parts})).wait()
+
+
+def scattered_in_checkpoints(parts_of: Callable[[Any], Sequence[Part]]) -> None:
+    """Have `torch.distributed.checkpoint` write and read a DTensor of which a rank holds several parts as these, in all
+    of the process. It takes them for one, and refuses what it then sees to overlap."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
+
+    def in_parts(name: str, by_torch: Callable[..., Any]) -> Callable[..., Any]:
+        def method(tensor: Any, *args: Any) -> Any:
+            if not (parts := parts_of(tensor)):
+                return by_torch(tensor, *args)
+            offsets, _, held = zip(*parts, strict=True)
+            return getattr(LocalShardsWrapper([*held], [*offsets]), name)(*args)
+
+        return method
+
+    for name in ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__"):
+        setattr(DTensor, name, in_parts(name, getattr(DTensor, name)))
 
 
 def _into(targets: Mapping[tuple[int, ...], torch.Tensor]) -> Any:

@@ -108,9 +108,9 @@ def strided_shard(dim: int, split_factor: int) -> Placement:
     Shard of the same or another dim too; with one on each of two axes of the same dim it is not. AdamW and
     clipping by norm are right. `redistribute` to Shard is right from 2.12 on, and raises NotImplementedError before.
 
-    Distributed checkpoints are NOT right: saving one alone on its dim raises ("overlapping chunks"), and
-    loading into one gives wrong values silently, since a checkpoint takes the local tensor for one
-    contiguous chunk. Redistribute to Shard before saving, and load into a Shard.
+    Distributed checkpoints are not right by themselves: saving one alone on its dim raises ("overlapping chunks"),
+    and loading into one gives wrong values silently, since a checkpoint takes the local tensor for one contiguous
+    chunk. `compat.checkpoints.scattered_in_checkpoints` says what it is.
     """
     from torch.distributed.tensor.placement_types import _StridedShard
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
 import accelerate
 import accelerate.accelerator
-import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate.scheduler import AcceleratedScheduler
@@ -17,6 +15,8 @@ from torch.utils._pytree import tree_map_only
 
 from autopar.compat.patching import patched
 from autopar.compat.redistributing import full_tensor
+from autopar.runtime.agreement import on_first_rank
+from autopar.runtime.checkpoints import draw_from, random_states
 from autopar.runtime.clip import clip_grad_norm_
 from autopar.runtime.module import ParallelModule
 
@@ -100,20 +100,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             model.load_pretrained(folder / f"model_{number}")
         for number, optimizer in enumerate(optimizers):
             load_optimizer(_one(models), bare(optimizer), folder / f"optimizer_{number}")
-        self._draw_alike()
+        for model in models[:1]:  # where there are more ranks than there were, no file has states for them
+            draw_from(*on_first_rank(random_states, model.mesh))
 
     def _apart(self) -> tuple[list[Any], list[Any]]:
         """Models and optimizers, which Accelerate is not to save or load: the first rank would, with its own part."""
         held: tuple[list[Any], list[Any]] = (self._models, self._optimizers)
         self._models, self._optimizers = [], []
         return held
-
-    def _draw_alike(self) -> None:
-        """Have all ranks go on with the first one's generators: where there are more ranks than there were, no file has
-        states for them."""
-        box: list[Any] = [(random.getstate(), np.random.get_state(), torch.get_rng_state())]
-        dist.broadcast_object_list(box, src=0)
-        draw_from(*box[0])
 
     def _newest(self) -> Path:
         """With automatic names, as Accelerate counts them."""
@@ -127,13 +121,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 def whole(values: Any) -> Any:
     """Values with split tensors gathered."""
     return tree_map_only(DTensor, full_tensor, values)
-
-
-def draw_from(python: Any, numbers: Any, torchs: torch.Tensor) -> None:
-    """Puts generators into these states: Python's, numpy's and torch's."""
-    random.setstate(python)
-    np.random.set_state(numbers)
-    torch.set_rng_state(torchs)
 
 
 def bare(optimizer: Any) -> Any:

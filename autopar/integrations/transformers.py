@@ -13,10 +13,11 @@ from transformers.trainer_pt_utils import safe_globals
 from transformers.utils.generic import can_return_loss, find_labels
 
 from autopar.compat.patching import patched
+from autopar.runtime.checkpoints import draw_from
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.sharded_optimizers import ELEMENTWISE, on_shards
 
-from .accelerate import Accelerator, bare, draw_from
+from .accelerate import Accelerator, bare
 from .checkpoints import load_optimizer, save_optimizer
 
 OPTIMIZER, SCHEDULER = "optimizer", "scheduler.pt"

@@ -95,18 +95,20 @@ def test_resuming_as_in_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """On another mesh than the one that wrote the checkpoint, the losses are those of the run without a restart."""
     monkeypatch.chdir(tmp_path)
     script = tmp_path / "train.py"
-    text = block("docs/training.md", "complete = sorted").replace("kwargs=loader[0]", 'kwargs=loader[0], solver="fsdp"')
+    text = block(
+        "docs/training.md", 'for step in range(autopar.load("checkpoints", model, optimizer, schedule)'
+    ).replace("kwargs=loader[0]", 'kwargs=loader[0], solver="fsdp"')
     printed = []
     for shape in ('(2, 2), mesh_dim_names=("dp", "tp")', '(4,), mesh_dim_names=("dp",)'):
         script.write_text(text.replace('(2, 2), mesh_dim_names=("dp", "tp")', shape))
         printed.append(re.findall(r"^step (\d): loss (\S+)$", on_ranks(script), flags=re.MULTILINE))
-        shutil.rmtree(tmp_path / "checkpoints/10")  # as if the run had been killed before
+        shutil.rmtree(tmp_path / "checkpoints/step-000010")  # as if the run had been killed before
     whole, resumed = ([(int(step), float(loss)) for step, loss in lines] for lines in printed)
     assert [step for step, _ in whole] == [*range(10)] and [step for step, _ in resumed] == [*range(5, 10)]
     assert whole[9][1] < whole[0][1] - 0.1
     assert [loss for _, loss in resumed] == pytest.approx([loss for _, loss in whole[5:]], abs=2e-5)
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["5"]
-    assert autopar.Plan.load("checkpoints/5/plan.json").mesh == {"dp": 2, "tp": 2}
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-000005"]
+    assert autopar.Plan.load("checkpoints/step-000005/plan.json").mesh == {"dp": 2, "tp": 2}
 
 
 def weights_there_and_back() -> None:
@@ -301,6 +303,19 @@ def test_a_loop_of_ones_own_equals_the_same_on_one_process(monkeypatch: pytest.M
     alone, parallel = (re.findall(r"validation loss (\S+),", text) for text in texts)
     assert len(alone) == 2 and parallel == alone
     assert "saved, made anew, and loaded" in printed.getvalue()
+
+
+def test_an_elastic_run_goes_on_with_other_ranks(tmp_path: Path) -> None:
+    script, curves = ROOT / "examples/elastic.py", []
+    for folder, starts in (("alone", ((1, 6),)), ("many", ((2, 4), (3, 6)))):
+        printed = [run(n, as_main, script, elastic(tmp_path / folder, steps))[0] for n, steps in starts]
+        curves.append(re.findall(r"step (\d): loss (\d\.\d{7})", "".join(printed)))
+    assert [int(step) for step, _ in curves[0]] == [*range(6)] and curves[1] == curves[0]
+    assert "3 ranks" in printed[-1]
+
+
+def elastic(folder: Path, steps: int) -> list[str]:
+    return ["--folder", str(folder), "--steps", str(steps), "--every", "2", "--dtype", "float64", "--solver", "ddp"]
 
 
 def test_planning_for_1024_devices(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
