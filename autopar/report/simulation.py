@@ -74,17 +74,11 @@ class Simulation(Document):
             if event["ph"] == "X":
                 times = seconds.setdefault(event["name"], {})
                 times[event["pid"]] = times.get(event["pid"], 0.0) + event["dur"] * 1e-6
-        rows: list[Row] = [
-            {
-                "instruction": n,
-                "predicted_seconds": t[SIMULATED],
-                "real_seconds": t[REAL],
-                "difference_seconds": abs(t[REAL] - t[SIMULATED]),
-            }
-            for n, t in seconds.items()
-            if len(t) > 1
+        both = [(name, times[SIMULATED], times[REAL]) for name, times in seconds.items() if len(times) > 1]
+        return [
+            {"instruction": name, "predicted_seconds": predicted, "real_seconds": real}
+            for name, predicted, real in sorted(both, key=lambda one: -abs(one[1] - one[2]))
         ]
-        return sorted(rows, key=lambda row: -float(row["difference_seconds"]))
 
     def sections(self) -> Iterator[Section]:
         """The step, and its collectives."""
