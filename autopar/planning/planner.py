@@ -44,7 +44,7 @@ from .checks import check_kernels, check_mesh, check_model
 from .choice import Choice
 from .costs import COSTS, priced_space
 from .description import Subject
-from .expressed import Expressed, expressed, unit_bytes
+from .expressed import Expressed, expressed
 from .foreign import Within, presets_within
 from .meshes import best_over
 from .micro import check_measured, shortest
@@ -57,7 +57,7 @@ from .request import NAMES, Gathers, Options, Request, shown
 from .search import SearchResult
 from .searches import Searches, hidden_buckets
 from .shortfalls import fitting
-from .steps import BUCKETS, NEAR, Estimate, Steps
+from .steps import EXACT, NEAR, Estimate, Steps
 from .training import GATHERS, Training, named_optimizer
 from .writer import Writer
 
@@ -347,13 +347,10 @@ class Planner:
             if space is not self.space:
                 logger.info("%s: %.6g, at least %.6g", request.cost, best.score.seconds, best.lower_bound)
                 best = self.searches.priced(best)
-            estimate = None
-            if request.within is not None:
-                buckets = (max(BUCKETS[-1], unit_bytes(self.space, best.assignment)),)
-                estimate = self.evaluate(best.assignment, buckets=buckets)
+            estimate = self.searches.evaluate(request)(best.assignment, EXACT)
             return self.seconds.timed("describe", self.describe, best, request, estimate)
 
-        return fitting(self.steps, request, self.limit(request), attempt)
+        return fitting(self.searches, request, self.limit(request), attempt)
 
     def describe(self, result: SearchResult, request: Request, estimate: Estimate | None = None) -> Plan:
         """The result of a search as a plan, with its estimate (none given: within the request's limit)."""

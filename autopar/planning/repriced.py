@@ -37,7 +37,7 @@ def nearby(planner: Planner, plan: Plan, request: Request) -> list[Plan]:
     for hidden in dict.fromkeys((0.0, planner.evaluate(start, NEAR).hidden_part)):
         try:
             attempt = partial(near, planner.searches.hiding(hidden))
-            plans.append(fitting(planner.steps, request, planner.limit(request), attempt))
+            plans.append(fitting(planner.searches, request, planner.limit(request), attempt))
         except Infeasible as error:
             logger.info("nothing near: %s", error)
     return plans

@@ -9,17 +9,18 @@ from autopar.cost.bucketed import HidingRedistributor
 from autopar.cost.redistribute import Redistributor
 from autopar.passes.blocks.block import Blocks
 from autopar.passes.flow import BLOCKS
-from autopar.passes.space.problem import Allowed, ProblemBuilder
+from autopar.passes.space.problem import Allowed, Assignment, ProblemBuilder
 from autopar.passes.space.space import Space
 from autopar.solve.effort import Effort
 from autopar.solve.problem import Score
 
 from .constraints import Pins, pins
+from .expressed import unit_bytes
 from .presets import PRESETS, Preset, allowed_by
 from .request import Request
 from .search import Search, SearchResult
 from .solving import Solved
-from .steps import Steps
+from .steps import BUCKETS, Accuracy, Estimate, Steps
 from .training import Training
 
 logger = logging.getLogger("autopar")
@@ -52,10 +53,19 @@ class Searches:
             request.bytes_limit,
             logger.info,
             pins=given if pinned is None else pinned(space, given),
-            evaluate=partial(self.steps.evaluate, limit=request.bytes_limit),
+            evaluate=self.evaluate(request),
             effort=self.effort.share(share),
             recompute=self.training.recompute == "auto" and request.within is None,  # libraries leave it to models
             stage=request.stage,
+        )
+
+    def evaluate(self, request: Request) -> Callable[[Assignment, Accuracy], Estimate]:
+        """The step of an assignment, with the largest buckets that keep the limit, or as libraries run it, which gather
+        a whole unit of modules at once."""
+        if request.within is None:
+            return partial(self.steps.evaluate, limit=request.bytes_limit)
+        return lambda assignment, accuracy: self.steps.evaluate(
+            assignment, accuracy, None, (max(BUCKETS[-1], unit_bytes(self.space, assignment)),)
         )
 
     def preset(self, name: str | Preset) -> Allowed:
