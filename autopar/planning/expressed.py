@@ -60,6 +60,12 @@ class Expressed:
     ranks: int
     """Those of the tensor axis."""
 
+    @property
+    def named(self) -> dict[str, Style]:
+        """Names and styles, as such a plan would be read."""
+        units = {name: Style(reshards=again) for name, again in self.units.items()}
+        return {**self.styles, **units} or {"": PLAIN}
+
     def refused(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[str]:
         """Modules whose Python does not run on a rank's shards, by what it does to fakes: those beside which it fails,
         and all with styles where outputs have other shapes than on one device, or it computes with other numbers."""
@@ -75,8 +81,16 @@ class Expressed:
         return refused
 
 
-def expressed(preset: Preset, space: Space, blocks: Blocks, assignment: Assignment, facts: ModelFacts) -> Expressed:
-    """An assignment as a library says it that can express what the preset leaves."""
+def expressed(
+    preset: Preset,
+    space: Space,
+    blocks: Blocks,
+    assignment: Assignment,
+    facts: ModelFacts,
+    kinds: Collection[str],
+) -> Expressed:
+    """An assignment as a library says it that can express what the preset leaves, and splits such `kinds` of
+    parameters."""
     axis = tensor_axis(space) if preset.tensor is not None else -1
     wide = [a for a, ranks in enumerate(space.mesh) if ranks > 1 and a != axis]
     styles: dict[str, Style] = {}
@@ -90,9 +104,10 @@ def expressed(preset: Preset, space: Space, blocks: Blocks, assignment: Assignme
         shards |= {a for a in wide if isinstance(at_rest[a], Split)}
         reshards.setdefault(module, policy == REGATHER)
         sizes[module] = sizes.get(module, 0) + meta.bytes
-        if axis >= 0 and isinstance(split := at_rest[axis], Split):
+        if axis >= 0 and facts.kinds[name] in kinds and isinstance(split := at_rest[axis], Split):
             by_column = dims_of(COLUMN, facts.kinds[name], meta.shape) == split.dim
-            styles[module] = (GATHERED if name in gathered else COLUMN) if by_column else ROW
+            is_whole = name in gathered or facts.kinds[name] == "embedding"
+            styles[module] = (GATHERED if is_whole else COLUMN) if by_column else ROW
     if axis >= 0:
         along = {name.rpartition(".")[0]: dim for name, dim in _along(space, assignment, axis)}
         along = {
@@ -212,9 +227,10 @@ def _missing(
     of = {read.alias.root: name for name in context.parameters for read in context.sites[name].reads}
     for traffic in sources(space, assignment):
         maker = context.making.get(traffic.root) or context.sites.get(traffic.root)
-        if maker is None or maker.kind == "parameter":
+        on_tensor = space.axes.index(traffic.axis) == axis
+        if maker is None or (maker.kind == "parameter" and not on_tensor):
             continue
-        if space.axes.index(traffic.axis) != axis:
+        if not on_tensor:
             # where nothing travels in forward, backward adds up gradients of parts of the batch
             may = maker.backward or traffic.bytes <= SMALL_BYTES * traffic.count
         elif traffic.root in of:

@@ -10,6 +10,7 @@ import ast
 import contextlib
 import json
 import logging
+import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -132,7 +133,7 @@ def dims_of(style: Style, kind: str, shape: tuple[int, ...]) -> int | None:
     return len(shape) - (2 if by_column else 1)
 
 
-Within = str | Path | Mapping[str, str]
+Within = str | Path | Mapping[str, str] | Mapping[str, Style]
 """A library of `TARGETS`, the file of a plan of one, or such a plan."""
 
 TARGETS: Mapping[str, tuple[str, ...]] = {
@@ -178,19 +179,28 @@ def presets_within(within: Within, space: Space, facts: ModelFacts, without: Col
         raise ValueError(
             f"{called} splits modules on a tensor axis, and the mesh has {', '.join(wide)}, for data: call an axis tp"
         )
-    found = []
+    found, size = [], dict(zip(space.axes, space.mesh, strict=True))
+    batches = [space.graph.metas[i.name].shape for i in space.graph.inputs if i.role == "input"]
+    batch = next((shape[0] for shape in batches if shape), 1)
     for has_tensor in [True] * (splits and tensor not in DATA_AXIS_NAMES) + [False] * (is_free or not splits):
         data = [name for name in wide if not (has_tensor and name == tensor)]
+        if is_free and batch % (parts := math.prod(size[name] for name in data)):
+            continue
         one = replace(styles, sharded=frozenset(data[-1:] if is_sharded else ()))
         rule = partial(styled, styles=one) if has_tensor else None
         found.append(Preset(name=called, data=partial(in_units, styles=one), tensor=rule, policies=one.policies))
+    if not found:
+        raise ValueError(
+            f"{called} splits a batch over all data ranks: give rows that {parts} ranks divide, not {batch}"
+        )
     return found
 
 
 def _said(within: Within, names: Mapping[str, Any]) -> dict[str, tuple[Style, Style]]:
     """What a plan says of each parameter: its style, and the unit that it is sharded with."""
     if isinstance(within, Mapping):
-        found = entries(repr(dict(within)))
+        words = {name: word for name, word in within.items() if not isinstance(word, Style)}
+        found = entries(repr(words)) if words else dict(within)
     else:
         with reading(f"{within} is no plan", f"give a file of names and styles, or {', '.join(TARGETS)}"):
             found = entries(text_of(within))

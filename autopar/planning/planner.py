@@ -45,7 +45,7 @@ from .choice import Choice
 from .costs import COSTS, priced_space
 from .description import Subject
 from .expressed import Expressed, expressed
-from .foreign import Within, presets_within
+from .foreign import TARGETS, Within, presets_within
 from .meshes import best_over
 from .micro import check_measured, shortest
 from .pipelines import Pipelines, axis_of_stages, first_count
@@ -289,12 +289,20 @@ class Planner:
         """The shortest plan inside of what a library can express: it splits no modules whose Python does not run on
         shards."""
         refused: set[str] = set()
-        while True:
+        on = self.nested
+
+        def planned(within: Within) -> Plan:
             presets = presets_within(within, self.space, self.facts, refused)
-            plan = shortest([partial(self.nested._planned, request, preset) for preset in presets])
-            more = self.expressed(plan, presets).refused(*self.example) if within in NAMES["library"] else set()
-            if not more:
+            return shortest([partial(on._planned, request, preset) for preset in presets])
+
+        while True:
+            plan = planned(within)
+            if within not in NAMES["library"]:
                 return plan
+            said = self.expressed(plan, str(within))
+            more = said.refused(*self.example)
+            if not more:  # what is split is known now, and backward follows forward
+                return planned(said.named)
             refused |= more
 
     @property
@@ -305,12 +313,17 @@ class Planner:
         other._gather()
         return other
 
-    def expressed(self, plan: Plan, presets: Sequence[Preset]) -> Expressed:
-        """A plan as a library says it that can express what some of these presets leave: by that which leaves most of
-        it. Raises ValueError as `program`."""
+    def expressed(self, plan: Plan, library: str) -> Expressed:
+        """A plan as a library says it, in the way that says the most of it. Raises ValueError as `program`."""
         space, assignment, blocks = nested(self.space), self.assignment(plan), self.searches.blocks()
-        said = [expressed(preset, space, blocks, assignment, self.facts) for preset in presets]
-        return min(said, key=lambda one: len(one.missing))
+
+        def said(within: Within) -> Expressed:
+            presets = presets_within(within, space, self.facts)
+            each = [expressed(preset, space, blocks, assignment, self.facts, TARGETS[library]) for preset in presets]
+            return min(each, key=lambda one: len(one.missing))
+
+        first = said(library)
+        return min(first, said(first.named), key=lambda one: len(one.missing))
 
     def _advised(self, plan: Plan) -> Plan:
         """The plan, and what would shorten its waits."""

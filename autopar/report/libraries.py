@@ -11,7 +11,7 @@ from typing import Any
 
 from autopar.extensions import unknown
 from autopar.planning.expressed import Expressed, stars
-from autopar.planning.foreign import COLUMN, GATHERED, ROW, presets_within
+from autopar.planning.foreign import COLUMN, GATHERED, ROW
 from autopar.planning.plan import Plan
 from autopar.planning.request import NAMES
 from autopar.planning.texts import mesh_words, short_bytes, short_seconds, starred
@@ -162,7 +162,7 @@ def export_plan(plan: Plan, to: str) -> Export:
         )
 
     def expressed() -> Expressed:
-        said: Expressed = planner.expressed(used, presets_within(to, planner.space, planner.facts))
+        said: Expressed = planner.expressed(used, to)
         return said
 
     said = expressed()

@@ -76,7 +76,8 @@ def styled(context: Context, site: Site, axis: int, *, styles: Styles) -> AxisCh
         if styles.by_sequence and not along:
             along = context.digits(axis, "sequence").choices(site)
             return tuple(c for c in along if c in choices) or (REPLICATED,)
-        return (*(c for c in along if c in choices), REPLICATED)
+        may = of_weight or styles.gathered is not None or _is_between(context, site)
+        return (*(c for c in along if c in choices and may), REPLICATED)
     if site.kind == "border" and styles.by_sequence:
         return tuple(c for c in context.splits(site.name, axis, "sequence") if c in choices) or (REPLICATED,)
     return choices if site.kind == "output" else (REPLICATED,)
@@ -86,7 +87,13 @@ def _of_weights(context: Context, site: Site, ranks: int, weights: list[int], st
     """The choices of a product that split its weight as the weight's style does."""
     assert site.rule is not None
     allowed = []
+    makers = [context.making.get(r.alias.root) for p, r in enumerate(site.reads) if p not in weights]
+    # where it is free, rows take what columns leave, and columns what is whole: nothing is cut or gathered between
+    is_free = styles.gathered is None and not site.backward and all(m is None or m.kind != "input" for m in makers)
+    inside = any(m is not None and _is_between(context, m) for m in makers)
     for choice in site.choices[ranks]:
+        if is_free and choice.splits and inside == (choice.factor in site.rule.outputs[0]):
+            continue
         dims = []
         for position in weights:
             read = site.reads[position].alias
@@ -97,6 +104,12 @@ def _of_weights(context: Context, site: Site, ranks: int, weights: list[int], st
         if may.intersection(dims) or (choice == REPLICATED and None in may):
             allowed.append(choice)
     return tuple(allowed)
+
+
+def _is_between(context: Context, site: Site) -> bool:
+    """Whether an operator may lie between a product that splits columns and one that splits rows: it is in a block of
+    operators that need no communication, or is attention."""
+    return context.in_block(site) or bool(site.rule is not None and site.rule.flops)
 
 
 def in_units(context: Context, site: Site, axis: int, *, styles: Styles) -> AxisChoices:
