@@ -26,7 +26,7 @@ from autopar.passes.space.space import Space
 
 from .presets import DATA_AXIS_NAMES, Preset, tensor_axis
 from .presets.styled import Styles, in_units, styled
-from .provenance import ModelFacts
+from .provenance import DIMS, ModelFacts
 from .request import NAMES, shown
 
 logger = logging.getLogger("autopar")
@@ -117,20 +117,17 @@ def _in(node: ast.Dict) -> Iterator[tuple[str, Style]]:
             yield key, Style(reshards=bool(ast.literal_eval(unit)["reshard_after_forward"]))
 
 
+SPLITS = {"column": ("column", "features", "output channels"), "row": ("row", "vocabulary", "input channels")}
+"""What each split is called of a parameter of a kind (`provenance.DIMS`)."""
+
+
 def dims_of(style: Style, kind: str, shape: tuple[int, ...]) -> int | None:
-    """The dim of a parameter of a kind (`provenance.kind_of`) that a style splits."""
-    if not style.split or not shape:
+    """The dim of a parameter of a kind that a style splits."""
+    if not style.split or not shape or (style.split == "row" and len(shape) == 1):
         return None
-    if style.split == "experts":
-        return 0
-    by_column = style.split == "column"
-    if len(shape) == 1:
-        return 0 if by_column else None
-    if kind in ("embedding", "transposed"):
-        by_column = not by_column
-    if kind == "convolution":
-        return 0 if by_column else 1
-    return len(shape) - (2 if by_column else 1)
+    names = SPLITS.get(style.split, (style.split,))
+    found = [dim for dim, name in enumerate(DIMS.get(kind, ())) if name in names]
+    return found[0] if found else max(0, len(shape) - (1 if style.split == "row" else 2))
 
 
 Within = str | Path | Mapping[str, str] | Mapping[str, Style]
@@ -199,8 +196,8 @@ def presets_within(within: Within, space: Space, facts: ModelFacts, without: Col
 def _said(within: Within, names: Mapping[str, Any]) -> dict[str, tuple[Style, Style]]:
     """What a plan says of each parameter: its style, and the unit that it is sharded with."""
     if isinstance(within, Mapping):
-        words = {name: word for name, word in within.items() if not isinstance(word, Style)}
-        found = entries(repr(words)) if words else dict(within)
+        given = {name: style for name, style in within.items() if isinstance(style, Style)}
+        found = given or entries(repr(dict(within)))
     else:
         with reading(f"{within} is no plan", f"give a file of names and styles, or {', '.join(TARGETS)}"):
             found = entries(text_of(within))

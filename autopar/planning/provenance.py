@@ -126,6 +126,16 @@ class ModelFacts:
         )
 
 
+DIMS: Mapping[str, tuple[str, ...]] = {
+    "linear": ("column", "row"),
+    "transposed": ("row", "column"),
+    "embedding": ("vocabulary", "features"),
+    "convolution": ("output channels", "input channels"),
+    "experts": ("experts",),
+}
+"""What a split of each dim is called, by kind of parameter (`kind_of`)."""
+
+
 def kind_of(model: nn.Module, parameter: str) -> str:
     """What the dims of a parameter mean: those of "linear", "transposed" (a linear layer that stores inputs first),
     "embedding", "convolution", "experts"; "" if that is not known."""

@@ -6,16 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 
 from autopar.planning.plan import ParameterPlan
+from autopar.planning.provenance import DIMS
 from autopar.planning.texts import grouped, listed
-
-DIMS: Mapping[str, tuple[str, ...]] = {
-    "linear": ("column", "row"),
-    "transposed": ("row", "column"),
-    "embedding": ("vocabulary", "features"),
-    "convolution": ("output channels", "input channels"),
-    "experts": ("experts",),
-}
-"""What a split of each dim is called, by kind of parameter."""
 
 EXPLAINED: Mapping[str, str] = {
     "column": "column: a rank has some of the layer's outputs",
