@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -39,7 +39,7 @@ APART = 0.1
 """The part of a layer from which on a module gathers for itself where it keeps what the layer does not, or the reverse:
 smaller ones would add collectives and save nothing."""
 
-SMALL_BYTES = 64
+SCALAR_BYTES = 8
 """Counts and sums of a loss are no larger, and each library leaves them to its user."""
 
 
@@ -63,7 +63,7 @@ class Expressed:
     @property
     def named(self) -> dict[str, Style]:
         """Names and styles, as such a plan would be read."""
-        units = {name: Style(reshards=again) for name, again in self.units.items()}
+        units = {name: replace(self.styles.get(name, PLAIN), reshards=again) for name, again in self.units.items()}
         return {**self.styles, **units} or {"": PLAIN}
 
     def refused(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[str]:
@@ -127,32 +127,33 @@ def expressed(
     )
 
 
-def _forward(space: Space, assignment: Assignment) -> Iterator[tuple[Mapping[str, str], Site, Option]]:
-    """The operators of forward in each copy, their options, and what the copy's parameters are called."""
+def _forward(space: Space, assignment: Assignment) -> Iterator[tuple[int, Mapping[str, str], Site, Option]]:
+    """The number of each copy of a region, what its parameters are called, and its operators of forward with their
+    options."""
     names = {value: name for name, value in space.graph.parameters.items()}
-    for region, decisions, rename in placements(space, assignment):
+    for number, (region, decisions, rename) in enumerate(placements(space, assignment)):
         called = {name: names[rename.get(name, name)] for name, s in region.sites.items() if s.kind == "parameter"}
         for site in region.sites.values():
             if site.kind == "op" and not site.backward:
-                yield called, site, space.decided(site, decisions[site.name])
+                yield number, called, site, space.decided(site, decisions[site.name])
 
 
 def _gathered(space: Space, assignment: Assignment, axis: int) -> set[str]:
     """Parameters whose product is split on an axis, and is read whole."""
     split: dict[tuple[int, str], list[str]] = {}
     whole: set[str] = set()
-    for called, site, option in _forward(space, assignment) if axis >= 0 else ():
+    for number, called, site, option in _forward(space, assignment) if axis >= 0 else ():
         for read, layout in zip(site.reads, option.reads, strict=True):
-            whole |= {*split.get((id(called), read.alias.root), ())} if not isinstance(layout[axis], Split) else set()
+            whole |= {*split.get((number, read.alias.root), ())} if not isinstance(layout[axis], Split) else set()
         weights = [called[read.alias.root] for read in site.reads if read.alias.root in called]
         if weights and isinstance(option.makes[0][axis], Split):
-            split[id(called), site.makes[0]] = weights
+            split[number, site.makes[0]] = weights
     return whole
 
 
 def _along(space: Space, assignment: Assignment, axis: int) -> Iterator[tuple[str, int]]:
     """Parameters that are whole on an axis and act on shards there, each with the dim of these."""
-    for called, site, option in _forward(space, assignment):
+    for _, called, site, option in _forward(space, assignment):
         choice = option.choice.axes[axis]
         for read in site.reads:
             if read.alias.root in called and choice.splits and site.rule is not None:
@@ -232,7 +233,7 @@ def _missing(
             continue
         if not on_tensor:
             # where nothing travels in forward, backward adds up gradients of parts of the batch
-            may = maker.backward or traffic.bytes <= SMALL_BYTES * traffic.count
+            may = maker.backward or traffic.bytes <= SCALAR_BYTES * traffic.count
         elif traffic.root in of:
             may = context.parameters[of[traffic.root]].rpartition(".")[0] in along
         else:

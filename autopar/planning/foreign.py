@@ -102,7 +102,9 @@ def _in(node: ast.Dict) -> Iterator[tuple[str, Style]]:
     pairs = [(str(k.value), v) for k, v in zip(node.keys, node.values, strict=True) if isinstance(k, ast.Constant)]
     spec = {key: ast.literal_eval(v) for key, v in pairs if key in ("patterns", "partition_type", "gather_output")}
     if "patterns" in spec:
-        style = replace(WORDS[spec.get("partition_type", "column")], gathered=bool(spec.get("gather_output")))
+        if (word := spec.get("partition_type", "column")) not in WORDS:
+            raise ValueError(f"partition_type is {word!r}: give column, row or skip")
+        style = replace(WORDS[word], gathered=bool(spec.get("gather_output")))
         yield from ((f"re:{pattern}", style) for pattern in spec["patterns"])
         return
     for key, value in pairs:
@@ -195,9 +197,10 @@ def presets_within(within: Within, space: Space, facts: ModelFacts, without: Col
 
 def _said(within: Within, names: Mapping[str, Any]) -> dict[str, tuple[Style, Style]]:
     """What a plan says of each parameter: its style, and the unit that it is sharded with."""
+    exact: dict[str, Style] = {}
     if isinstance(within, Mapping):
-        given = {name: style for name, style in within.items() if isinstance(style, Style)}
-        found = given or entries(repr(dict(within)))
+        exact = {name: style for name, style in within.items() if isinstance(style, Style)}
+        found = exact or entries(repr(dict(within)))
     else:
         with reading(f"{within} is no plan", f"give a file of names and styles, or {', '.join(TARGETS)}"):
             found = entries(text_of(within))
@@ -213,7 +216,9 @@ def _said(within: Within, names: Mapping[str, Any]) -> dict[str, tuple[Style, St
         styles = [found[p] for called in (name, _module(name)) for p in found if any(_is(called, q) for q in used[p])]
         # of units the one that is named the most closely
         units = [found[p] for p in found for q in used[p] if found[p].reshards is not None and _lies_in(name, q)]
-        said[name] = next((s for s in styles if s.reshards is None), PLAIN), units[-1] if units else PLAIN
+        style = next((s for s in styles if s.reshards is None), PLAIN)
+        # names of our own are whole, and not ends of others
+        said[name] = exact.get(_module(name), PLAIN) if exact else style, units[-1] if units else PLAIN
     return said
 
 

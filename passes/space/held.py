@@ -50,7 +50,8 @@ def _held(space: Space, site: Site, layouts: Collection[Layout]) -> Site:
     assert site.meta is not None
     # also those that it would not take of itself, as where every copy of a layer reads it
     every = (REPLICATED, *(AxisChoice("S", dim, size) for dim, size in enumerate(site.meta.shape) if size > 1))
-    per_axis = [tuple(dict.fromkeys((*every, *site.choices[ranks]))) for ranks in space.mesh]
+    choices = nested_choices(space, site)
+    per_axis = [tuple(dict.fromkeys((*every, *choices[ranks]))) for ranks in space.mesh]
     choices_of: dict[Layout, list[SiteChoice]] = {layout: [] for layout in layouts}
     for axes in product(*per_axis):
         for policy in (KEEP, REGATHER):

@@ -74,7 +74,9 @@ def test_what_is_read() -> None:
     assert entries('{"experts.w": "grouped_gemm"}')["experts.w"] == EXPERTS
 
 
-@pytest.mark.parametrize("text", ["{", "{}", '{"lm_head": "sideways"}', "x = 3"])
+@pytest.mark.parametrize(
+    "text", ['{"patterns": ["x"], "partition_type": "diagonal"}', "{", "{}", '{"lm_head": "sideways"}', "x = 3"]
+)
 def test_what_is_no_plan(text: str, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text(text)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,8 +14,10 @@ import torch
 from models import gpt2, llama, tokens
 from scripts import Ran, Task, trained
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
+from autopar.planning.foreign import COLUMN, ROW, Style, presets_within
 from autopar.planning.planner import Planner
 from autopar.report.libraries import Export
 
@@ -85,6 +89,32 @@ WORDS: dict[str, Any] = {
     "{'reshard_after_forward': True}": {"reshard_after_forward": True},
     "{'reshard_after_forward': False}": {"reshard_after_forward": False},
 }
+
+
+def ours() -> list[tuple[float, float]]:
+    """Losses of our module under such a plan, beside one process: steps, in another mode, and with other rows."""
+    (model, example), (whole, _) = a_llama(), a_llama()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    module = autopar.parallelize(model, mesh, kwargs=example(0), within=SPLIT)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-3) for each in (module, whole)]
+    losses = []
+    for step, rows in ((0, 8), (1, 8), (2, 4)):
+        inputs = {name: tensor[:rows] for name, tensor in example(step).items()}
+        both = [each(**inputs).loss for each in (module, whole)]
+        for loss, optimizer in zip(both, optimizers, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append((float(both[0].detach()), float(both[1].detach())))
+    with torch.no_grad():
+        losses.append((float(module.eval()(**example(3)).loss), float(whole.eval()(**example(3)).loss)))
+    return losses
+
+
+def test_our_module_trains_such_a_plan() -> None:
+    """In which FSDP shards what tensor parallelism has split."""
+    for ran in ranks.run(4, ours):
+        assert [mine for mine, _ in ran] == pytest.approx([expected for _, expected in ran], abs=1e-6)
 
 
 @pytest.mark.parametrize("to", ["fsdp2", "parallelize_module", "transformers", "torchtitan"])
@@ -176,6 +206,39 @@ def test_gradients_that_are_sums_over_ranks(kind: type[nn.Module]) -> None:
     plan = planner.plan(within={"up": "colwise", "down": "rowwise"}).answering(lambda: planner)
     assert plan.parameters["up.weight"].at_rest == ("S(0)",)
     assert any(" on tp" in line for line in plan.export("parallelize_module").missing)
+
+
+def test_statistics_of_a_batch_are_named() -> None:
+    """autopar's norms see the whole batch, which those of FSDP2 do not, however few channels there are."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 1))
+    planner = Planner(model, {"dp": 2}, (torch.randn(8, 3, 8, 8),), loss_fn=lambda y: y.square().mean())
+    written = planner.plan(solver="fsdp").answering(lambda: planner).export("fsdp2")
+    assert [line for line in written.missing if line.startswith("1: ")] == ["1: all_reduce on dp"]
+
+
+class Twins(nn.Module):
+    """Two heads of one name, of which the loss sees one split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.head = nn.Linear(32, 64), nn.Linear(64, 32)
+        self.aux = nn.ModuleDict({"up": nn.Linear(32, 64), "head": nn.Linear(64, 32)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        other = self.aux["head"](nn.functional.gelu(self.aux["up"](x)))
+        return (self.head(nn.functional.gelu(self.up(x))) + other).square().mean()
+
+
+def test_names_of_a_plan_of_ours_are_whole() -> None:
+    """ "head" is no other head, and a module may have a style and be a unit of its own."""
+    planner = Planner(Twins(), {"dp": 2, "tp": 2}, (torch.randn(4, 64, 32),))
+    named = {"up": COLUMN, "head": replace(ROW, reshards=True), "": Style(reshards=False)}
+    (preset,) = presets_within(named, planner.space, planner.facts)
+    assert isinstance(preset.tensor, partial)
+    dims = preset.tensor.keywords["styles"].dims
+    assert {name: dims[f"{name}.weight"] for name in ("up", "head", "aux.up", "aux.head")} == {
+        "up": (0,), "head": (1,), "aux.up": (None,), "aux.head": (None,),
+    }  # fmt: skip
 
 
 def test_a_model_whose_layers_no_style_serves() -> None:
