@@ -13,7 +13,7 @@ from autopar.extensions import unknown
 from autopar.planning.expressed import Expressed, stars
 from autopar.planning.foreign import COLUMN, GATHERED, ROW
 from autopar.planning.plan import Plan
-from autopar.planning.request import NAMES
+from autopar.planning.request import AUTO, NAMES
 from autopar.planning.texts import mesh_words, short_bytes, short_seconds, starred
 
 WORDS_OF: Mapping[str, Mapping[Any, str]] = {
@@ -171,7 +171,7 @@ def export_plan(plan: Plan, to: str) -> Export:
     missing = (*said.missing, *(f"{module}: its Python does not run on shards" for module in refused))
     missing += tuple(f"{name}: its FSDP fails on a weight with {n + 1} names" for name, n in shared.items() if n > 1)
     if missing:
-        used = planner.plan(within=to)
+        used = planner.plan(within=to, solver=AUTO)
         said = expressed()
     values = {
         "title": _title(plan, used, to, missing),

@@ -109,6 +109,8 @@ WORKING = {
     "explain": ("plan.json", "layers.0.weight", "--replan", "1"),
     "diff": ("plan.json", "edited.json"),
     "what-if": ("plan.json", "--batch", "16"),
+    "export": ("plan.json", "--to", "fsdp2", "--out", "split.py"),
+    "import": ("foreign.json", *MODEL),
 }
 """Commands that plan, or look into a plan with its model."""
 
@@ -129,6 +131,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data = json.loads((there / "plan.json").read_text())
     data["bucket_bytes"] //= 8
     (there / "edited.json").write_text(json.dumps(data))
+    (there / "foreign.json").write_text(json.dumps({"layers.*": "free_full_weight"}))
     return there
 
 
@@ -148,7 +151,7 @@ def test_quiet_commands_print_their_results_alone(command: str, folder: Path, mo
     monkeypatch.setattr(telling, "NEXT_SECONDS", 0.01)
     done = CliRunner().invoke(app, [command, *WORKING[command], "--quiet"])
     assert done.exit_code == 0 and done.stderr == ""
-    assert done.stdout or command in ("report", "lower")
+    assert done.stdout or command in ("report", "lower", "export")
     failed = CliRunner().invoke(app, ["show", "no-such-plan.json", "-q"])
     assert failed.exit_code == 2 and "error: no-such-plan.json" in failed.stderr
 

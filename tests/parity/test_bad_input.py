@@ -144,7 +144,7 @@ def test_what_is_no_model_and_what_it_cannot_be_called_with() -> None:
     assert "model is None: give an nn.Module" in refused(autopar.plan, None, {"a": 2}, (x,))
     assert "args is a tensor of shape (4, 16): give a tuple" in refused(autopar.plan, model, {"a": 2}, x)
     assert "kwargs is [1] (list): give the model's keyword" in refused(autopar.plan, model, {"a": 2}, (x,), [1])
-    assert "mesh is None (NoneType): give a DeviceMesh" in refused(autopar.parallelize, model, None, (x,))
+    assert "mesh is 5 (int): give a DeviceMesh" in refused(autopar.parallelize, model, 5, (x,))
     assert "solvers is 'dp': give a list" in refused(autopar.compare, model, {"a": 2}, (x,), solvers="dp")
     assert "mesh_shape is 5" in refused(autopar.compare, model, 5, (x,))
 

@@ -93,7 +93,7 @@ def test_the_planner_holds_where_that_is_faster_and_fits() -> None:
     made = planner("llama of 4 layers")
     free = made.plan(solver="fsdp")
     assert free.training.gathers == "once"
-    each = made.gathering("each")._planned(Request(solver="fsdp"))
+    each = made.gathering("each")._planned(Request(solver="fsdp"), "fsdp")
     assert each.seconds > free.seconds and each.bytes < free.bytes
     tight = made.plan(solver="fsdp", memory_limit_bytes=(each.bytes + free.bytes) / 2)
     assert tight.bytes < free.bytes and tight.seconds >= free.seconds
