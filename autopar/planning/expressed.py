@@ -31,7 +31,7 @@ from .options import taken
 from .presets import Preset, allowed_by, tensor_axis
 from .presets.context import Context
 from .provenance import ModelFacts, kind_of
-from .texts import grouped, starred
+from .texts import called, grouped, starred
 
 T = TypeVar("T")
 
@@ -132,20 +132,20 @@ def _forward(space: Space, assignment: Assignment) -> Iterator[tuple[int, Mappin
     options."""
     names = {value: name for name, value in space.graph.parameters.items()}
     for number, (region, decisions, rename) in enumerate(placements(space, assignment)):
-        called = {name: names[rename.get(name, name)] for name, s in region.sites.items() if s.kind == "parameter"}
+        parameters = {name: names[rename.get(name, name)] for name, s in region.sites.items() if s.kind == "parameter"}
         for site in region.sites.values():
             if site.kind == "op" and not site.backward:
-                yield number, called, site, space.decided(site, decisions[site.name])
+                yield number, parameters, site, space.decided(site, decisions[site.name])
 
 
 def _gathered(space: Space, assignment: Assignment, axis: int) -> set[str]:
     """Parameters whose product is split on an axis, and is read whole."""
     split: dict[tuple[int, str], list[str]] = {}
     whole: set[str] = set()
-    for number, called, site, option in _forward(space, assignment) if axis >= 0 else ():
+    for number, parameters, site, option in _forward(space, assignment) if axis >= 0 else ():
         for read, layout in zip(site.reads, option.reads, strict=True):
             whole |= {*split.get((number, read.alias.root), ())} if not isinstance(layout[axis], Split) else set()
-        weights = [called[read.alias.root] for read in site.reads if read.alias.root in called]
+        weights = [parameters[read.alias.root] for read in site.reads if read.alias.root in parameters]
         if weights and isinstance(option.makes[0][axis], Split):
             split[number, site.makes[0]] = weights
     return whole
@@ -153,12 +153,12 @@ def _gathered(space: Space, assignment: Assignment, axis: int) -> set[str]:
 
 def _along(space: Space, assignment: Assignment, axis: int) -> Iterator[tuple[str, int]]:
     """Parameters that are whole on an axis and act on shards there, each with the dim of these."""
-    for _, called, site, option in _forward(space, assignment):
+    for _, parameters, site, option in _forward(space, assignment):
         choice = option.choice.axes[axis]
         for read in site.reads:
-            if read.alias.root in called and choice.splits and site.rule is not None:
+            if read.alias.root in parameters and choice.splits and site.rule is not None:
                 carried = [dim for dim, factor in enumerate(site.rule.outputs[0]) if factor == choice.factor]
-                yield from ((called[read.alias.root], dim) for dim in carried)
+                yield from ((parameters[read.alias.root], dim) for dim in carried)
 
 
 def unit_bytes(space: Space, assignment: Assignment) -> int:
@@ -224,7 +224,7 @@ def _missing(
                 at = context.parameters.get(name, site.module)
                 rests = texts(space.decided(site, choice).makes[0], site.meta.shape, space.mesh) if site.meta else ()
                 words = [f"{text} on {a}" for text, a in zip(rests, space.axes, strict=False) if text != "R"]
-                found.append((starred(at), "" if site.kind == "op" else f"rests {', '.join(words) or 'whole'}"))
+                found.append((at, "" if site.kind == "op" else f"rests {', '.join(words) or 'whole'}"))
     of = {read.alias.root: name for name in context.parameters for read in context.sites[name].reads}
     for traffic in sources(space, assignment):
         maker = context.making.get(traffic.root) or context.sites.get(traffic.root)
@@ -240,11 +240,11 @@ def _missing(
             weights = [context.parameter_of(maker.reads[p].alias.root) for p in context.weights_of(maker)]
             may = any(name.rpartition(".")[0] in styles for name in weights) or traffic.root in context.weight_gradients
         if not may:
-            where = "between layers" if maker.kind == "border" else starred(maker.module)
+            where = "between layers" if maker.kind == "border" else maker.module
             found.append((where, f"{traffic.kind} on {traffic.axis}"))
-    for module, what in grouped(found).items():
-        kinds = ", ".join(dict.fromkeys(filter(None, what))) or "splits of its operators"
-        yield f"{module or 'the model'}: {kinds}"
+    for alike in grouped((starred(at), (at, what)) for at, what in found).values():
+        kinds = ", ".join(dict.fromkeys(what for _, what in alike if what)) or "splits of its operators"
+        yield f"{called([*dict.fromkeys(at for at, _ in alike)]) or 'the model'}: {kinds}"
 
 
 class _Scalars(Watching):  # type: ignore[no-untyped-call]

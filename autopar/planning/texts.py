@@ -28,6 +28,11 @@ def together(names: Sequence[str]) -> str:
     return f"{names[0]} to {names[-1]}" if pattern.startswith("*") else pattern
 
 
+def called(names: Sequence[str]) -> str:
+    """What equal modules are called; one that differs has the name of those that it is one of."""
+    return together(names) if starred(names[0]).startswith("*") else starred(names[0])
+
+
 def pattern(names: Sequence[str]) -> str:
     """One name for several of as many parts, with `*` for the parts in which they differ; else the first of them."""
     split = [name.split(".") for name in names]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from autopar.planning.plan import Plan
-from autopar.planning.texts import grouped, starred, together
+from autopar.planning.texts import called, grouped, starred
 
 from .words import input_words, parameter_words
 
@@ -49,17 +49,12 @@ def placement_rows(words: Mapping[str, W]) -> list[PlacementRow[W]]:
         names = grouped((split[name][1], name) for name in alike)
         for ends in grouped((len(every), end) for end, every in names.items()).values():
             layers = tuple(split[name][0] for name in names[ends[0]])
-            module = _called(layers)
+            module = called(layers)
             place = min(places[names[end][0]] for end in ends)
             first[module] = min(place, first.get(module, place))
             row = PlacementRow(module=module, layers=layers, names=tuple(ends), words=said)
             found.append((place, row))
     return [row for place, row in sorted(found, key=lambda one: first[one[1].module] if one[1].module else one[0])]
-
-
-def _called(layers: Sequence[str]) -> str:
-    """What equal modules are called; one that differs has the name of those that it is one of."""
-    return together(layers) if starred(layers[0]).startswith("*") else starred(layers[0])
 
 
 def _split(name: str) -> tuple[str, str]:
