@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.extensions import unknown
+from autopar.ir.precision import AS_IS
 from autopar.planning.expressed import Expressed, stars
 from autopar.planning.foreign import COLUMN, GATHERED, ROW
 from autopar.planning.plan import Plan
@@ -170,6 +171,8 @@ def export_plan(plan: Plan, to: str) -> Export:
     refused = dict.fromkeys(starred(name) for name in sorted(said.refused(*planner.example)))
     missing = (*said.missing, *(f"{module}: its Python does not run on shards" for module in refused))
     missing += tuple(f"{name}: its FSDP fails on a weight with {n + 1} names" for name, n in shared.items() if n > 1)
+    if plan.training.precision != AS_IS:
+        missing += ("the model: its precision, which the library's own options say",)
     if missing:
         used = planner.plan(within=to, solver=AUTO)
         said = expressed()

@@ -132,6 +132,15 @@ def test_what_a_library_cannot_say_is_named(to: str) -> None:
     ast.parse(written.script)
 
 
+def test_a_precision_is_named() -> None:
+    """The library has options of its own for it, in the hands of its user."""
+    model, example = a_llama()
+    precision = autopar.Precision(param_dtype=torch.bfloat16)
+    planner = Planner(model, {"dp": 2}, kwargs=example(0), cluster="dgx-a100", precision=precision)
+    written = planner.plan(within="fsdp2").answering(lambda: planner).export("fsdp2")
+    assert written.missing == ("the model: its precision, which the library's own options say",)
+
+
 class Own(nn.Module):
     """Attention that says how many heads there are, which a rank's shard has not, beside an MLP that runs on any."""
 
