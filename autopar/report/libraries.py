@@ -23,25 +23,28 @@ WORDS_OF: Mapping[str, Mapping[Any, str]] = {
         COLUMN: "ColwiseParallel()",
         GATHERED: "ColwiseParallel(output_layouts=Replicate())",
         ROW: "RowwiseParallel()",
-        "embedding": "RowwiseParallel(input_layouts=Replicate())",
+        "vocabulary": "RowwiseParallel(input_layouts=Replicate())",
+        "features": "ColwiseParallel(output_layouts=Replicate())",
         "along": "SequenceParallel(sequence_dim={dim}, use_local_output=True)",
     },
     "transformers": {
         COLUMN: "colwise",
         GATHERED: "colwise_gather_output",
         ROW: "rowwise",
-        "embedding": "embedding_rowwise",
+        "vocabulary": "embedding_rowwise",
+        "features": "embedding_colwise",
         "along": "replicated_with_grad_allreduce",
     },
     "torchtitan": {
         COLUMN: "colwise_config()",
         GATHERED: "colwise_config()",
         ROW: "rowwise_config()",
-        "embedding": "rowwise_config()",
+        "vocabulary": "rowwise_config()",
+        "features": "colwise_config()",
         "along": "norm_config(enable_sp=False)",
     },
 }
-"""What a library calls a style; that of an embedding split by vocabulary, and of a module that is handed shards."""
+"""What a library calls a style; those of an embedding, by what is split, and of a module that is handed shards."""
 
 TORCH = '''"""{title}"""
 
@@ -195,8 +198,9 @@ def _sizes(plan: Plan, said: Expressed, names: tuple[str, str, str]) -> dict[str
 
 
 def _styles(said: Expressed, words: Mapping[Any, str], kinds: Mapping[str, str]) -> str:
+    of_embedding = {ROW: "vocabulary", GATHERED: "features"}
     told = {
-        module: words["embedding" if kinds[module] == "embedding" and style == ROW else style]
+        module: words[of_embedding[style] if kinds[module] == "embedding" else style]
         for module, style in said.styles.items()
     }
     return _code(stars({**told, **{name: words["along"].format(dim=dim) for name, dim in said.along.items()}}))

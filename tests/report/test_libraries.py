@@ -47,7 +47,16 @@ def export(task: Task, to: str, within: Any) -> Export:
     return plan.answering(lambda: planner).export(to)
 
 
-@pytest.mark.parametrize(("to", "within"), [("parallelize_module", SPLIT), ("transformers", SPLIT), ("fsdp2", "fsdp2")])
+FEATURES = SPLIT | {"embed_tokens": "embedding_colwise"}
+
+
+@pytest.mark.parametrize(
+    ("to", "within"),
+    [
+        ("parallelize_module", SPLIT), ("transformers", SPLIT), ("fsdp2", "fsdp2"), ("parallelize_module", FEATURES),
+        ("transformers", FEATURES),
+    ],
+)  # fmt: skip
 def test_scripts_train_as_one_process(to: str, within: Any) -> None:
     """And send and hold what the plan says."""
     written = export(a_llama, to, within)
