@@ -4,6 +4,7 @@ what stands in neither."""
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from autopar.compat.dispatch import Watching
 from autopar.compat.patching import patched
 from autopar.compat.quick_fakes import quick_fakes
-from autopar.ir.layout import Split, local_meta
+from autopar.ir.layout import Shape, Split, local_meta
 from autopar.passes.blocks.block import Blocks
 from autopar.passes.space.choices import REGATHER
 from autopar.passes.space.problem import Assignment
@@ -68,15 +69,15 @@ class Expressed:
 
     def refused(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[str]:
         """Modules whose Python does not run on a rank's shards, by what it does to fakes: those beside which it fails,
-        and all with styles where outputs have other shapes than on one device, or it computes with other numbers."""
+        and all with styles where it does something else than on one device."""
         refused: set[str] = set()
         failed: list[str] = []
-        whole = _shapes(model, {}, self.ranks, args, kwargs, failed) if self.styles else None
+        whole = _seen(model, {}, self.ranks, args, kwargs, failed) if self.styles else None
         while styles := {module: style for module, style in self.styles.items() if module not in refused}:
-            shapes = None if whole is None else _shapes(model, styles, self.ranks, args, kwargs, failed)
-            if shapes is not None and shapes == whole:
+            seen = None if whole is None else _seen(model, styles, self.ranks, args, kwargs, failed)
+            if seen is not None and whole is not None and seen.same(whole):
                 break
-            beside = {starred(name.rpartition(".")[0]) for name in failed[:1]} if shapes is None else set()
+            beside = {starred(name.rpartition(".")[0]) for name in failed[:1]} if seen is None else set()
             refused |= {module for module in styles if starred(module.rpartition(".")[0]) in beside} or {*styles}
         return refused
 
@@ -247,31 +248,56 @@ def _missing(
         yield f"{called([*dict.fromkeys(at for at, _ in alike)]) or 'the model'}: {kinds}"
 
 
-class _Scalars(Watching):  # type: ignore[no-untyped-call]
-    """What operators that work element by element are, and the numbers in them: Python may take these from shapes."""
+class _Seen(Watching):  # type: ignore[no-untyped-call]
+    """What operators that work element by element are, with the numbers in them, which Python may take from shapes; the
+    shapes before and after each view; and the model's outputs at the end."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found: list[Any] = []
+        self.scalars: list[Any] = []
+        self.views: list[tuple[Shape, Shape]] = []
+        self.outputs: list[Shape] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
         if torch.Tag.pointwise in getattr(func, "tags", ()):
             numbers = [x for x in tree_leaves((args, kwargs)) if isinstance(x, (int, float))]
-            self.found.append((str(func), *numbers))
-        return func(*args, **(kwargs or {}))
+            self.scalars.append((str(func), *numbers))
+        elif func in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
+            self.views.append((tuple(args[0].shape), tuple(result.shape)))
+        return result
+
+    def same(self, whole: _Seen) -> bool:
+        """Whether this, on shards, is a part of what the whole model does."""
+        views = zip(whole.views, self.views, strict=False)
+        return (
+            (self.scalars, self.outputs, len(self.views)) == (whole.scalars, whole.outputs, len(whole.views))
+            and all(_is_part(*before, *after) for before, after in views)
+        )  # fmt: skip
 
 
-def _shapes(
+def _is_part(whole: Shape, viewed: Shape, part: Shape, part_viewed: Shape) -> bool:
+    """Whether a view of a part is the part of the view: what is split of one dim before is split of the dim after that
+    begins where it does."""
+    split = [dim for dim, (all_, some) in enumerate(zip(whole, part, strict=True)) if all_ != some]
+    if not split:
+        return viewed == part_viewed
+    (dim, *others), ranks = split, math.prod(whole) // max(1, math.prod(part))
+    begins = [d for d, n in enumerate(viewed) if math.prod(viewed[:d]) == math.prod(whole[:dim]) and n > 1]
+    expected = [n // ranks if d in begins[:1] else n for d, n in enumerate(viewed)]
+    return not others and bool(begins) and tuple(expected) == part_viewed
+
+
+def _seen(
     model: nn.Module,
     styles: Mapping[str, Style],
     ranks: int,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     failed: list[str],
-) -> tuple[list[torch.Size], list[Any]] | None:
-    """Shapes of the outputs of a model, with one rank's shards of the parameters of these modules, and the numbers that
-    it computes with. None if its Python fails on shards: then `failed` are the modules that it was in, the innermost
-    first."""
+) -> _Seen | None:
+    """What a model does with one rank's shards of the parameters of these modules. None if its Python fails on them:
+    then `failed` are the modules that it was in, the innermost first."""
     inside: list[str] = []
     gathered = {name: model.get_submodule(name) for name, style in styles.items() if style == GATHERED}
     wide = {name: getattr(m, "out_features", getattr(m, "embedding_dim", 0)) for name, m in gathered.items()}
@@ -299,10 +325,11 @@ def _shapes(
         for name, module in model.named_modules():
             hooks.callback(module.register_forward_pre_hook(enter(name)).remove)
             hooks.callback(module.register_forward_hook(leave(name)).remove)
-        scalars = hooks.enter_context(_Scalars())
+        hooks.enter_context(seen := _Seen())
         try:
             outputs = torch.func.functional_call(model, tensors, *inputs, tie_weights=False)
         except (RuntimeError, ValueError, IndexError, TypeError):  # of the model's own Python
             failed[:] = reversed(inside)
             return None
-    return [leaf.shape for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)], scalars.found
+    seen.outputs = [tuple(leaf.shape) for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+    return seen

@@ -302,7 +302,7 @@ class Planner:
             said = self.expressed(plan, str(within))
             more = said.refused(*self.example)
             if not more:  # what is split is known now, and backward follows forward
-                return planned(said.named)
+                return planned(said.named) if said.styles else plan
             refused |= more
 
     @property

@@ -176,6 +176,43 @@ def test_python_that_does_not_run_on_shards(fixed: bool) -> None:
     )
 
 
+class Merged(Own):
+    """The same, and nothing fails: what lacks of the heads is taken from the sequence, and put back."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (m(x).view(len(x), -1, 4, 8).transpose(1, 2) for m in (self.q, self.k, self.v))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(*x.shape[:2], -1)
+        return (x + self.o(mixed)).square().mean()
+
+
+def test_views_that_take_other_dims_for_what_lacks() -> None:
+    planner = Planner(Merged(), {"tp": 4}, (torch.randn(4, 64, 32),))
+    split = {"q": "colwise", "k": "colwise", "v": "colwise", "o": "rowwise"}
+    written = planner.plan(within=split).answering(lambda: planner).export("parallelize_module")
+    assert written.missing == tuple(f"{name}: its Python does not run on shards" for name in sorted(split))
+
+
+class Fused(nn.Module):
+    """One product is three, of which a rank's columns in a row are no part of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.o = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(2, (-1, 8)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return self.o(mixed).square().mean()
+
+
+def test_columns_are_in_one_piece() -> None:
+    planner = Planner(Fused(), {"tp": 4}, (torch.randn(4, 64, 32),))
+    plan = planner.plan(within={"qkv": "colwise", "o": "rowwise"}).answering(lambda: planner)
+    assert plan.parameters["qkv.weight"].at_rest == ("S(0)",)
+    written = plan.export("parallelize_module")
+    assert '"qkv": ColwiseParallel()' not in written.script
+
+
 class Scaled(nn.Module):
     """It runs on shards, and computes with their size."""
 

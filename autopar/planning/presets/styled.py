@@ -66,7 +66,13 @@ def styled(context: Context, site: Site, axis: int, *, styles: Styles) -> AxisCh
     choices = site.choices[ranks]
     if site.kind == "parameter":
         dims = styles.dims.get(context.parameters[site.name], (None,))
-        return tuple(c for c in choices if (c.factor if c.splits else None) in dims) or (REPLICATED,)
+        shape = site.meta.shape if site.meta else ()
+        # in one piece, but for experts, whose products may be packed
+        return tuple(
+            c
+            for c in choices
+            if (c.factor in dims and (c.period >= shape[c.factor] or len(shape) > 2) if c.splits else None in dims)
+        ) or (REPLICATED,)
     if site.kind == "op":
         weights = [p for p in context.weights_of(site) if styles.dims_of(context, site.reads[p].alias.root) != (None,)]
         if weights and site.rule is not None:
