@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -289,11 +290,12 @@ class Planner:
         """The shortest plan inside of what a library can express: it splits no modules whose Python does not run on
         shards."""
         refused: set[str] = set()
-        on = self.nested
+        on, started = self.nested, time.perf_counter()
 
         def planned(within: Within) -> Plan:
             presets = presets_within(within, self.space, self.facts, refused)
-            return shortest([partial(on._planned, request, preset) for preset in presets])
+            best = shortest([partial(on._planned, request, preset) for preset in presets])
+            return replace(best, solve_seconds=time.perf_counter() - started)
 
         while True:
             plan = planned(within)
