@@ -151,6 +151,8 @@ def _branch(pred, true_fn, false_fn, operands=()):  # type: ignore[no-untyped-de
 _COND: Any = torch.cond
 _COND.__globals__["_autopar_cond"] = cond
 
+_FAKES_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+
 _NEUTRAL: Mapping[Any, Mapping[str, Any]] = {
     nn.Module: {"_apply": _settled},
     _BatchNorm: {"forward": _averaged},
@@ -166,7 +168,7 @@ _NEUTRAL: Mapping[Any, Mapping[str, Any]] = {
     torch.backends.mha: {"_is_fastpath_enabled": False},
     CausalBias: {"__new__": lambda kind, *_, **named: stand_in(kind)},
     # fakes log what they raise, which the model may catch, or the error says
-    logging.getLogger("torch._subclasses.fake_tensor"): {"disabled": True},
+    _FAKES_LOG: {"disabled": True},
 }
 """Holders of parts of torch, and what stands there while a step is recorded, by name."""
 
@@ -191,6 +193,11 @@ def causal_biases() -> contextlib.AbstractContextManager[None]:
     """Within it a causal bias of torch may be made under any modes. It is an empty tensor of its class, which torch
     cannot make where tensors are to be fakes, or watched."""
     return patched(CausalBias, **_NEUTRAL[CausalBias])
+
+
+def unlogged_fakes() -> contextlib.AbstractContextManager[None]:
+    """Within it fakes raise errors, and do not log them."""
+    return patched(_FAKES_LOG, **_NEUTRAL[_FAKES_LOG])
 
 
 def without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:

@@ -3,7 +3,6 @@ what stands in neither."""
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -16,7 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from autopar.compat.dispatch import Watching
-from autopar.compat.patching import patched
+from autopar.compat.neutral import unlogged_fakes
 from autopar.compat.quick_fakes import quick_fakes
 from autopar.ir.layout import Shape, Split, local_meta
 from autopar.passes.blocks.block import Blocks
@@ -32,7 +31,7 @@ from .options import taken
 from .presets import Preset, allowed_by, tensor_axis
 from .presets.context import Context
 from .provenance import ModelFacts, kind_of
-from .texts import called, grouped, starred
+from .texts import called, grouped, layer_of, starred
 
 T = TypeVar("T")
 
@@ -166,7 +165,7 @@ def unit_bytes(space: Space, assignment: Assignment) -> int:
     """What is gathered of the largest unit at once."""
     sizes: dict[str, int] = {}
     for name, _, uses, _ in parameter_layouts(space, assignment):
-        meta, layer = space.graph.metas[space.graph.parameters[name]], _layer(name)
+        meta, layer = space.graph.metas[space.graph.parameters[name]], layer_of(name)
         sizes[layer] = sizes.get(layer, 0) + max((local_meta(meta, use, space.mesh).bytes for use in uses), default=0)
     return max(sizes.values(), default=0)
 
@@ -174,8 +173,8 @@ def unit_bytes(space: Space, assignment: Assignment) -> int:
 def _units(reshards: Mapping[str, bool], sizes: Mapping[str, int], shared: Collection[str]) -> dict[str, bool]:
     """Units, the innermost first: each repeated layer, modules that are not as most of theirs is and are no small part
     of it, and the model, to which parameters with several names belong."""
-    home = {module: "" if module in shared else _layer(module) for module in reshards}
-    home = {module: "" if layer in {_layer(m) for m in shared} else layer for module, layer in home.items()}
+    home = {module: "" if module in shared else layer_of(module) for module in reshards}
+    home = {module: "" if layer in {layer_of(m) for m in shared} else layer for module, layer in home.items()}
     layers = grouped((home[module], module) for module in reshards)
     whole = {layer: sum(sizes[m] for m in modules) for layer, modules in layers.items()}
     again = {layer: sum(sizes[m] * reshards[m] for m in modules) for layer, modules in layers.items()}
@@ -187,13 +186,6 @@ def _units(reshards: Mapping[str, bool], sizes: Mapping[str, int], shared: Colle
     }
     rest = most.pop("", True)
     return stars({**apart, **most}) | {"": rest}
-
-
-def _layer(module: str) -> str:
-    """The innermost numbered module in which one lies; "" if it lies in none."""
-    parts = module.split(".")
-    last = max((i for i, part in enumerate(parts) if part.isdigit()), default=-1)
-    return ".".join(parts[: last + 1])
 
 
 def stars(of: Mapping[str, T]) -> dict[str, T]:
@@ -312,8 +304,7 @@ def _seen(
 
         return hook
 
-    quiet = patched(logging.getLogger("torch._subclasses.fake_tensor"), disabled=True)
-    with quick_fakes(), quiet, ExitStack() as hooks:
+    with quick_fakes(), unlogged_fakes(), ExitStack() as hooks:
         tensors: dict[str, torch.Tensor] = {}
         for name, tensor in chain(model.named_parameters(remove_duplicate=False), model.named_buffers()):
             shape, style = list(tensor.shape), styles.get(name.rpartition(".")[0], PLAIN)

@@ -33,6 +33,13 @@ def called(names: Sequence[str]) -> str:
     return together(names) if starred(names[0]).startswith("*") else starred(names[0])
 
 
+def layer_of(module: str) -> str:
+    """The innermost numbered module in which one lies; "" if it lies in none."""
+    parts = module.split(".")
+    last = max((i for i, part in enumerate(parts) if part.isdigit()), default=-1)
+    return ".".join(parts[: last + 1])
+
+
 def pattern(names: Sequence[str]) -> str:
     """One name for several of as many parts, with `*` for the parts in which they differ; else the first of them."""
     split = [name.split(".") for name in names]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from autopar.planning.plan import Plan
-from autopar.planning.texts import called, grouped, starred
+from autopar.planning.texts import called, grouped, layer_of, starred
 
 from .words import input_words, parameter_words
 
@@ -60,10 +60,9 @@ def placement_rows(words: Mapping[str, W]) -> list[PlacementRow[W]]:
 def _split(name: str) -> tuple[str, str]:
     """Of "model.layers.7.mlp.up_proj.weight": "model.layers.7" and "mlp.up_proj"; what is not in a numbered layer
     belongs to the module ""."""
-    parts = name.split(".")
-    last = max((i for i, part in enumerate(parts[:-1]) if part.isdigit()), default=-1)
-    end = [part for part in parts[last + 1 :] if part != "weight"] or parts[-1:]
-    return ".".join(parts[: last + 1]), starred(".".join(end))
+    layer = layer_of(name.rpartition(".")[0])
+    parts = name.removeprefix(f"{layer}.").split(".")
+    return layer, starred(".".join([part for part in parts if part != "weight"] or parts[-1:]))
 
 
 def shortened(names: tuple[str, ...]) -> tuple[str, ...]:
