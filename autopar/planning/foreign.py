@@ -162,13 +162,12 @@ def presets_within(within: Within, space: Space, facts: ModelFacts, without: Col
         }
         styles, is_sharded = Styles(dims=ways, gathered=None), True
     else:
-        said = _said(within, shapes)
-        reshards = sorted({unit.reshards for _, unit in said.values() if unit.reshards is not None})
+        said, reshards = _said(within, shapes)
         styles = Styles(
-            dims={name: (dims_of(style, facts.kinds[name], shapes[name]),) for name, (style, _) in said.items()},
-            gathered=frozenset(name for name, (style, _) in said.items() if style.gathered),
-            by_sequence=any(style.by_sequence for style, _ in said.values()),
-            policies=tuple(REGATHER if again else KEEP for again in reshards) or (KEEP,),
+            dims={name: (dims_of(style, facts.kinds[name], shapes[name]),) for name, style in said.items()},
+            gathered=frozenset(name for name, style in said.items() if style.gathered),
+            by_sequence=any(style.by_sequence for style in said.values()),
+            policies=tuple(REGATHER if again else KEEP for again in sorted(reshards)) or (KEEP,),
         )
         is_sharded = bool(reshards)
     wide = [name for name, ranks in zip(space.axes, space.mesh, strict=True) if ranks > 1]
@@ -195,12 +194,14 @@ def presets_within(within: Within, space: Space, facts: ModelFacts, without: Col
     return found
 
 
-def _said(within: Within, names: Mapping[str, Any]) -> dict[str, tuple[Style, Style]]:
-    """What a plan says of each parameter: its style, and the unit that it is sharded with."""
-    exact: dict[str, Style] = {}
+def _said(within: Within, names: Mapping[str, Any]) -> tuple[dict[str, Style], set[bool]]:
+    """What a plan says of each parameter, and whether its units gather again."""
     if isinstance(within, Mapping):
-        exact = {name: style for name, style in within.items() if isinstance(style, Style)}
-        found = exact or entries(repr(dict(within)))
+        # names of our own are whole, and not ends of others
+        if exact := {name: style for name, style in within.items() if isinstance(style, Style)}:
+            units = {style.reshards for style in exact.values() if style.reshards is not None}
+            return {name: exact.get(_module(name), PLAIN) for name in names}, units
+        found = entries(repr(dict(within)))
     else:
         with reading(f"{within} is no plan", f"give a file of names and styles, or {', '.join(TARGETS)}"):
             found = entries(text_of(within))
@@ -211,15 +212,15 @@ def _said(within: Within, names: Mapping[str, Any]) -> dict[str, tuple[Style, St
         raise ValueError(
             f"{shown(within)} names nothing in the model{nearest(nothing[0], [_module(name) for name in names])}"
         )
-    said: dict[str, tuple[Style, Style]] = {}
+    said: dict[str, Style] = {}
+    reshards: set[bool] = set()
     for name in names:
         styles = [found[p] for called in (name, _module(name)) for p in found if any(_is(called, q) for q in used[p])]
-        # of units the one that is named the most closely
-        units = [found[p] for p in found for q in used[p] if found[p].reshards is not None and _lies_in(name, q)]
-        style = next((s for s in styles if s.reshards is None), PLAIN)
-        # names of our own are whole, and not ends of others
-        said[name] = exact.get(_module(name), PLAIN) if exact else style, units[-1] if units else PLAIN
-    return said
+        said[name] = next((style for style in styles if style.reshards is None), PLAIN)
+        # of units the one that is named the most closely: by the most parts
+        around = [(q.count(".") + bool(q), found[p].reshards) for p in found for q in used[p] if _lies_in(name, q)]
+        reshards |= {*[again for _, again in sorted(around, key=lambda one: one[0]) if again is not None][-1:]}
+    return said, reshards
 
 
 def renamed(pattern: str, names: Iterable[str]) -> list[str]:
