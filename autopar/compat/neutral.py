@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._higher_order_ops import utils
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention.bias import CausalBias
 from torch.nn.modules import transformer
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -16,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from .patching import patched
-from .tensors import stand_in, storage_span
+from .tensors import is_transformed, stand_in, storage_span
 
 
 def _to_dlpack(tensor: torch.Tensor) -> Any:
@@ -75,6 +76,41 @@ def _refused() -> None:
     )
 
 
+class _ReadAgain(torch.autograd.Function):
+    """What backward keeps."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        ctx.saved_tensors  # noqa: B018, which hooks look at
+        return gradient
+
+
+def watched() -> contextlib.AbstractContextManager[Any]:
+    """Within it what operators save may not be written before backward reads it: they stand in for one that reads
+    something else then."""
+    is_hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return contextlib.nullcontext() if is_hooked else saved_tensors_hooks(_itself, _itself)
+
+
+def read_again(x: torch.Tensor) -> torch.Tensor:
+    """The operand of an operator whose backward reads it again, for one that stands in and does not."""
+    if not x.requires_grad or is_transformed():
+        return x
+    again: Any = _ReadAgain.apply
+    with watched():
+        result: torch.Tensor = again(x)
+    return result
+
+
+def _itself(saved: torch.Tensor) -> torch.Tensor:
+    return saved
+
+
 class _IfTaken(torch.autograd.Function):
     """The operand of a branch. A branch that is not taken may be undefined where it stands, and then the derivative of
     nothing is NaN: it gives no gradient instead."""
@@ -113,7 +149,7 @@ class _Gated(TorchFunctionMode):
             return x
         if id(x) not in self.outside:
             gate: Any = _IfTaken.apply
-            self.outside[id(x)] = x, gate(x, self.taken)
+            self.outside[id(x)] = x, gate(read_again(x), self.taken)
             self.inside[id(self.outside[id(x)][1])] = self.outside[id(x)][1]
         return self.outside[id(x)][1]
 
@@ -123,6 +159,7 @@ def cond(wanted: Any, if_true: Callable[..., Any], if_false: Callable[..., Any],
     if not isinstance(wanted, torch.Tensor):
         return (if_true if wanted else if_false)(*operands)
     wanted = wanted.reshape(()).to(torch.bool)
+    operands = pytree.tree_map_only(torch.Tensor, read_again, operands)
 
     def run(branch: Callable[..., Any], taken: torch.Tensor) -> tuple[list[Any], pytree.TreeSpec]:
         with _Gated(taken):

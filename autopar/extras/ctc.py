@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from autopar.compat.neutral import watched
 from autopar.ops.families import FIRST, either, from_template
 from autopar.ops.registry import know
 from autopar.ops.rule import Call
@@ -83,7 +84,8 @@ def ctc_loss(
     if single:
         log_probs, targets = log_probs.unsqueeze(1), targets.unsqueeze(0) if targets.dim() == 1 else targets
         counts = [count.reshape(1) for count in counts]
-    loss: torch.Tensor = losses(log_probs, targets, *counts, blank, zero_infinity)
+    with watched():
+        loss: torch.Tensor = losses(log_probs, targets, *counts, blank, zero_infinity)
     if reduction == "mean":
         return (loss / counts[1].clamp_min(1).to(loss.dtype)).mean()
     return loss.sum() if reduction == "sum" else loss.squeeze(0) if single else loss

@@ -4,6 +4,7 @@ Dropout draws which weights are kept as a tensor of its own, whose elements are 
 index. A mask of truth values becomes one that is added. Dims before the heads are one batch.
 """
 
+import contextlib
 import math
 from collections.abc import Sequence
 
@@ -11,7 +12,8 @@ import torch
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from autopar.compat.autocast import cast_by_autocast
-from autopar.compat.neutral import plain_attention
+from autopar.compat.kernels import keeps_result
+from autopar.compat.neutral import plain_attention, watched
 from autopar.compat.tensors import is_differentiated
 from autopar.ir.graph import overload
 from autopar.ops.sdpa import ATTENTION
@@ -57,8 +59,15 @@ def attended(
     if scores is None or learned or in_transform or not _fits(attn_mask, scores) or not 0 <= dropout_p <= 1:
         # a bias that is trained has a gradient of the size of the scores
         return plain_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    keeps = keeps_result(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if not keeps:
+        # matrix products and a softmax keep copies of these: what a model writes later is not what backward reads
+        query, key = query.clone(), key.clone()
+        copied = value.dtype.itemsize < 4 or value.shape[-3:-2] != scores[-3:-2]
+        value = value.clone() if copied else value
+        attn_mask = None if attn_mask is None else attn_mask.clone()
     batch = scores[:-3]
-    q, k, v = (_of_rank_four(x, batch) for x in tensors)
+    q, k, v = (_of_rank_four(x, batch) for x in (query, key, value))
     if q.shape[1] == 1 < k.shape[1]:
         q = q.expand(-1, k.shape[1], -1, -1)
     kept = None
@@ -66,12 +75,14 @@ def attended(
         # not of a tensor that `vmap` maps, and not in place: either has no form of some randomness
         shape = *q.shape[:3], k.shape[2]
         kept = torch.empty(shape, dtype=torch.bool, device=q.device).bernoulli(1.0 - dropout_p)
-    out, _ = overload(ATTENTION)(
-        q, k, v, _mask(attn_mask, query.dtype, batch), kept,
-        scale=query.shape[-1] ** -0.5 if scale is None else scale, is_causal=is_causal, dropout_p=dropout_p,
-    )  # fmt: skip
-    # a copy, which is none in the graph: what the operator keeps for its derivative is not what the model may write
-    result: torch.Tensor = out.clone().reshape(*scores[:-1], value.shape[-1])
+    with contextlib.nullcontext() if keeps else watched():
+        out, _ = overload(ATTENTION)(
+            q, k, v, _mask(attn_mask, query.dtype, batch), kept,
+            scale=query.shape[-1] ** -0.5 if scale is None else scale, is_causal=is_causal, dropout_p=dropout_p,
+        )  # fmt: skip
+    if not keeps:
+        out = out.clone()
+    result: torch.Tensor = out.reshape(*scores[:-1], value.shape[-1])
     return result
 
 

@@ -18,6 +18,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from autopar.compat.neutral import read_again
 from autopar.compat.patching import patched
 from autopar.compat.tensors import is_fake, is_real, is_transformed, memory_of, notes_of, unmodified, untransformed
 from autopar.extensions import Plug, Table
@@ -309,6 +310,7 @@ def multilabel_margin_loss(
     """Labels of a row end at the first -1. (Torch's decomposition counts what follows as label 0.)"""
     if size_average is not None or reduce is not None:
         reduction = "none" if reduce is False else "sum" if size_average is False else "mean"
+    input = read_again(input)
     given = (target >= 0).to(torch.int64).cumprod(-1).to(torch.bool)
     labels = target.clamp(min=0)
     classes = torch.arange(input.shape[-1], device=input.device)

@@ -164,6 +164,10 @@ CHANGING_SAVED = (
     "formula than eager, from other values: leave this operator out of the hooks' context, or have them give back what "
     "they got"
 )
+WRITING_SAVED = (
+    "forward writes what an operator keeps for its backward{line} before that reads it (.data, saved_tensors_hooks), "
+    "and a program computes this gradient by another formula than eager: write a copy (clone())"
+)
 PICKLING = (
     "forward pickles or copies a tensor{line} (pickle, torch.save, copy.copy), and a program would not do so again: "
     "save it outside of forward, and copy with clone(), detach() or copy.deepcopy()"

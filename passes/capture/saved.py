@@ -14,12 +14,12 @@ from torch.utils import checkpoint
 
 from autopar.compat.neutral import cond
 from autopar.compat.patching import patched
-from autopar.compat.tensors import unmodified
+from autopar.compat.tensors import unmodified, unseen
 from autopar.ir.graph import CAST, Node, Ref
 from autopar.ops.aten import COPIES, NO_OPS
 
 from .recorder import Geometry, Recorder, geometry_of
-from .refusals import CHANGING_SAVED, refuse
+from .refusals import CHANGING_SAVED, WRITING_SAVED, refuse
 from .source import line_shown
 
 _CHECKPOINTS = (checkpoint._checkpoint_hook, checkpoint._recomputation_hook)
@@ -75,13 +75,15 @@ def _watched(
     recorder: Recorder, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], Any]
 ) -> tuple[Callable[[torch.Tensor], _Kept], Callable[[_Kept], Any]]:
     def packed(saved: torch.Tensor) -> _Kept:
-        geometry, moment = geometry_of(saved), len(recorder.nodes)
+        with unseen():
+            geometry, moment = geometry_of(saved), len(recorder.nodes)
         return _Kept(pack(saved), geometry, moment, line_shown(), _stands_in(sys._getframe(1)))
 
     def unpacked(kept: _Kept) -> Any:
         given = unpack(kept.value)
         if (kept.stands_in or _is_of_formula(sys._getframe(1))) and not _is_same(recorder, given, kept):
-            refuse(CHANGING_SAVED, line=kept.line)
+            is_written = recorder.values[recorder.known(given)] == kept.saved
+            refuse(WRITING_SAVED if is_written else CHANGING_SAVED, line=kept.line)
         return given
 
     return packed, unpacked

@@ -410,7 +410,7 @@ def test_what_is_saved_may_be_written_where_hooks_keep_it() -> None:
     places = slice(3, 6)
     capture(net(forward), (X,))
     places = slice(2, 4)
-    with pytest.raises(CaptureError, match="hooks change what is saved for backward"):
+    with pytest.raises(CaptureError, match=r"forward writes what an operator keeps for its backward \(.* before that"):
         capture(net(forward), (X,))
 
 
@@ -773,6 +773,53 @@ class Sloped(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (super().forward(x) * SLOPES[self.how](x)).square().mean()
+
+
+ATTENDED = {
+    "fused": lambda h: F.scaled_dot_product_attention(h[None], h[None].sin(), h[None])[0],
+    "fused, masked": lambda h: F.scaled_dot_product_attention(h[None], h[None].sin(), h[None], h.new_ones(6, 6))[0],
+    "composed": lambda h: F.scaled_dot_product_attention(h, h.sin(), h),
+    "composed, of two widths": lambda h: F.scaled_dot_product_attention(h[None], h[None].sin(), h[None][..., :3])[0],
+    "composed, dropped": lambda h: F.scaled_dot_product_attention(h[None], h.sin()[None], h[None], dropout_p=0.5)[0],
+}
+
+
+@pytest.mark.parametrize("how", ATTENDED)
+@pytest.mark.parametrize("written", ["query", "value", "result"])
+def test_attention_whose_tensors_are_written_behind_autograds_back(how: str, written: str) -> None:
+    """A fused kernel reads what was written, matrix products read their own copies of queries, keys and result."""
+
+    class Writing(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = super().forward(x)
+            y = ATTENDED[how](h if written == "value" else h.tanh() if written == "result" else h * 1)
+            (y if written == "result" else h).data.mul_(0.5)
+            y = y + 0
+            return (y * y.detach().cos()).mean()
+
+    model, x = Writing(8, 8).double(), torch.randn(4, 6, 8, dtype=torch.float64)
+    if written == "value" and how.startswith("composed"):
+        with pytest.raises(CaptureError, match="forward writes what an operator keeps for its backward"):
+            capture(model, (x,))
+    else:
+        assert check(model, {"a": 2}, (x,), plans=1, steps=2).equal
+
+
+@pytest.mark.parametrize("operator", (*ANOTHER_FORMULA[5:8], lambda m, y: F.ctc_loss(
+    y[:, None], torch.tensor([[1, 2]]), torch.tensor([4]), torch.tensor([2])
+)))  # fmt: skip
+def test_what_another_formula_reads_may_not_be_written(operator: Callable[[Net, torch.Tensor], torch.Tensor]) -> None:
+    def forward(m: Net, x: torch.Tensor) -> torch.Tensor:
+        y = m.a(x)
+        result = operator(m, y)
+        y.data.mul_(0.5)
+        return result
+
+    if operator is ANOTHER_FORMULA[6]:  # which keeps a result of its own
+        assert check(net(forward), {"a": 2}, (X,), steps=2).equal
+    else:
+        with pytest.raises(CaptureError, match="forward writes what an operator keeps for its backward"):
+            capture(net(forward), (X,))
 
 
 @pytest.mark.parametrize("how", SLOPES)
