@@ -56,11 +56,18 @@ class Tensor:
         return all(self.costs.get((code, union)) == (0.0, 0.0) for code in set(self.produced) for union in unions)
 
 
+UNIONS_MOST = 1 << 14
+"""Sets of layouts that the readers of one tensor may want together; 2,000 in models that people train. What several
+loops of a decomposition read in 7 layouts each takes a minute, and then is too wide for every solver."""
+
+
 def unions_of(wanted: Sequence[Sequence[int]]) -> set[int]:
-    """All that readers may want together, each one of its masks."""
+    """All that readers may want together, each one of its masks. Raises TooWide for more than `UNIONS_MOST`."""
     unions = {0}
     for masks in wanted:
         unions = {union | mask for union in unions for mask in set(masks)}
+        if len(unions) > UNIONS_MOST:
+            raise TooWide(f"the readers of a tensor want over {UNIONS_MOST} sets of layouts: give them fewer options")
     return unions
 
 

@@ -22,7 +22,7 @@ from autopar.planning.request import Request
 from autopar.planning.search import Search
 from autopar.solve.effort import EFFORT, Effort, Meter, Purse
 from autopar.solve.elimination import FILL_WEIGHTS, greedy_order, schedule
-from autopar.solve.problem import Infeasible, TooWide
+from autopar.solve.problem import UNIONS_MOST, Infeasible, TooWide, unions_of
 
 
 def planner(mesh: dict[str, int] | None = None, effort: Effort = EFFORT) -> Planner:
@@ -247,3 +247,12 @@ def test_several_meshes_share_the_seconds_of_a_search() -> None:
 def test_an_effort_that_is_none_is_refused(effort: Any) -> None:
     with pytest.raises(ValueError, match=r"effort is .*: give the seconds after which the search ends"):
         Request(effort=effort)
+
+
+def test_a_tensor_of_too_many_sets_of_layouts_is_too_wide_before_its_table_is_made() -> None:
+    """As the loops of a decomposition make it, each of which reads a value in many layouts."""
+    few = [tuple(1 << bit for bit in range(4))] * 4
+    assert len(unions_of(few)) == 1 + 4 + 6 + 4  # of one, two, three and four layouts
+    many = [tuple(1 << bit for bit in range(7 * reader, 7 * reader + 7)) for reader in range(8)]
+    with pytest.raises(TooWide, match=f"over {UNIONS_MOST} sets of layouts: give them fewer options"):
+        unions_of(many)
