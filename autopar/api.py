@@ -89,6 +89,9 @@ def plan(
     layers where a memory limit asks for it; "asked" makes again exactly what `torch.utils.checkpoint` marks in the
     model, as `gradient_checkpointing_enable()` of Hugging Face does; "none" keeps all that backward needs.
 
+    With `offload` some of what is kept for backward may wait in the host's memory, where that makes the step shorter
+    within the limit (see docs/long.md). The cluster must say its `host_bytes_per_second`.
+
     With `micro_batches` a step is so many calls with batches of the example's size, all but the last within
     `no_sync()`, and one step of the optimizer. The objective, the step and the peak are those of the whole step, with
     one reduction; whether what forward gathers is held from one micro-batch to the next is chosen too.

@@ -1,11 +1,12 @@
 """Long sequences on paper: `python benchmarks/long.py [NAME ...] [--json FILE]`.
 
 Each case is Llama-3-8B on a cluster, with so many sequences of so many tokens. "found" is what the planner chooses on
-the mesh; the other ways are what people write by hand (`tests/support/context_parallel.py`): the sequence split on
-"cp", Megatron with sequence parallel on "tp", parameters in shards, and in attention keys and values that go around in
-a ring, in a ring of a sequence that is dealt out one by one, that are gathered, or heads by all-to-all. All are priced
-by the same simulator within the memory of the device, with as many layers recomputed as memory asks for. "published"
-is what a run with float8 products and a compiled program measured.
+the mesh, alone and with what is kept for backward in the host's memory where that pays; the other ways are what people
+write by hand (`tests/support/context_parallel.py`): the sequence split on "cp", Megatron with sequence parallel on
+"tp", parameters in shards, and in attention keys and values that go around in a ring, in a ring of a sequence that is
+dealt out one by one, that are gathered, or heads by all-to-all. All are priced by the same simulator within the memory
+of the device, with as many layers recomputed as memory asks for. "published" is what a run with float8 products and a
+compiled program measured.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Case:
     source: str = ""
 
 
+OFFLOAD = "found, offload"
 TORCHTITAN = "torchtitan, performance of Llama 3.1 (2024-12), table 2: 8 H100, float8 and torch.compile"
 
 CASES = {
@@ -74,7 +76,7 @@ def measured(name: str) -> dict[str, Any]:
         ids = torch.zeros(case.sequences, case.tokens, dtype=torch.long)
     planner = Planner(model, case.mesh, (), {"input_ids": ids, "labels": ids}, cluster=case.cluster)
     row: dict[str, Any] = {"name": name, "source": case.source, "published": case.published, "ways": {}}
-    for way in ("auto", *(f"{form}_tp" if "tp" in case.mesh else form for form in FORMS)):
+    for way in ("auto", OFFLOAD, *(f"{form}_tp" if "tp" in case.mesh else form for form in FORMS)):
         row["ways"][way] = planned(planner, way, case)
     return row
 
@@ -82,7 +84,7 @@ def measured(name: str) -> dict[str, Any]:
 def planned(planner: Planner, way: str, case: Case) -> dict[str, Any]:
     started = time.process_time()
     try:
-        plan = planner.plan(solver=way)
+        plan = planner.plan(offload=True) if way == OFFLOAD else planner.plan(solver=way)
     except ValueError as error:
         return {"error": str(error).partition(":")[0], "planning_seconds": time.process_time() - started}
     kinds = {kind for kind, *_ in planner.program(plan).collectives()}
@@ -93,11 +95,23 @@ def planned(planner: Planner, way: str, case: Case) -> dict[str, Any]:
         "limit_bytes": plan.memory_limit_bytes,
         "planning_seconds": time.process_time() - started,
         "rings": "rotate" in kinds,
+        "host_bytes": plan.offload_bytes,
+        "recomputed": sum(run.count for segment in plan.segments for run in segment.runs if run.recompute),
     }
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    shown = Table("case", "way", "step s", "tokens/s/device", "peak GiB", "ring", "planning CPU s")
+    shown = Table(
+        "case",
+        "way",
+        "step s",
+        "tokens/s/device",
+        "peak GiB",
+        "on the host GiB",
+        "recomputed",
+        "ring",
+        "planning CPU s",
+    )
     for row in rows:
         for way, of in row["ways"].items():
             called = "found" if way == "auto" else way.removesuffix("_tp")
@@ -106,7 +120,8 @@ def table(rows: list[dict[str, Any]]) -> Table:
                 continue
             shown.add_row(
                 row["name"], called, f"{of['seconds']:.3f}", f"{of['tokens_per_second']:.0f}",
-                f"{of['bytes'] / 2**30:.1f}", "yes" if of["rings"] else "no", f"{of['planning_seconds']:.1f}",
+                f"{of['bytes'] / 2**30:.1f}", f"{of['host_bytes'] / 2**30:.1f}", str(of["recomputed"]),
+                "yes" if of["rings"] else "no", f"{of['planning_seconds']:.1f}",
             )  # fmt: skip
         if row["published"]:
             shown.add_row(row["name"], "published", "", f"{row['published']:.0f}")

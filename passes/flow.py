@@ -37,6 +37,7 @@ from .lower.bucket import Bucket
 from .lower.chunk import CHUNKING
 from .lower.compact import Compact
 from .lower.lowering import Adopted, Lowering, Rewrite, Target, When, Written, always, check_written, rewritten
+from .lower.offload import Offload, as_asked
 from .lower.overlap import Overlap
 from .lower.prefetch import prefetch
 from .lower.rematerialize import Rematerialize, where_fused
@@ -166,6 +167,15 @@ LOWERINGS = Table(
             costs="the copy",
             adopt=always(Compact()),
             rewrites=(Compact(),),
+            taken="last",
+        ),
+        Lowering(
+            name="offload",
+            applies="what backward keeps, where a plan says how many bytes of it leave",
+            writes="copies to the host's memory, and back ahead of their readers",
+            costs="the host's link, where nothing hides it",
+            adopt=as_asked,
+            rewrites=(Offload(),),
             taken="last",
         ),
     ),

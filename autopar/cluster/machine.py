@@ -128,7 +128,8 @@ class Device:
     deviation of their seconds, as a part of the mean, and `slowdown` what the slowest of a mesh takes longer
     (`Cluster.among`), and `saved_part` is the `fused_part` of the model at hand, where its programs are compiled.
     `memory_bytes_per_link_byte` is what a collective reads and writes in memory for each byte that a rank sends, and
-    takes from operators that run meanwhile; with 0 they do not disturb each other. `operators` holds measurements of
+    takes from operators that run meanwhile; with 0 they do not disturb each other. `host_bytes_per_second` is the rate
+    of copies to the host's memory, or from there, while all devices of a host copy. `operators` holds measurements of
     single operators, which take precedence over all of this.
 
     `source` cites where each figure is from, by field.
@@ -147,6 +148,7 @@ class Device:
     memory_efficiency: Part | BySize = ((1.0, 1.0),)
     operator_ratios: Mapping[str, Rate] = field(default_factory=dict)
     memory_bytes_per_link_byte: Amount = 0.0
+    host_bytes_per_second: Rate | None = None
     fused_part: Share = 0.0
     spread: Share = 0.0
     source: Mapping[str, Name] = field(default_factory=dict, compare=False, repr=False)
@@ -218,6 +220,15 @@ class Device:
     def ratio(self, op: str) -> float:
         """The factor between an op's measured seconds and its roofline, or of its arithmetic if it has any."""
         return self.operator_ratios.get(op, 1.0) if self.operators is None else self.operators.ratio(op)
+
+    def host_seconds(self, copied_bytes: float) -> float:
+        """Seconds of a copy to or from the host's memory. Raises ValueError where nothing says its rate."""
+        if self.host_bytes_per_second is None:
+            raise ValueError(
+                f"nothing says how quickly {self.name} copies to its host: give host_bytes_per_second in the cluster's "
+                f"file (autopar clusters --help)"
+            )
+        return self.seconds_per_op + copied_bytes / self.host_bytes_per_second
 
     def view_seconds(self, op: str, inputs: Sequence[TensorMeta], outputs: Sequence[TensorMeta]) -> float:
         """Seconds of an operator that moves nothing."""

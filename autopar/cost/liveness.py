@@ -14,6 +14,7 @@ from autopar.ir.graph import WAIT, Node, TensorMeta, map_references
 from autopar.ir.layout import local_meta
 from autopar.ir.program import Program
 from autopar.ops import contract
+from autopar.ops.host import FROM_HOST, HOST_COPIES
 from autopar.ops.prepared import prepared_arguments
 from autopar.ops.rules import RULES
 
@@ -163,6 +164,11 @@ class Memory:
             self.storages[name] = self.storages[started][:1]
         elif instruction.collective:
             self._collective(program, line, by_parts)
+        elif instruction.op in HOST_COPIES:
+            (name,), (source,) = instruction.outputs, instruction.inputs
+            on_device = program.metas[name].bytes * (instruction.op == FROM_HOST)
+            self.placed[name] = self.placed[source]
+            self.storages[name] = (self.new(on_device), *self.storages[source])
         else:
             self.local(instruction)
 

@@ -1,10 +1,10 @@
 """The program of a rank on streams: each instruction as a task, and the timeline that simulating them gives.
 
-A rank has a stream for its own operators, in the program's order, and one for the collectives of each mesh axis. A
-collective starts when the program reaches it and the axis is free; a `collective.wait` stalls until it has ended.
-Operators take what the search prices (`roofline`), collectives what their links take (`collectives`). A collective
-takes longer while another axis uses the same links, an operator while a collective occupies part of the device
-(`simulator`).
+A rank has a stream for its own operators, in the order of the program, one for the collectives of each mesh axis, and
+one for copies to the host. A collective or a copy starts when the program reaches it and its stream is free; a
+`collective.wait` stalls until it has ended. Operators take what the search prices (`roofline`), collectives what their
+links take (`collectives`). A collective takes longer while another axis uses the same links, an operator while a
+collective occupies part of the device (`simulator`).
 """
 
 from collections.abc import Iterator
@@ -15,11 +15,12 @@ from autopar.cluster.loads import loads, price
 from autopar.cluster.machine import Cluster
 from autopar.ir.graph import WAIT, Node
 from autopar.ir.program import Program
+from autopar.ops.host import HOST_COPIES
 
 from . import liveness
 from .roofline import Cost, CostKey, LocalOperators
 from .simulator import Resource, Task, TaskSpan, scheduled
-from .timeline import COMPUTE, Event, Stall, Timeline
+from .timeline import COMPUTE, HOST, Event, Stall, Timeline
 
 MEMORY = "memory"
 """What operators and collectives share, where a device's `memory_bytes_per_link_byte` is not 0."""
@@ -91,7 +92,7 @@ class _Streams:
         self.write()
         spans = scheduled(self.tasks)
         return Timeline(
-            axes=self.program.axes,
+            axes=self.program.axes + (HOST,) * any(task.stream == HOST for task in self.tasks),
             events=tuple(self._events(spans)),
             stalls=tuple(self._stalls(spans)),
             peak_seconds=self.peak_seconds,
@@ -107,10 +108,11 @@ class _Streams:
 
     def alone(self, instruction: Node) -> float:
         """What an instruction takes if nothing else runs."""
-        if instruction.op != WAIT and not instruction.collective:
+        task = self._beside(instruction)
+        if task is None and instruction.op != WAIT:
             return self.local.cost(instruction).seconds
         self.local.pass_by(instruction)
-        return self._collective(instruction).seconds if instruction.collective else 0.0
+        return task.seconds if task else 0.0
 
     def _issue(self, instruction: Node, *, backward: bool) -> None:
         if instruction.op == WAIT:
@@ -119,14 +121,14 @@ class _Streams:
             if awaited is not None:
                 self.barrier = (*self.barrier, awaited)
                 self.order.append(_Issued(awaited, instruction, backward))
-        elif instruction.collective:
+        elif (task := self._beside(instruction)) is not None:
             self.local.pass_by(instruction)
             if starting := self.local.starting(instruction):
-                task = Task(stream=COMPUTE, after=self.barrier, fixed_seconds=starting)
-                self._add(instruction, task, 0, backward)
+                start = Task(stream=COMPUTE, after=self.barrier, fixed_seconds=starting)
+                self._add(instruction, start, 0, backward)
                 self.barrier = (len(self.tasks) - 1,)
             self.started[instruction.outputs[0]] = len(self.tasks)
-            self._add(instruction, self._collective(instruction), self._sent(instruction), backward)
+            self._add(instruction, task._replace(after=self.barrier), self._sent(instruction), backward)
         else:
             cost = self.local.cost(instruction)
             self.peak_seconds += cost.peak_seconds
@@ -144,13 +146,17 @@ class _Streams:
         metas = self.program.metas
         return max(metas[name].bytes for name in (*instruction.inputs, *instruction.outputs))
 
-    def _collective(self, instruction: Node) -> Task:
-        axis, kind = instruction.args[-1], instruction.collective
-        assert kind is not None
+    def _beside(self, instruction: Node) -> Task | None:
+        """What passes while the rank computes: a collective, or a copy to or from the host."""
+        if instruction.op in HOST_COPIES:
+            return Task(stream=HOST, fixed_seconds=self.device.host_seconds(self._sent(instruction)))
+        if (kind := instruction.collective) is None:
+            return None
+        axis = instruction.args[-1]
         key = (kind, axis, self._sent(instruction))
         if key not in self._priced:
             self._priced[key] = self._priced_task(*key)
-        return self._priced[key]._replace(after=self.barrier)
+        return self._priced[key]
 
     def _priced_task(self, kind: str, axis: int, size: int) -> Task:
         link, stream = self.links[axis], self.program.axes[axis]

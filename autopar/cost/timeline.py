@@ -15,6 +15,9 @@ from autopar.files.kinds import Count
 COMPUTE = "compute"
 """The stream of a rank's own operators; the others have the names of mesh axes."""
 
+HOST = "host"
+"""That of copies between a device and its host, where there are any."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
@@ -109,7 +112,7 @@ class Timeline:
         totals: dict[tuple[str, str], list[float]] = {}
         exposed = covered(self.stalls, [event for event in self.events if event.stream != COMPUTE])
         for event, stood in exposed:
-            total = totals.setdefault((event.op.removeprefix("collective."), event.stream), [0, 0, 0.0, 0.0])
+            total = totals.setdefault((event.op.split(".")[1], event.stream), [0, 0, 0.0, 0.0])
             for i, more in enumerate((1, event.bytes, event.seconds, stood)):
                 total[i] += more
         rows = (

@@ -38,6 +38,8 @@ class PlanFigures(Protocol):
     @property
     def bucket_bytes(self) -> int: ...
     @property
+    def offload_bytes(self) -> int: ...
+    @property
     def seconds(self) -> float: ...
     @property
     def exposed_seconds(self) -> float: ...
@@ -120,6 +122,7 @@ class Subject:
             account=estimate.account,
             peak=estimate.peak,
             bucket_bytes=estimate.bucket_bytes,
+            offload_bytes=estimate.offload_bytes,
             seconds=estimate.seconds,
             range_seconds=space.cluster.within(estimate.seconds),
             exposed_seconds=estimate.exposed_seconds,

@@ -275,6 +275,7 @@ class StepFigures:
     exposed_seconds: float
     timing: Timing
     bucket_bytes: int = BUCKETS[0]
+    offload_bytes: int = 0
     rewrites: str = ""
 
 

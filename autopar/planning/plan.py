@@ -189,6 +189,8 @@ class Plan:
     """The stages, if the mesh has an axis of them, in whose place decisions are about micro-batches."""
     lengths: tuple[LengthPlan, ...] = ()
     """What batches are padded to, if that was planned: the longest first, which the plan is of."""
+    offload_bytes: Count = 0
+    """Of what forward keeps for backward, so many bytes at least wait in the host's memory."""
     rewrites: str = ""
     """What was rewritten in the program of the decisions, in order, as `autopar lower` reads it."""
     within: str = ""
@@ -246,12 +248,18 @@ class Plan:
         return None if ideal is None or not self.seconds else ideal / self.seconds
 
     @property
+    def fitted(self) -> dict[str, Any]:
+        """What the plan says of its program beside the decisions, as `Steps.evaluate` takes it."""
+        return {"buckets": (self.bucket_bytes,), "offload_bytes": self.offload_bytes}
+
+    @property
     def digest(self) -> str:
         """Equal for plans that decide alike, for the same model and mesh."""
         segments = [asdict(segment) for segment in self.segments]
         decided = [self.graph, list(self.mesh.items()), sorted(self.decisions.items()), segments, self.bucket_bytes]
         decided += [self.training.given] * bool(self.training.given)
         decided += [self.pipeline.decided] if self.pipeline else []
+        decided += [self.offload_bytes] * bool(self.offload_bytes)
         return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:16]
 
     def answering(self, planner: Callable[[], Any]) -> Plan:

@@ -49,6 +49,7 @@ from .expressed import Expressed, expressed
 from .foreign import TARGETS, Within, presets_within
 from .meshes import best_over
 from .micro import check_measured, shortest
+from .offloading import check_offload, offloading
 from .pipelines import Pipelines, axis_of_stages, first_count
 from .plan import Plan
 from .presets import Preset
@@ -246,6 +247,7 @@ class Planner:
             raise ValueError(
                 f"within is {shown(request.within)}, which does not go with {other}: leave one of them out"
             )
+        check_offload(request, self.cluster, self.axis)
         if (by_measuring := COSTS.named(request.cost).plan) is not None:
             check_measured(self.training)
             return by_measuring(self, request)
@@ -365,7 +367,9 @@ class Planner:
             estimate = self.searches.evaluate(request)(best.assignment, EXACT)
             return self.seconds.timed("describe", self.describe, best, request, estimate)
 
-        return fitting(self.searches, request, self.limit(request), attempt)
+        if not request.offload:
+            return fitting(self.searches, request, self.limit(request), attempt)
+        return self.seconds.timed("offload", offloading, self, request, attempt)
 
     def describe(self, result: SearchResult, request: Request, estimate: Estimate | None = None) -> Plan:
         """The result of a search as a plan, with its estimate (none given: within the request's limit)."""
@@ -382,14 +386,14 @@ class Planner:
             if rewrites is None and self.axis:
                 return self.writer.plain(self.assignment(plan))
             if rewrites is None:
-                return self.writer.written(self.assignment(plan), plan.bucket_bytes)
+                return self.writer.written(self.assignment(plan), plan.bucket_bytes, offload_bytes=plan.offload_bytes)
             return lowered(self.writer.plain(self.assignment(plan)), rewrites, self.cluster)
 
     def timeline(self, plan: Plan) -> Timeline:
         """When each instruction of a plan's step runs on the planner's cluster. Raises ValueError as `program`."""
         assignment, on = self.assignment(plan), self.gathering(plan.training.gathers)
         with uncollected():
-            return on.evaluate(assignment, buckets=(plan.bucket_bytes,)).timeline
+            return on.evaluate(assignment, **plan.fitted).timeline
 
     def layouts(self, plan: Plan) -> dict[str, Layout]:
         """Those of a plan's parameters at rest, by name. Raises ValueError as `program`."""

@@ -52,6 +52,7 @@ def options_of(plan: Plan, **changes: Any) -> LengthOptions:
         "optimizer": optimizer_of(plan),
         "constraints": constraints or None,
         "recompute": plan.training.recompute,
+        "offload": bool(plan.offload_bytes),
         "micro_batches": plan.training.micro_batches,
         "pipeline": plan.pipeline.axis if plan.pipeline else None,
         "schedule": plan.pipeline.schedule if plan.pipeline else AUTO,

@@ -54,6 +54,7 @@ def repriced(planner: Planner, plan: Plan, assignment: Assignment | None = None)
         cost=plan.cost,
         memory_limit_bytes=math.inf if plan.memory_limit_bytes is None else plan.memory_limit_bytes,
         constraints=plan.constraints,
+        offload=bool(plan.offload_bytes),
     )
-    described = planner.describe(result, request, planner.evaluate(assignment, buckets=(plan.bucket_bytes,)))
+    described = planner.describe(result, request, planner.evaluate(assignment, **plan.fitted))
     return replace(described, memory_limit_from=plan.memory_limit_from, headroom=plan.headroom, lengths=plan.lengths)

@@ -112,7 +112,7 @@ class Option:
                 headed = {f"{kind}s": known(kind) for kind in self.names}
                 raise ValueError(unknown(name, value, headed if len(headed) > 1 else words))
         elif self.kinds:
-            is_valid = isinstance(value, self.kinds) and not isinstance(value, bool)
+            is_valid = isinstance(value, self.kinds) and isinstance(value, bool) == (self.kinds == (bool,))
             if is_valid and self.range:
                 low, high = map(float, self.range[1:-1].split(","))
                 ends = ({"[": low}.get(self.range[0]), {"]": high}.get(self.range[-1]))
@@ -316,6 +316,7 @@ class Keywords(TypedDict, total=False):
     constraints: Constraints | None
     effort: float | None
     recompute: Recompute
+    offload: bool
     micro_batches: int | Literal["auto"]
     pipeline: str | None
     schedule: str
@@ -430,6 +431,15 @@ class Request:
             names=("recompute",),
             give="'auto' (the planner chooses what backward makes again), 'asked' (what torch.utils.checkpoint marks "
             "in the model, and nothing else) or 'none'",
+        ),
+    )
+    offload: bool = field(
+        default=False,
+        metadata=_says(
+            help="Let what is kept for backward wait in the host's memory, where that makes the step shorter within "
+            "the limit.",
+            kinds=(bool,),
+            give="True (the planner may send to the host what is kept for backward) or False",
         ),
     )
     micro_batches: int | Literal["auto"] = field(

@@ -61,6 +61,8 @@ class Shortfall:
     estimate: Estimate
     limit: float
     by_device: bool
+    may_offload: bool = False
+    """Whether the host could hold what is kept for backward, and was not asked to."""
 
     def __str__(self) -> str:
         peak = self.estimate.peak
@@ -88,6 +90,8 @@ class Shortfall:
             advice += f" It would not fit with {_either(would_not)}."
         if not would:
             advice += f" {self._last_resort()}"
+        if self.may_offload and peak.bytes - peak.activations <= self.limit:
+            advice += " The host's memory may hold what is kept for backward: allow it with offload=True."
         return (
             f"no plan fits in {self._limit()}. The smallest peak that was reached is "
             f"{bytes_text(peak.bytes, up=True)} a rank, in {peak.at}: {composed}.{advice}"

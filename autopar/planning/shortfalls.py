@@ -29,6 +29,7 @@ def shortfall_of(
         estimate=searches.evaluate(request)(assignment, EXACT),
         limit=limit,
         by_device=by_device,
+        may_offload=not request.offload and searches.space.cluster.device.host_bytes_per_second is not None,
     )
     raised = Infeasible(str(told))
     raised.smallest_bytes = error.smallest_bytes

@@ -73,13 +73,15 @@ def _timed(name: str) -> Callable[[Callable[[Estimate], T]], cached_property[T]]
 
 @dataclass(frozen=True, eq=False)
 class Estimate:
-    """The step of an assignment with collectives in buckets of at most `bucket_bytes`, as well as its `accuracy`
-    knows it. A figure is computed when it is first read; programs and timelines are not kept."""
+    """The step of an assignment with collectives in buckets of at most `bucket_bytes`, and at least `offload_bytes` of
+    what is kept for backward on the host, as well as its `accuracy` knows it. A figure is computed when it is first
+    read; programs and timelines are not kept."""
 
     steps: Steps = field(repr=False)
     assignment: Assignment = field(repr=False)
     accuracy: Accuracy
     bucket_bytes: int
+    offload_bytes: int = 0
 
     @property
     def is_exact(self) -> bool:
@@ -98,7 +100,7 @@ class Estimate:
     @property
     def rewrites(self) -> str:
         """What the program's lowerings wrote, as text (`passes.flow.rewrites`)."""
-        return self.steps.writer.rewrites(self.assignment, self.bucket_bytes)
+        return self.steps.writer.rewrites(self.assignment, self.bucket_bytes, self.offload_bytes)
 
     @property
     def seconds(self) -> float:
@@ -170,7 +172,8 @@ class Estimate:
         return [(timeline(part.program, cluster, operators), part) for part in self.steps.parts(self._written(form))]
 
     def _written(self, form: ProgramForm) -> Program:
-        return self.steps.writer.written(self.assignment, self.bucket_bytes, self.accuracy.copies, form)
+        of_program = self.bucket_bytes, self.accuracy.copies, form, self.offload_bytes
+        return self.steps.writer.written(self.assignment, *of_program)
 
     @property
     def _short(self) -> Short | None:
@@ -211,9 +214,13 @@ class Steps:
         accuracy: Accuracy = EXACT,
         limit: float | None = None,
         buckets: tuple[int, ...] = BUCKETS,
+        offload_bytes: int = 0,
     ) -> Estimate:
         """The step of an assignment with the largest of these `buckets` with which a rank's peak keeps the limit, or
-        else with those with which it needs the least. It is exact where fewer copies would leave none out."""
+        else with those with which it needs the least. It is exact where fewer copies would leave none out. What leaves
+        for the host is looked at exactly, and with the first of the buckets."""
+        if offload_bytes:
+            return Estimate(self, assignment, EXACT, buckets[0], offload_bytes)
         accuracy = self._reached(assignment, accuracy)
         buckets = buckets[:1] if limit is None else buckets
         key = assignment, accuracy, limit if len(buckets) > 1 else None, buckets, tuple(LOWERINGS.values())

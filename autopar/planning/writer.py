@@ -43,8 +43,9 @@ ProgramForm = Literal["plain", "joined", "rough", "unsplit", "lowered"]
 """How far a program is lowered: as codegen writes it; with collectives in buckets, which start early; with gathers no
 further ahead of their readers than they must be, or as far as pays; and with collectives in parts where that pays."""
 
-ProgramKey = tuple[int, ProgramForm, int, tuple[Lowering, ...]]
-"""The most copies in a run of equal ones (0: all), the form, the largest bucket (0: none), and what is registered."""
+ProgramKey = tuple[int, ProgramForm, int, int, tuple[Lowering, ...]]
+"""The most copies in a run of equal ones (0: all), the form, the largest bucket (0: none), what leaves for the host,
+and what is registered."""
 
 Made = tuple[Program, tuple[str, ...]]
 """A program, and the rewrites that made it of the plain one, as texts (`passes.flow.rewrites`)."""
@@ -71,16 +72,22 @@ class Writer:
         """The lowerings adopted for the last assignments, the latest first."""
 
     def written(
-        self, assignment: Assignment, bucket_bytes: int = LIMIT_BYTES, copies: int = 0, form: ProgramForm = "lowered"
+        self,
+        assignment: Assignment,
+        bucket_bytes: int = LIMIT_BYTES,
+        copies: int = 0,
+        form: ProgramForm = "lowered",
+        offload_bytes: int = 0,
     ) -> Program:
         """The program of an assignment in a form, with its collectives in buckets of at most so many bytes; buckets
-        smaller than `LIMIT_BYTES`, which save memory, leave collectives unsplit. If `copies` is not 0, each run of
+        smaller than `LIMIT_BYTES`, which save memory, leave collectives unsplit. At least `offload_bytes` of what is
+        kept for backward leave for the host. If `copies` is not 0, each run of
         equal copies has at most so many. Raises ValueError if the assignment contradicts itself."""
-        return self._made(assignment, bucket_bytes, copies, form)[0]
+        return self._made(assignment, bucket_bytes, copies, form, offload_bytes)[0]
 
-    def rewrites(self, assignment: Assignment, bucket_bytes: int) -> str:
+    def rewrites(self, assignment: Assignment, bucket_bytes: int, offload_bytes: int = 0) -> str:
         """What was written of an assignment's plain program, as text (`passes.flow.rewrites`)."""
-        return ",".join(self._made(assignment, bucket_bytes)[1])
+        return ",".join(self._made(assignment, bucket_bytes, offload_bytes=offload_bytes)[1])
 
     def short(self, assignment: Assignment, copies: int) -> Short | None:
         """The assignment of at most so many copies of each run of equal ones (0: all); None where none is left out."""
@@ -90,7 +97,14 @@ class Writer:
         del self.shorts[LATEST_SHORTS:]
         return short
 
-    def _made(self, assignment: Assignment, bucket_bytes: int, copies: int = 0, form: ProgramForm = "lowered") -> Made:
+    def _made(
+        self,
+        assignment: Assignment,
+        bucket_bytes: int,
+        copies: int = 0,
+        form: ProgramForm = "lowered",
+        offload_bytes: int = 0,
+    ) -> Made:
         copies = self._few(assignment, copies)
         taken = self._quickest(assignment) if form == "lowered" and bucket_bytes >= LIMIT_BYTES else ()
         if form == "lowered" and not taken:
@@ -102,9 +116,10 @@ class Writer:
                 joined = self._after(lowerings("first"), self._plain(assignment, copies), target)[0]
             else:
                 joined = self._lowered(taken, self._joined(assignment, bucket_bytes, copies))
-            return self._after(lowerings("last"), joined, self._target(bucket_bytes))[0]
+            return self._after(lowerings("last"), joined, self._target(bucket_bytes, offload_bytes))[0]
 
-        return self._kept(assignment, (copies, form, bucket_bytes, tuple(LOWERINGS.values())), made)
+        key: ProgramKey = (copies, form, bucket_bytes, offload_bytes, tuple(LOWERINGS.values()))
+        return self._kept(assignment, key, made)
 
     def is_split(self, assignment: Assignment) -> bool:
         """Whether `written` writes collectives in parts."""
@@ -124,11 +139,11 @@ class Writer:
             space, shorter = (self.space, assignment) if short is None else (short.space, short.assignment)
             return self.flow.run(CODEGEN, space, shorter), ()
 
-        return self._kept(assignment, (copies, "plain", 0, ()), generated)
+        return self._kept(assignment, (copies, "plain", 0, 0, ()), generated)
 
     def _joined(self, assignment: Assignment, bucket_bytes: int, copies: int) -> Made:
         """With the lowerings that come first: collectives are in buckets, and start early."""
-        cut: ProgramKey = (copies, "joined", bucket_bytes, lowerings("first"))
+        cut: ProgramKey = (copies, "joined", bucket_bytes, 0, lowerings("first"))
         taken = self._first(assignment, bucket_bytes)  # which may cache this very program
         return self._kept(assignment, cut, lambda: self._lowered(taken, self._plain(assignment, copies)))
 
@@ -142,7 +157,7 @@ class Writer:
         short = self.short(assignment, copies)
         return assignment if short is None else short.assignment
 
-    def _target(self, bucket_bytes: int) -> Target:
+    def _target(self, bucket_bytes: int, offload_bytes: int = 0) -> Target:
         redistributor = self.space.redistributor
         return Target(
             cluster=self.space.cluster,
@@ -150,6 +165,7 @@ class Writer:
             axis_bytes=tuple(map(bucket_bytes_of, redistributor.links)),
             limit_bytes=bucket_bytes,
             latest=self.latest,
+            offload_bytes=offload_bytes,
             unhidden=tuple(axis for axis, link in enumerate(redistributor.links) if link.compute_share > HIDING_SHARE),
         )
 
@@ -160,7 +176,7 @@ class Writer:
         def adopted() -> Taken:
             few = self._few(assignment, ESTIMATED_ON)
             made, taken = self._after(rows, self._plain(assignment, few), self._target(bucket_bytes))
-            self._kept(assignment, (few, "joined", bucket_bytes, rows), lambda: made)
+            self._kept(assignment, (few, "joined", bucket_bytes, 0, rows), lambda: made)
             return tuple((row, replace(adopted, given=made[0], program=None)) for row, adopted in taken)
 
         return self._latest("first", (bucket_bytes, rows, self._written_for(assignment, ESTIMATED_ON)), adopted)

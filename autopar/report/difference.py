@@ -231,6 +231,9 @@ def _gave(before: Plan, after: Plan, operators: int | None, every: int) -> Itera
     old, new = _recomputed(before), _recomputed(after)
     if old != new:
         yield f"{new} of {_layers(after)} layers are recomputed in backward, instead of {old}"
+    if before.offload_bytes != after.offload_bytes:
+        sizes = f"{short_bytes(after.offload_bytes)} instead of {short_bytes(before.offload_bytes)}"
+        yield f"of what is kept for backward, at least {sizes} wait in the host's memory"
     if before.bucket_bytes != after.bucket_bytes:
         sizes = f"{short_bytes(after.bucket_bytes)} instead of {short_bytes(before.bucket_bytes)}"
         yield f"parameters travel in buckets of {sizes}, so less of them overlaps"

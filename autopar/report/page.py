@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 
+from autopar.cost.timeline import HOST
 from autopar.planning.plan import LIMIT_WORDS, ParameterPlan, Plan
 from autopar.planning.provenance import EDITED, STAGED, UNSTAGED, Candidate
 from autopar.planning.request import NAMES
@@ -272,8 +273,8 @@ def _percent(part: float) -> str:
 
 
 def communication(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Each mesh axis: what travels, how much of it overlaps with computation, and by which collectives."""
-    for axis, ranks in plan.mesh.items():
+    """Each mesh axis, and the host: what travels, how much of it overlaps with computation, and by what."""
+    for axis, ranks in {**plan.mesh, HOST: 1}.items():
         own = [row for row in traffic(plan) if row.axis == axis]
         if not own:
             if ranks > 1:
@@ -378,7 +379,9 @@ def memory(plan: Plan) -> Stack:
 
 def at_peak(plan: Plan) -> Lines:
     """What is recomputed, and when the peak is."""
-    return Lines([*recomputed(plan), f"the peak is at {_at(plan)}"], style="dim")
+    sent = short_bytes(plan.offload_bytes)
+    away = [f"of what is kept for backward, {sent} or more wait in the host's memory"] if plan.offload_bytes else []
+    return Lines([*recomputed(plan), *away, f"the peak is at {_at(plan)}"], style="dim")
 
 
 def _at(plan: Plan) -> str:

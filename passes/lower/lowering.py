@@ -33,14 +33,16 @@ When = Literal["first", "where quicker", "last"]
 class Target:
     """What a program is lowered for: a cluster, the cache of timelines on it, the most bytes that a bucket holds, on
     each mesh axis (none given: no more than) and on any, and the axes on which no collective hides behind what is
-    computed. Without `trials`, a lowering that is taken in any case takes its first form, and simulates none. `latest`
-    are programs, rewrites and what these made of them: a lowering may look at a program again, with trials."""
+    computed. `offload_bytes` of what is kept for backward leave for the host. Without `trials`, what is taken in any
+    case takes its first form, and simulates none. `latest` are programs, rewrites and what these made of them: a
+    lowering may look at a program again, with trials."""
 
     cluster: Cluster
     cache: TimelineCache = field(default_factory=TimelineCache)
     axis_bytes: tuple[int, ...] = ()
     limit_bytes: int = LIMIT_BYTES
     unhidden: tuple[int, ...] = ()
+    offload_bytes: int = 0
     trials: bool = True
     latest: list[tuple[Program, tuple[Rewrite, ...], Program]] = field(default_factory=list)
 

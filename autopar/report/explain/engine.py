@@ -137,7 +137,7 @@ class Explainer:
 
     def _step(self, assignment: Assignment) -> tuple[float, float]:
         """The step and the peak of an assignment with the plan's buckets, as `refreshed` computes them."""
-        estimate = self.planner.evaluate(assignment, buckets=(self.plan.bucket_bytes,))
+        estimate = self.planner.evaluate(assignment, **self.plan.fitted)
         return estimate.seconds, estimate.bytes
 
     def _roughly(self, assignment: Assignment) -> tuple[float, float]:

@@ -1,0 +1,93 @@
+"""Plans that let the host hold some of what is kept for backward.
+
+Nothing of it is a choice of the search: a plan that needs more than the limit sends to the host what it needs too much.
+Where it makes less again, or splits more, it has less to send: so plans within larger limits are looked at, too, and
+the shortest of all is taken.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from autopar.cluster.machine import Cluster
+from autopar.solve.problem import Infeasible
+
+from .plan import Plan
+from .repriced import repriced
+from .request import Request
+from .shortfalls import fitting
+
+if TYPE_CHECKING:
+    from .planner import Planner
+
+logger = logging.getLogger("autopar")
+
+BETWEEN = (0.5, 0.25)
+"""Limits between the one asked for and what the plan without one needs: other plans have less to send."""
+
+TRIES = 8
+"""Amounts that are tried: peaks do not fall by all that leaves."""
+
+LEAST_MORE = 0.125
+"""Of the amount before: whole values leave."""
+
+
+def check_offload(request: Request, cluster: Cluster, axis: str) -> None:
+    """Raises ValueError where copies to the host cannot be planned."""
+    if not request.offload:
+        return
+    cluster.device.host_seconds(0)
+    for name, other in (("pipeline", axis), ("within", request.within), ("lengths", request.lengths)):
+        if other:
+            raise ValueError(f"offload does not go with {name}={other!r}: leave one of them out")
+    if request.cost != "analytical":
+        raise ValueError(f"offload does not go with cost={request.cost!r}: leave one of them out")
+
+
+def offloading(planner: Planner, request: Request, attempt: Callable[[Request, float], Plan | None]) -> Plan:
+    """The shortest plan within the limit, with what the host holds or without. Raises `Infeasible` where nothing
+    fits."""
+    limit = planner.limit(request)
+    free = attempt(replace(request, memory_limit_bytes=math.inf), math.inf)
+    assert free is not None
+    found, error = [], None
+    try:
+        found.append(fitting(planner.searches, request, limit, attempt))
+    except Infeasible as raised:
+        error = raised
+    if limit is None or free.bytes <= limit:
+        return found[0]
+    plans = [free]
+    for part in BETWEEN:
+        bound = limit + part * (free.bytes - limit)
+        try:
+            plans.append(attempt(replace(request, memory_limit_bytes=bound), math.inf) or free)
+        except Infeasible as raised:
+            logger.info("within %d bytes: %s", bound, raised)
+    by_device = request.memory_limit_bytes is None
+    for plan in plans:
+        if (moved := _moved(planner, plan, limit)) is not None:
+            said = replace(moved, memory_limit_bytes=limit, memory_limit_from="device" if by_device else "given")
+            found.append(replace(said, headroom=request.free_part if by_device else 0.0, provenance=plan.provenance))
+    if not found:
+        assert error is not None
+        raise error
+    return min(found, key=lambda plan: plan.seconds)
+
+
+def _moved(planner: Planner, plan: Plan, limit: float) -> Plan | None:
+    """The plan with so much on the host that it keeps the limit; None where all that can leave is not enough."""
+    moved = plan
+    for _ in range(TRIES):
+        size = moved.offload_bytes + max(math.ceil(moved.bytes - limit), int(LEAST_MORE * moved.offload_bytes))
+        moved = repriced(planner, replace(plan, offload_bytes=size))
+        logger.info("%d bytes on the host: a step of %.3f ms, %d bytes", size, moved.seconds * 1e3, moved.bytes)
+        if moved.bytes <= limit:
+            return moved
+        if size > plan.peak.activations:
+            break
+    return None
