@@ -28,6 +28,7 @@ from .presets import DATA_AXIS_NAMES, Preset, tensor_axis
 from .presets.styled import Styles, in_units, styled
 from .provenance import DIMS, ModelFacts
 from .request import NAMES, shown
+from .texts import module_of
 
 logger = logging.getLogger("autopar")
 
@@ -155,7 +156,7 @@ def presets_within(within: Within, space: Space, facts: ModelFacts, without: Col
     is_free, called = within in NAMES["library"], str(within) if isinstance(within, (str, Path)) else "the plan"
     if is_free:
         tied = {*facts.captured.tied, *facts.captured.tied.values()}
-        may = {n: facts.kinds[n] for n in shapes if n not in tied and n.rpartition(".")[0] not in without}
+        may = {n: facts.kinds[n] for n in shapes if n not in tied and module_of(n) not in without}
         may = {name: kind for name, kind in may.items() if kind in TARGETS[called]}
         ways = {
             name: (*(dims_of(style, kind, shapes[name]) for style in (COLUMN, ROW)), None) for name, kind in may.items()
@@ -200,7 +201,7 @@ def _said(within: Within, names: Mapping[str, Any]) -> tuple[dict[str, Style], s
         # names of our own are whole, and not ends of others
         if exact := {name: style for name, style in within.items() if isinstance(style, Style)}:
             units = {style.reshards for style in exact.values() if style.reshards is not None}
-            return {name: exact.get(_module(name), PLAIN) for name in names}, units
+            return {name: exact.get(module_of(name), PLAIN) for name in names}, units
         found = entries(repr(dict(within)))
     else:
         with reading(f"{within} is no plan", f"give a file of names and styles, or {', '.join(TARGETS)}"):
@@ -210,12 +211,12 @@ def _said(within: Within, names: Mapping[str, Any]) -> tuple[dict[str, Style], s
         logger.warning("%s: nothing in the model is called %s", shown(within), ", ".join(nothing))
     if len(nothing) == len(found):
         raise ValueError(
-            f"{shown(within)} names nothing in the model{nearest(nothing[0], [_module(name) for name in names])}"
+            f"{shown(within)} names nothing in the model{nearest(nothing[0], [module_of(name) for name in names])}"
         )
     said: dict[str, Style] = {}
     reshards: set[bool] = set()
     for name in names:
-        styles = [found[p] for called in (name, _module(name)) for p in found if any(_is(called, q) for q in used[p])]
+        styles = [found[p] for called in (name, module_of(name)) for p in found if any(_is(called, q) for q in used[p])]
         said[name] = next((style for style in styles if style.reshards is None), PLAIN)
         # of units the one that is named the most closely: by the most parts
         around = [(q.count(".") + bool(q), found[p].reshards) for p in found for q in used[p] if _lies_in(name, q)]
@@ -231,10 +232,6 @@ def renamed(pattern: str, names: Iterable[str]) -> list[str]:
         if hits := [p for p in tried if any(_lies_in(name, p) for name in names)]:
             return hits
     return []
-
-
-def _module(name: str) -> str:
-    return name.rpartition(".")[0]
 
 
 def _lies_in(name: str, pattern: str) -> bool:

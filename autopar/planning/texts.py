@@ -33,6 +33,11 @@ def called(names: Sequence[str]) -> str:
     return together(names) if starred(names[0]).startswith("*") else starred(names[0])
 
 
+def module_of(name: str) -> str:
+    """The module that has what is called so, such as a parameter; "" for the model's own."""
+    return name.rpartition(".")[0]
+
+
 def layer_of(module: str) -> str:
     """The innermost numbered module in which one lies; "" if it lies in none."""
     parts = module.split(".")

@@ -14,7 +14,7 @@ from autopar.planning.expressed import Expressed, stars
 from autopar.planning.foreign import COLUMN, GATHERED, ROW
 from autopar.planning.plan import Plan
 from autopar.planning.request import AUTO, NAMES
-from autopar.planning.texts import mesh_words, short_bytes, short_seconds, starred
+from autopar.planning.texts import mesh_words, module_of, short_bytes, short_seconds, starred
 
 WORDS_OF: Mapping[str, Mapping[Any, str]] = {
     "fsdp2": {},
@@ -181,7 +181,7 @@ def export_plan(plan: Plan, to: str) -> Export:
         said = expressed()
     values = {
         "title": _title(plan, used, to, missing),
-        "styles": _styles(said, WORDS_OF[to], {n.rpartition(".")[0]: kind for n, kind in planner.facts.kinds.items()}),
+        "styles": _styles(said, WORDS_OF[to], {module_of(n): kind for n, kind in planner.facts.kinds.items()}),
         "units": _code({name: _unit(to, again) for name, again in said.units.items() if name or to != "transformers"}),
         "sizes": _code(_sizes(used, said, SIZES_OF.get(to, SIZES))),
     }
