@@ -3,6 +3,8 @@ what stands in neither."""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -18,8 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from autopar.compat.dispatch import Watching
 from autopar.compat.neutral import unlogged_fakes
 from autopar.compat.quick_fakes import quick_fakes
-from autopar.ir.layout import Shape, Split, local_meta, local_shape, reshape_layout
-from autopar.passes.blocks.block import Blocks
+from autopar.ir.layout import Shape, Split, local_shape, reshape_layout
 from autopar.passes.space.choices import REGATHER
 from autopar.passes.space.problem import Assignment
 from autopar.passes.space.space import Space
@@ -28,9 +29,10 @@ from .account import parameter_layouts, placements, sources
 from .description import texts
 from .foreign import COLUMN, GATHERED, PLAIN, ROW, Style, dims_of
 from .options import taken
-from .presets import Preset, allowed_by, tensor_axis
+from .presets import Preset, tensor_axis
 from .presets.context import Context
 from .provenance import ModelFacts, kind_of
+from .searches import Searches
 from .texts import called, grouped, layer_of, module_of, starred
 
 T = TypeVar("T")
@@ -45,20 +47,16 @@ SCALAR_BYTES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expressed:
-    """On the `tensor` axis ("": none) the style of each module that has one, and the dim along which modules without
-    split weights are handed shards (`along`); on the `shards` axes parameters rest in shards, in `units` of modules
-    that gather together, again in backward (True) or not; all `others` replicate them. `missing`: what a library
-    cannot say, by module."""
+    """Of axes for modules ("tensor"), for parameters in shards ("shard") and for copies of them ("replicate") the
+    `sizes`, the outermost first. The style of each module that has one on the first of these, and the dim along which
+    modules without split weights are handed shards (`along`); `units` of modules that gather together, again in
+    backward (True) or not. `missing`: what a library cannot say, by module."""
 
-    tensor: str
+    sizes: Mapping[str, int]
     styles: Mapping[str, Style]
     along: Mapping[str, int]
-    shards: tuple[str, ...]
-    others: tuple[str, ...]
     units: Mapping[str, bool]
     missing: tuple[str, ...]
-    ranks: int
-    """Those of the tensor axis."""
 
     @property
     def named(self) -> dict[str, Style]:
@@ -70,10 +68,10 @@ class Expressed:
         """Modules whose Python does not run on a rank's shards, by what it does to fakes: those beside which it fails,
         and all with styles where it does something else than on one device."""
         refused: set[str] = set()
-        whole = _run(model, {}, self.ranks, args, kwargs) if self.styles else None
+        whole = _run(model, {}, self.sizes["tensor"], args, kwargs) if self.styles else None
         while styles := {module: style for module, style in self.styles.items() if module not in refused}:
-            ran = _run(model, styles, self.ranks, args, kwargs)
-            if whole is not None and ran.is_part(whole, self.ranks):
+            ran = _run(model, styles, self.sizes["tensor"], args, kwargs)
+            if whole is not None and ran.is_part(whole, self.sizes["tensor"]):
                 break
             beside = None if ran.failed is None else starred(module_of(ran.failed))
             refused |= {module for module in styles if starred(module_of(module)) == beside} or {*styles}
@@ -81,28 +79,22 @@ class Expressed:
 
 
 def expressed(
-    preset: Preset,
-    space: Space,
-    blocks: Blocks,
-    assignment: Assignment,
-    facts: ModelFacts,
-    kinds: Collection[str],
+    preset: Preset, searches: Searches, assignment: Assignment, facts: ModelFacts, kinds: Collection[str]
 ) -> Expressed:
     """An assignment as a library says it that can express what the preset leaves, and splits such `kinds` of
     parameters."""
+    space = searches.space
     axis = tensor_axis(space) if preset.tensor is not None else -1
-    wide = [a for a, ranks in enumerate(space.mesh) if ranks > 1 and a != axis]
     styles: dict[str, Style] = {}
     reshards: dict[str, bool] = {}
-    sizes: dict[str, int] = {}
+    sizes = Counter[str]()
     shards: set[int] = set()
-    shared = {module_of(name) for pair in facts.captured.tied.items() for name in pair}
     gathered, along = _split(space, assignment, axis) if axis >= 0 else (set[str](), dict[str, int]())
     for name, at_rest, _, policy in parameter_layouts(space, assignment):
         module, meta = module_of(name), space.graph.metas[space.graph.parameters[name]]
-        shards |= {a for a in wide if isinstance(at_rest[a], Split)}
+        shards |= {a for a, placement in enumerate(at_rest) if isinstance(placement, Split)}
         reshards.setdefault(module, policy == REGATHER)
-        sizes[module] = sizes.get(module, 0) + meta.bytes
+        sizes[module] += meta.bytes
         if axis >= 0 and facts.kinds[name] in kinds and isinstance(split := at_rest[axis], Split):
             by_column = dims_of(COLUMN, facts.kinds[name], meta.shape) == split.dim
             is_whole = name in gathered or facts.kinds[name] == "embedding"
@@ -113,15 +105,16 @@ def expressed(
         if (module := module_of(name)) not in styles
         and not any(other.startswith(f"{module}.") or not module for other in reshards)
     }
+    roles = ["tensor" if a == axis else "shard" if a in shards else "replicate" for a, _ in enumerate(space.mesh)]
+    order = ("replicate", "shard", "tensor") if roles[0] != "tensor" else ("tensor", "replicate", "shard")
+    ranks = {role: math.prod(n for at, n in zip(roles, space.mesh, strict=True) if at == role) for role in order}
+    shared = {module_of(name) for pair in facts.captured.tied.items() for name in pair}
     return Expressed(
-        tensor=space.axes[axis] if axis >= 0 else "",
+        sizes=ranks,
         styles=styles,
         along=along,
-        shards=tuple(space.axes[a] for a in wide if a in shards),
-        others=tuple(space.axes[a] for a in wide if a not in shards),
-        units=_units(reshards, sizes, shared) if wide else {},
-        missing=tuple(_missing(preset, space, blocks, assignment, axis, styles, along)),
-        ranks=space.mesh[axis] if axis >= 0 else 1,
+        units=_units(reshards, sizes, shared) if ranks["replicate"] * ranks["shard"] > 1 else {},
+        missing=tuple(_missing(preset, searches, assignment, axis, styles, along)),
     )
 
 
@@ -146,24 +139,16 @@ def _split(space: Space, assignment: Assignment, axis: int) -> tuple[set[str], d
     return gathered, along
 
 
-def unit_bytes(space: Space, assignment: Assignment) -> int:
-    """What is gathered of the largest unit at once."""
-    sizes: dict[str, int] = {}
-    for name, _, uses, _ in parameter_layouts(space, assignment):
-        meta, layer = space.graph.metas[space.graph.parameters[name]], layer_of(name)
-        sizes[layer] = sizes.get(layer, 0) + max((local_meta(meta, use, space.mesh).bytes for use in uses), default=0)
-    return max(sizes.values(), default=0)
-
-
 def _units(reshards: Mapping[str, bool], sizes: Mapping[str, int], shared: Collection[str]) -> dict[str, bool]:
     """Units, the innermost first: each repeated layer, modules that are not as most of theirs is and are no small part
     of it, and the model, to which parameters with several names belong."""
-    home = {module: "" if module in shared else layer_of(module) for module in reshards}
-    home = {module: "" if layer in {layer_of(m) for m in shared} else layer for module, layer in home.items()}
-    layers = grouped((home[module], module) for module in reshards)
-    whole = {layer: sum(sizes[m] for m in modules) for layer, modules in layers.items()}
-    again = {layer: sum(sizes[m] * reshards[m] for m in modules) for layer, modules in layers.items()}
-    most = {layer: 2 * again[layer] >= whole[layer] for layer in layers}
+    shared = {layer_of(module) for module in shared}
+    home = {module: "" if layer_of(module) in shared else layer_of(module) for module in reshards}
+    whole, again = Counter[str](), Counter[str]()
+    for module, layer in home.items():
+        whole[layer] += sizes[module]
+        again[layer] += sizes[module] * reshards[module]
+    most = {layer: 2 * again[layer] >= whole[layer] for layer in whole}
     apart = {
         module: reshards[module]
         for module, layer in home.items()
@@ -178,22 +163,22 @@ def stars(of: Mapping[str, T]) -> dict[str, T]:
     alike = grouped((starred(name), name) for name in of)
     told: dict[str, T] = {}
     for pattern, names in alike.items():
-        values = [of[name] for name in names]
-        told |= {pattern: values[0]} if all(v == values[0] for v in values) else {name: of[name] for name in names}
+        told |= (
+            {pattern: of[names[0]]} if len({of[name] for name in names}) == 1 else {name: of[name] for name in names}
+        )
     return told
 
 
 def _missing(
     preset: Preset,
-    space: Space,
-    blocks: Blocks,
+    searches: Searches,
     assignment: Assignment,
     axis: int,
     styles: Collection[str],
     along: Collection[str],
 ) -> Iterator[str]:
     """What the preset does not leave, and what travels between modules, each with its module."""
-    allowed, context = allowed_by(preset, space, blocks), Context(space, blocks)
+    space, allowed, context = searches.space, searches.preset(preset), Context(searches.space, searches.blocks())
     found = [("", "layers that run again in backward")] * any(map(any, assignment.recompute))
     for name, choices in taken(space, assignment).items():
         site = context.sites[name]
