@@ -116,8 +116,7 @@ class Planner:
     @property
     def batch(self) -> int:
         """The samples of the example."""
-        shapes = (self.captured.graph.metas[i.name].shape for i in self.captured.graph.inputs if i.role == "input")
-        return next((shape[0] for shape in shapes if shape), 1)
+        return self.facts.batch
 
     def _cut(self) -> None:
         """Sets the axis of stages ("" without one), and into how many micro-batches these cut the batch."""
