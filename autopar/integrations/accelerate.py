@@ -101,7 +101,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         for number, optimizer in enumerate(optimizers):
             load_optimizer(_one(models), bare(optimizer), folder / f"optimizer_{number}")
         for model in models[:1]:  # where there are more ranks than there were, no file has states for them
-            draw_from(*on_first_rank(random_states, model.mesh))
+            draw_from(on_first_rank(random_states, model.mesh))
 
     def _apart(self) -> tuple[list[Any], list[Any]]:
         """Models and optimizers, which Accelerate is not to save or load: the first rank would, with its own part."""

@@ -121,4 +121,4 @@ class Trainer(transformers.Trainer):
         if file is not None:
             with safe_globals():  # type: ignore[no-untyped-call]
                 state = torch.load(file, weights_only=True)
-            draw_from(state["python"], state["numpy"], state["cpu"])
+            draw_from((state["python"], state["numpy"], state["cpu"]))
