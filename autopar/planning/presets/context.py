@@ -8,7 +8,6 @@ from autopar.ir.graph import TensorMeta
 from autopar.ir.layout import Split, periods_of
 from autopar.passes.blocks.block import Blocks, ParallelBlock
 from autopar.passes.space.choices import AxisChoice
-from autopar.passes.space.collapse import to_root
 from autopar.passes.space.reached import Reached, reached
 from autopar.passes.space.sites import Site
 from autopar.passes.space.space import Space
@@ -104,9 +103,7 @@ class Context:
                     continue
                 if all(choice.factor in dims for dims in (*rule.inputs[:2], rule.outputs[0])):
                     for split in rule.input_splits(0, choice.factor, choice.period):
-                        root = to_root(site.reads[0].alias.steps, (split,), (ranks,))
-                        if root is not None and isinstance(root[0], Split):
-                            yield site.reads[0].alias.root, root[0]
+                        yield from site.reads[0].alias.of_root(split, ranks)
 
     def _features(self, ranks: int) -> Iterator[tuple[str, Split]]:
         """Rows and columns of weights, and the dims of activations that products with weights produce."""
@@ -121,9 +118,7 @@ class Context:
                     continue
                 for position, read in enumerate(site.reads):
                     for part in rule.input_splits(position, number, period):
-                        root = to_root(read.alias.steps, (part,), (ranks,))
-                        if root is not None and isinstance(root[0], Split):
-                            yield read.alias.root, root[0]
+                        yield from read.alias.of_root(part, ranks)
                 for position, name in enumerate(site.makes):
                     yield from ((name, part) for part in rule.output_splits(position, number, period) if name)
 

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 
 from autopar.ir.layout import Split
 from autopar.passes.space.choices import KEEP, REGATHER, REPLICATED, Policy
-from autopar.passes.space.collapse import to_root
 from autopar.passes.space.sites import Site
 
-from .axis import AxisChoices, data
+from .axis import AxisChoices, between, data
 from .context import Context
 
 
@@ -69,13 +68,10 @@ def styled(context: Context, site: Site, axis: int, *, styles: Styles) -> AxisCh
         of_weight = any(name in context.weight_gradients for name in site.makes)
         along = context.digits(axis, styles.splits if of_weight else styles.ungathered).choices(site)
         if styles.by_sequence and not along:
-            along = context.digits(axis, "sequence").choices(site)
-            return tuple(c for c in along if c in choices) or (REPLICATED,)
+            return between(context, site, axis, by_sequence=True)
         may = of_weight or styles.gathered is not None or _is_between(context, site)
         return (*(c for c in along if c in choices and may), REPLICATED)
-    if site.kind == "border" and styles.by_sequence:
-        return tuple(c for c in context.splits(site.name, axis, "sequence") if c in choices) or (REPLICATED,)
-    return choices if site.kind == "output" else (REPLICATED,)
+    return between(context, site, axis, by_sequence=styles.by_sequence)
 
 
 def _of_weights(context: Context, site: Site, ranks: int, weights: list[int], styles: Styles) -> AxisChoices:
@@ -89,14 +85,14 @@ def _of_weights(context: Context, site: Site, ranks: int, weights: list[int], st
     for choice in site.choices[ranks]:
         if is_free and choice.splits and inside == (choice.factor in site.rule.outputs[0]):
             continue
-        dims = []
-        for position in weights:
-            read = site.reads[position].alias
-            for split in site.rule.input_splits(position, choice.factor, choice.period) if choice.splits else ():
-                root = to_root(read.steps, (split,), (ranks,))
-                dims += [root[0].dim] if root is not None and isinstance(root[0], Split) else []
+        splits = [
+            split
+            for p in weights
+            for part in (site.rule.input_splits(p, choice.factor, choice.period) if choice.splits else ())
+            for _, split in site.reads[p].alias.of_root(part, ranks)
+        ]
         may = {dim for p in weights for dim in styles.dims_of(context, site.reads[p].alias.root)}
-        if may.intersection(dims) or (choice == REPLICATED and None in may):
+        if may.intersection(split.dim for split in splits) or (choice == REPLICATED and None in may):
             allowed.append(choice)
     return tuple(allowed)
 
