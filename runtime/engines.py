@@ -74,7 +74,7 @@ def engine_tensors(layout: str, tensors: Mapping[str, torch.Tensor], width: int,
     for first in tensors:
         for row in _ROW.finditer(layout):
             dim, parts = int(row[2]), re.findall(_PART, row[3])
-            match = re.fullmatch("([^.]+)".join(map(re.escape, parts[0][0].split("*"))), first)
+            match = re.fullmatch(re.escape(parts[0][0]).replace(r"\*", "([^.]+)"), first)
             if not match:
                 continue
             stars = [*match.groups(), *[""] * row[0].count("*")]

@@ -108,7 +108,7 @@ def expressed(
     roles = ["tensor" if a == axis else "shard" if a in shards else "replicate" for a, _ in enumerate(space.mesh)]
     order = ("replicate", "shard", "tensor") if roles[0] != "tensor" else ("tensor", "replicate", "shard")
     ranks = {role: math.prod(n for at, n in zip(roles, space.mesh, strict=True) if at == role) for role in order}
-    shared = {module_of(name) for pair in facts.captured.tied.items() for name in pair}
+    shared = {*map(module_of, facts.shared)}
     return Expressed(
         sizes=ranks,
         styles=styles,

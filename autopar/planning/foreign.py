@@ -133,10 +133,8 @@ Within = str | Path | Mapping[str, str] | Mapping[str, Style]
 """A library of `TARGETS`, the file of a plan of one, or such a plan."""
 
 TARGETS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(NAMES["library"], ("linear", "embedding")),
     "fsdp2": (),
-    "parallelize_module": ("linear", "embedding"),
-    "transformers": ("linear", "embedding"),
-    "torchtitan": ("linear", "embedding"),
 }
 """The libraries that plans are exported to, and the kinds of parameters that each splits on a tensor axis."""
 
@@ -152,7 +150,7 @@ def presets_within(within: Within, space: Space, facts: ModelFacts, without: Col
     is_free, called = within in NAMES["library"], str(within) if isinstance(within, (str, Path)) else "the plan"
     said: Mapping[str, tuple[Style, ...]]
     if is_free:
-        kept, reshards = {*facts.captured.tied, *facts.captured.tied.values(), *without}, {False, True}
+        kept, reshards = {*facts.shared, *without}, {False, True}
         may = [name for name in shapes if facts.kinds[name] in TARGETS[called]]
         said = {name: (COLUMN, ROW, PLAIN) for name in may if kept.isdisjoint((name, module_of(name)))}
     else:
@@ -219,7 +217,7 @@ def _said(within: Within, names: Collection[str]) -> tuple[dict[str, tuple[Style
 
 def renamed(pattern: str, names: Iterable[str]) -> list[str]:
     """The pattern, or what a module of another library that it names is called here; none if nothing is."""
-    ends = [end for end in ALIASES if f".{pattern}".endswith(f".{end}")]
+    ends = [end for end in ALIASES if _is(pattern, end)]
     others = [pattern.removesuffix(end) + new for end in sorted(ends, key=len, reverse=True) for new in ALIASES[end]]
     for tried in ([pattern], others):
         if hits := [p for p in tried if any(_is(each, p) for name in names for each in around(name))]:
@@ -231,7 +229,5 @@ def _is(name: str, pattern: str) -> bool:
     """Whether the last parts of a name are those of a pattern, or all of it matches a regular expression."""
     if pattern.startswith("re:"):
         return re.match(pattern.removeprefix("re:"), name) is not None
-    parts, wanted = name.split("."), pattern.split(".")
-    if not pattern or len(parts) < len(wanted):
-        return not pattern and not name
-    return all(map(fnmatchcase, parts[len(parts) - len(wanted) :], wanted))
+    end = ".".join(name.split(".")[-1 - pattern.count(".") :])
+    return end.count(".") == pattern.count(".") and fnmatchcase(end, pattern)

@@ -107,6 +107,11 @@ class ModelFacts:
         return flops_of(self.captured.graph)
 
     @property
+    def shared(self) -> list[str]:
+        """The names of parameters that have several."""
+        return [name for pair in self.captured.tied.items() for name in pair]
+
+    @property
     def batch(self) -> int:
         """The samples of the example."""
         graph = self.captured.graph

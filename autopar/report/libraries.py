@@ -27,16 +27,15 @@ WORDS_OF: Mapping[str, Mapping[Any, str]] = {
         COLUMN: "ColwiseParallel()",
         GATHERED: "ColwiseParallel(output_layouts=Replicate())",
         ROW: "RowwiseParallel()",
-        "vocabulary": "RowwiseParallel(input_layouts=Replicate())",
-        "features": "ColwiseParallel(output_layouts=Replicate())",
+        ("embedding", ROW): "RowwiseParallel(input_layouts=Replicate())",
         "along": "SequenceParallel(sequence_dim={dim}, use_local_output=True)",
     },
     "transformers": {
         COLUMN: '"colwise"',
         GATHERED: '"colwise_gather_output"',
         ROW: '"rowwise"',
-        "vocabulary": '"embedding_rowwise"',
-        "features": '"embedding_colwise"',
+        ("embedding", ROW): '"embedding_rowwise"',
+        ("embedding", GATHERED): '"embedding_colwise"',
         "along": '"replicated_with_grad_allreduce"',
         True: '"free_full_weight"',
         False: '"keep_full_weight"',
@@ -49,16 +48,14 @@ WORDS_OF: Mapping[str, Mapping[Any, str]] = {
         COLUMN: "colwise_config()",
         GATHERED: "colwise_config()",
         ROW: "rowwise_config()",
-        "vocabulary": "rowwise_config()",
-        "features": "colwise_config()",
         "along": "norm_config(enable_sp=False)",
         "replicate": "data_parallel_replicate_degree",
         "shard": "data_parallel_shard_degree",
         "tensor": "tensor_parallel_degree",
     },
 }
-"""What a library calls a style; those of an embedding, by what is split, and of a module that is handed shards; units
-that gather again in backward or not; and the ranks on each kind of axis, if not so."""
+"""What a library calls a style, of embeddings where that is something else, and of a module that is handed shards;
+units that gather again in backward or not; and the ranks on each kind of axis, if not so."""
 
 TORCH = '''"""{title}"""
 
@@ -173,7 +170,7 @@ def export_plan(plan: Plan, to: str) -> Export:
         )
 
     said: Expressed = planner.expressed(plan, to)
-    names = [n for pair in planner.captured.tied.items() for n in pair] if to == "transformers" else []
+    names = planner.facts.shared if to == "transformers" else ()
     shared = dict.fromkeys(name for name in names if name.endswith("embed_tokens.weight"))
     refused = dict.fromkeys(starred(name) for name in sorted(said.refused(*planner.example)))
     missing = (*said.missing, *(f"{module}: its Python does not run on shards" for module in refused))
@@ -193,11 +190,7 @@ def export_plan(plan: Plan, to: str) -> Export:
 
 
 def _styles(said: Expressed, words: Mapping[Any, str], kinds: Mapping[str, str]) -> str:
-    of_embedding = {ROW: "vocabulary", GATHERED: "features"}
-    told = {
-        module: words[of_embedding[style] if kinds[module] == "embedding" else style]
-        for module, style in said.styles.items()
-    }
+    told = {module: words.get((kinds[module], style), words[style]) for module, style in said.styles.items()}
     return _code(stars({**told, **{name: words["along"].format(dim=dim) for name, dim in said.along.items()}}))
 
 
