@@ -10,11 +10,7 @@ from autopar.runtime.checkpoints import by_ranks, of_optimizer
 from autopar.runtime.module import ParallelModule
 
 
-def save_optimizer(module: ParallelModule, optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
-    """All ranks at once. Trainers that have the first rank save lose the other ranks' parts."""
-    by_ranks("save", module, {"optimizer": of_optimizer(module, optimizer)}, Path(folder))
-
-
-def load_optimizer(module: ParallelModule, optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
-    """All ranks at once, on the mesh and with the plan that they were saved on, or others."""
-    by_ranks("load", module, {"optimizer": of_optimizer(module, optimizer)}, Path(folder))
+def optimizer_by_ranks(what: str, module: ParallelModule, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    """Have all ranks at once "save" an optimizer's states to a folder, or "load" them, on the mesh and with the plan
+    that they were saved on, or others. Trainers that have the first rank save lose the other ranks' parts."""
+    by_ranks(what, module, {"optimizer": of_optimizer(module, optimizer)}, folder)
