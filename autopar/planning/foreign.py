@@ -109,7 +109,7 @@ def _in(node: ast.Dict) -> Iterator[tuple[str, Style]]:
         return
     for key, text in ((key, ast.unparse(value)) for key, value in pairs):
         word = text.partition("(")[0].rpartition(".")[2].strip("'")
-        if word in WORDS:
+        if word in WORDS and text[-1] in "')":  # a word or a call, and no variable
             is_whole = WORDS[word] == COLUMN and re.search(r"output_layouts=[^=]*Replicate", text)
             yield key, GATHERED if is_whole else WORDS[word]
         elif unit := re.match(r"\{[^{}]*'reshard_after_forward': (\w+)", text):
