@@ -9,11 +9,11 @@ from __future__ import annotations
 import pickle
 import random
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from autopar.compat.distributed import patient
 from autopar.files import cut
 
-from .agreement import agreed, all_equal, on_first_rank, together
+from .agreement import all_equal, on_first_rank, together
 from .module import ParallelModule
 from .save import PARTIAL
 
@@ -53,7 +53,7 @@ def save(folder: str | Path, *parts: Any, step: int, keep: int = 3) -> None:
     all_equal(str(path), mesh, "the ranks are to save different steps, or to different folders")
     part = path.with_suffix(PARTIAL)
     on_first_rank(partial(shutil.rmtree, part, ignore_errors=True), mesh)
-    by_ranks("save", modules[0], {name: get() for name, (get, _) in ways.items()}, part)
+    by_ranks("save", modules[0], ways, part)
     on_first_rank(partial(_finish, modules, part, path, keep), mesh)
 
 
@@ -69,39 +69,43 @@ def load(folder: str | Path, *parts: Any) -> int:
     modules, ways = _ways(parts)
     mesh = modules[0].mesh
     for newest in on_first_rank(lambda: _complete(Path(folder))[:1], mesh):
-        state = {name: get() for name, (get, _) in ways.items()}
-        by_ranks("load", modules[0], state, newest)
-        with together(mesh):
-            for name, (_, put) in ways.items():
-                put(state[name])
+        by_ranks("load", modules[0], ways, newest)
         return int(newest.name.removeprefix("step-"))
     return 0
 
 
-def by_ranks(what: str, module: ParallelModule, state: dict[str, Any], path: Path) -> None:
-    """Have PyTorch "save" a state to a folder or "load" it, on all ranks of the module, by their group on the hosts.
+class Way(NamedTuple):
+    """How the state of a part is got, and how one is put into it, as `torch.distributed.checkpoint` calls them."""
+
+    state_dict: Callable[[], Any]
+    load_state_dict: Callable[[Any], object]
+
+
+def of_optimizer(module: ParallelModule, optimizer: torch.optim.Optimizer) -> Way:
+    """States by the names of the module's parameters."""
+    return Way(
+        partial(get_optimizer_state_dict, module, optimizer), partial(set_optimizer_state_dict, module, optimizer)
+    )
+
+
+def by_ranks(what: str, module: ParallelModule, ways: dict[str, Way], path: Path) -> None:
+    """Have PyTorch "save" states to a folder or "load" them, on all ranks of the module, by their group on the hosts.
     Raises ValueError, on all, where any of them cannot."""
     channel = module._state.module.handshake.channel
     group, alone = (channel.group, False) if channel else (None, dist.get_world_size() > 1)
-    try:
-        with patient(group, torch.device("cpu")) if group else nullcontext():  # a short timeout is meant for steps
-            getattr(dcp, what)(state, checkpoint_id=path, process_group=group, no_dist=alone)
-    except CheckpointException as error:
-        rank, (cause, _) = next(iter(error.failures.items()))
-        raise agreed(
-            ValueError(
+    with together(module.mesh):
+        try:
+            with patient(group, torch.device("cpu")) if group else nullcontext():  # a short timeout is meant for steps
+                getattr(dcp, what)(ways, checkpoint_id=path, process_group=group, no_dist=alone)
+        except CheckpointException as error:
+            rank, (cause, _) = next(iter(error.failures.items()))
+            raise ValueError(
                 f"cannot {what} {path} (rank {rank}: {type(cause).__name__}: {cut(str(cause))}): give all "
                 f"ranks one folder, and the parts that were saved, in their order"
-            ),
-            module.mesh,
-        ) from error
+            ) from error
 
 
-Ways = dict[str, tuple[Any, Any]]
-"""The name of each part in a checkpoint -> how its state is got, and how one is put into it."""
-
-
-def _ways(parts: Sequence[Any]) -> tuple[list[ParallelModule], Ways]:
+def _ways(parts: Sequence[Any]) -> tuple[list[ParallelModule], dict[str, Way]]:
     """The modules among parts, and the ways of all. Raises ValueError for parts that have no state, or none yet."""
     modules = [part for part in parts if isinstance(part, ParallelModule)]
     if not modules:
@@ -112,36 +116,34 @@ def _ways(parts: Sequence[Any]) -> tuple[list[ParallelModule], Ways]:
             f"the optimizer after that"
         )
     owners = {parameter: module for module in modules for parameter in module.parameters()}
-    ways: Ways = {"random": (lambda: pickle.dumps(random_states()), lambda held: draw_from(*pickle.loads(held)))}
+    ways = {"random": _pickled(Way(random_states, draw_from))}
     for part in parts:
         if not hasattr(part, "load_state_dict"):
             raise ValueError(f"{part!r:.80} has no load_state_dict: leave it out, or give it that and state_dict")
-        stepped = [p for group in getattr(part, "param_groups", ()) for p in group["params"]]
-        of: Any = {owners.get(p) for p in stepped} or {None}
-        kind, (owner, *others) = "optimizer", of
-        way: Any = partial(get_optimizer_state_dict, owner, part), partial(set_optimizer_state_dict, owner, part)
+        stepped = {owners.get(p) for group in getattr(part, "param_groups", ()) for p in group["params"]}
+        kind, way = "other", _pickled(part)
         if isinstance(part, torch.nn.Module):
-            kind, way = "model", (part.state_dict, part.load_state_dict)
-        elif owner is None or others:
-            kind, way = "other", (partial(_pickled, part), partial(_unpickled, part))
+            kind, way = "model", Way(part.state_dict, part.load_state_dict)
+        elif len(stepped) == 1 and (owner := stepped.pop()) is not None:
+            kind, way = "optimizer", of_optimizer(owner, part)
         number = sum(name.startswith(kind) for name in ways)
         ways[f"{kind}_{number}" if number else kind] = way
     return modules, ways
 
 
-def _pickled(part: Any) -> bytes:
-    """The state of what is no model's: PyTorch would take tables apart, and make others of them."""
-    state = part.state_dict()
-    if any(isinstance(x, DTensor) for x in tree_leaves(state)):
-        raise ValueError(
-            f"{type(part).__name__} has states of which each rank holds a part, and is no optimizer of one module: "
-            f"give the module too, and an optimizer to each, made of its parameters as they are now"
-        )
-    return pickle.dumps(tree_map_only(torch.Tensor, torch.Tensor.cpu, state))
+def _pickled(part: Any) -> Way:
+    """The state of what is no model's, as bytes: PyTorch would take tables apart, and make others of them."""
 
+    def state() -> bytes:
+        held = part.state_dict()
+        if any(isinstance(x, DTensor) for x in tree_leaves(held)):
+            raise ValueError(
+                f"{type(part).__name__} has states of which each rank holds a part, and is no optimizer of one module: "
+                f"give the module too, and an optimizer to each, made of its parameters as they are now"
+            )
+        return pickle.dumps(tree_map_only(torch.Tensor, torch.Tensor.cpu, held))
 
-def _unpickled(part: Any, state: bytes) -> None:
-    part.load_state_dict(pickle.loads(state))
+    return Way(state, lambda held: part.load_state_dict(pickle.loads(held)))
 
 
 def random_states() -> tuple[Any, ...]:
@@ -149,8 +151,9 @@ def random_states() -> tuple[Any, ...]:
     return random.getstate(), np.random.get_state(), torch.get_rng_state()
 
 
-def draw_from(python: Any, numbers: Any, torchs: torch.Tensor) -> None:
+def draw_from(states: tuple[Any, ...]) -> None:
     """Puts generators into these states: Python's, numpy's and torch's."""
+    python, numbers, torchs = states
     random.setstate(python)
     np.random.set_state(numbers)
     torch.set_rng_state(torchs)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +24,7 @@ import torch
 from autopar.ir.layout import Shape
 from autopar.passes.capture.errors import listed
 
-from .boxes import Box, changed
+from .boxes import Box, Run, changed
 
 VLLM = """
     model.embed_tokens.weight                0  model.embed_tokens.weight%64
@@ -75,13 +74,11 @@ def engine_tensors(layout: str, tensors: Mapping[str, torch.Tensor], width: int,
     for first in tensors:
         for row in _ROW.finditer(layout):
             dim, parts = int(row[2]), re.findall(_PART, row[3])
-            match = re.fullmatch("([^.]+)".join(map(re.escape, parts[0][0].split("*"))), first)
+            match = re.fullmatch(re.escape(parts[0][0]).replace(r"\*", "([^.]+)"), first)
             if not match:
                 continue
-            name, *sources = (
-                "".join(map("".join, zip_longest(each.split("*"), match.groups(), fillvalue="")))
-                for each in (row[1], *(part[0] for part in parts))
-            )
+            stars = [*match.groups(), *[""] * row[0].count("*")]
+            name, *sources = (each.replace("*", "{}").format(*stars) for each in (row[1], *(part[0] for part in parts)))
             if lacking := {*sources} - {*tensors}:
                 raise ValueError(f"{name} of the layout is made of {listed(sorted(lacking))}, which the model lacks")
             left -= {*sources}
@@ -102,10 +99,9 @@ def engine_tensors(layout: str, tensors: Mapping[str, torch.Tensor], width: int,
                 for rank, mine in enumerate(boxes):
                     begin = rank // copies * share
                     if begin < size:
-                        origin = (0,) * len(shape)
-                        offsets = changed(origin, dim, int(number or 0) * size + begin)
-                        sizes = changed(shape, dim, min(share, size - begin))
-                        mine.append((source, Box(offsets=offsets, sizes=sizes, local=changed(origin, dim, held))))
+                        whole = tuple(Run(0, n, 0) for n in shape)
+                        run = Run(int(number or 0) * size + begin, min(share, size - begin), held)
+                        mine.append((source, Box(changed(whole, dim, run))))
                 held += share
             yield EngineTensor(name, changed(shape, dim, held), sources, boxes)
     if left:

@@ -85,23 +85,22 @@ class MeshRanks:
         """Fill the targets of this rank from what the ranks hold of sources, on all of them at once. What travels does
         in this dtype, in one exchange."""
         ways = list[Piece](), list[Piece]()
-        sizes = [0] * len(self.everyone), [0] * len(self.everyone)
+        sizes = torch.zeros(2, len(self.everyone), dtype=torch.int64)
         travels = False
         for piece in program:
             ends = piece[:2]
-            if piece.sender != piece.home:
-                travels = True
-                for end, rank in enumerate(ends):
-                    if rank == self.own:
-                        ways[end].append(piece)
-                        sizes[end][ends[1 - end]] += piece.put.elements
-            elif piece.home == self.own:
+            travels |= piece.sender != piece.home
+            if ends == (self.own, self.own):
                 piece.put.of(made[piece.target]).copy_(piece.sent.of(local_part(held[piece.source])))
+            elif self.own in ends:
+                way = ends.index(self.own)
+                ways[way].append(piece)
+                sizes[way, ends[1 - way]] += piece.put.elements
         if not travels:
             return
         packed = (piece.sent.of(local_part(held[piece.source])).to(dtype).flatten() for piece in ways[0])
         sent = torch.cat([torch.empty(0, dtype=dtype, device=self.mesh.device_type), *packed]).view(-1, 1)
         with watched("an exchange of parts of tensors,", "all", self.group):
-            arrived = wait(exchange(sent.view(torch.uint8), torch.tensor(sizes), 0, self.group)).view(dtype).flatten()
+            arrived = wait(exchange(sent.view(torch.uint8), sizes, 0, self.group)).view(dtype).flatten()
         for piece, part in zip(ways[1], torch.split(arrived, [p.put.elements for p in ways[1]]), strict=True):
             piece.put.of(made[piece.target]).copy_(part.view(piece.put.sizes))

@@ -20,7 +20,7 @@ from autopar.runtime.checkpoints import draw_from, random_states
 from autopar.runtime.clip import clip_grad_norm_
 from autopar.runtime.module import ParallelModule
 
-from .checkpoints import load_optimizer, save_optimizer
+from .checkpoints import optimizer_by_ranks
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
@@ -86,7 +86,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         for number, model in enumerate(models):
             model.save_pretrained(Path(folder) / f"model_{number}")
         for number, optimizer in enumerate(optimizers):
-            save_optimizer(_one(models), bare(optimizer), Path(folder) / f"optimizer_{number}")
+            optimizer_by_ranks("save", _one(models), bare(optimizer), Path(folder) / f"optimizer_{number}")
         return folder
 
     def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -99,9 +99,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         for number, model in enumerate(models):
             model.load_pretrained(folder / f"model_{number}")
         for number, optimizer in enumerate(optimizers):
-            load_optimizer(_one(models), bare(optimizer), folder / f"optimizer_{number}")
+            optimizer_by_ranks("load", _one(models), bare(optimizer), folder / f"optimizer_{number}")
         for model in models[:1]:  # where there are more ranks than there were, no file has states for them
-            draw_from(*on_first_rank(random_states, model.mesh))
+            draw_from(on_first_rank(random_states, model.mesh))
 
     def _apart(self) -> tuple[list[Any], list[Any]]:
         """Models and optimizers, which Accelerate is not to save or load: the first rank would, with its own part."""

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-from autopar.runtime.checkpoints import by_ranks
+from autopar.runtime.checkpoints import by_ranks, of_optimizer
 from autopar.runtime.module import ParallelModule
 
 
-def save_optimizer(module: ParallelModule, optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
-    """All ranks at once. Trainers that have the first rank save lose the other ranks' parts."""
-    by_ranks("save", module, {"optimizer": get_optimizer_state_dict(module, optimizer)}, Path(folder))
-
-
-def load_optimizer(module: ParallelModule, optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
-    """All ranks at once, on the mesh and with the plan that they were saved on, or others."""
-    state: dict[str, Any] = {"optimizer": get_optimizer_state_dict(module, optimizer)}
-    by_ranks("load", module, state, Path(folder))
-    set_optimizer_state_dict(module, optimizer, state["optimizer"])
+def optimizer_by_ranks(what: str, module: ParallelModule, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    """Have all ranks at once "save" an optimizer's states to a folder, or "load" them, on the mesh and with the plan
+    that they were saved on, or others. Trainers that have the first rank save lose the other ranks' parts."""
+    by_ranks(what, module, {"optimizer": of_optimizer(module, optimizer)}, folder)

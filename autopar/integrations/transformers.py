@@ -18,7 +18,7 @@ from autopar.runtime.module import ParallelModule
 from autopar.runtime.sharded_optimizers import ELEMENTWISE, on_shards
 
 from .accelerate import Accelerator, bare
-from .checkpoints import load_optimizer, save_optimizer
+from .checkpoints import optimizer_by_ranks
 
 OPTIMIZER, SCHEDULER = "optimizer", "scheduler.pt"
 COUNT = "num_items_in_batch"
@@ -105,13 +105,13 @@ class Trainer(transformers.Trainer):
         self._parallel.load_pretrained(self.state.best_model_checkpoint)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        save_optimizer(self._parallel, bare(self.optimizer), Path(output_dir, OPTIMIZER))
+        optimizer_by_ranks("save", self._parallel, bare(self.optimizer), Path(output_dir, OPTIMIZER))
         if self.args.should_save:
             torch.save(self._schedule.state_dict(), Path(output_dir, SCHEDULER))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None and Path(checkpoint, OPTIMIZER).is_dir():
-            load_optimizer(self._parallel, bare(self.optimizer), Path(checkpoint, OPTIMIZER))
+            optimizer_by_ranks("load", self._parallel, bare(self.optimizer), Path(checkpoint, OPTIMIZER))
             self._schedule.load_state_dict(torch.load(Path(checkpoint, SCHEDULER), weights_only=True))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
@@ -121,4 +121,4 @@ class Trainer(transformers.Trainer):
         if file is not None:
             with safe_globals():  # type: ignore[no-untyped-call]
                 state = torch.load(file, weights_only=True)
-            draw_from(state["python"], state["numpy"], state["cpu"])
+            draw_from((state["python"], state["numpy"], state["cpu"]))

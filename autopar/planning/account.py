@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from autopar.files.kinds import Count
-from autopar.ir.layout import Layout
+from autopar.ir.layout import Layout, local_meta
 from autopar.ir.program import COLLECTIVES
 from autopar.passes.space.choices import KEEP, REGATHER, Policy
 from autopar.passes.space.items import (
@@ -31,6 +31,8 @@ from autopar.passes.space.problem import Assignment, Decisions
 from autopar.passes.space.sites import Option, Recomputed, Region, Site
 from autopar.passes.space.space import Space
 from autopar.passes.space.tensors import root_tensors, tensor_items
+
+from .texts import layer_of
 
 Key = TypeVar("Key")
 
@@ -239,6 +241,15 @@ def parameter_layouts(space: Space, assignment: Assignment) -> Iterator[tuple[st
     for i in space.graph.inputs:
         if i.role == "parameter":
             yield (i.target, *layouts[i.name])
+
+
+def unit_bytes(space: Space, assignment: Assignment) -> int:
+    """What is gathered of the largest unit at once."""
+    sizes: dict[str, int] = {}
+    for name, _, uses, _ in parameter_layouts(space, assignment):
+        meta, layer = space.graph.metas[space.graph.parameters[name]], layer_of(name)
+        sizes[layer] = sizes.get(layer, 0) + max((local_meta(meta, use, space.mesh).bytes for use in uses), default=0)
+    return max(sizes.values(), default=0)
 
 
 def gathered_once(space: Space, assignment: Assignment) -> set[str]:

@@ -16,6 +16,8 @@ from autopar.passes.space.choices import REPLICATED, AxisChoice
 from autopar.passes.space.sites import Region, Site
 from autopar.passes.space.space import Space
 
+from .texts import around
+
 Constraints = Mapping[str, Mapping[str, str]]
 """Pattern -> mesh axis -> "R" or "S(d)"."""
 
@@ -107,8 +109,7 @@ def _applies(constraint: _Constraint, site: Site, names: list[str]) -> bool:
 
 
 def matches(name: str, pattern: str) -> bool:
-    parts = name.split(".")
-    return any(fnmatchcase(".".join(parts[: k + 1]), pattern) for k in range(len(parts)))
+    return any(fnmatchcase(each, pattern) for each in around(name))
 
 
 def _left(space: Space, constraint: _Constraint, site: Site, axis: int) -> tuple[AxisChoice, ...]:
@@ -136,8 +137,7 @@ def _similar(constraint: _Constraint, named: list[tuple[Site, list[str]]]) -> st
     names = sorted({name for site, copies in named if site.kind in kinds for name in copies if name})
     if "*" in constraint.pattern:
         names = list(dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in names))
-    parts = [name.split(".") for name in names]
-    modules = dict.fromkeys(".".join(each[:k]) for each in parts for k in range(1, len(each) + 1))
+    modules = dict.fromkeys(each for name in names for each in around(name))
     what = "parameters and inputs" if constraint.dim is not None else "parameters, inputs and modules"
     if any(matches(name, constraint.pattern) for site, copies in named if site.kind == "op" for name in copies):
         return ": no parameter and no input lies in it, and S(d) splits those alone; R keeps a module off an axis"

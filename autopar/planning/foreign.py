@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from autopar.extensions import nearest
 from autopar.files import reading, text_of
@@ -28,6 +27,7 @@ from .presets import DATA_AXIS_NAMES, Preset, tensor_axis
 from .presets.styled import Styles, in_units, styled
 from .provenance import DIMS, ModelFacts
 from .request import NAMES, shown
+from .texts import around, module_of
 
 logger = logging.getLogger("autopar")
 
@@ -107,16 +107,13 @@ def _in(node: ast.Dict) -> Iterator[tuple[str, Style]]:
         style = replace(WORDS[word], gathered=bool(spec.get("gather_output")))
         yield from ((f"re:{pattern}", style) for pattern in spec["patterns"])
         return
-    for key, value in pairs:
-        if isinstance(value, ast.Constant) and str(value.value) in WORDS:
-            yield key, WORDS[str(value.value)]
-        elif isinstance(value, ast.Call):
-            name, options = ast.unparse(value.func).rpartition(".")[2], {k.arg: k.value for k in value.keywords}
-            if name in WORDS:
-                whole = "Replicate" in ast.unparse(options.get("output_layouts", value.func))
-                yield key, GATHERED if whole and WORDS[name] == COLUMN else WORDS[name]
-        elif isinstance(value, ast.Dict) and "'reshard_after_forward'" in (unit := ast.unparse(value)):
-            yield key, Style(reshards=bool(ast.literal_eval(unit)["reshard_after_forward"]))
+    for key, text in ((key, ast.unparse(value)) for key, value in pairs):
+        word = text.partition("(")[0].rpartition(".")[2].strip("'")
+        if word in WORDS and text[-1] in "')":  # a word or a call, and no variable
+            is_whole = WORDS[word] == COLUMN and re.search(r"output_layouts=[^=]*Replicate", text)
+            yield key, GATHERED if is_whole else WORDS[word]
+        elif unit := re.match(r"\{[^{}]*'reshard_after_forward': (\w+)", text):
+            yield key, Style(reshards=bool(ast.literal_eval(unit[1])))
 
 
 SPLITS = {"column": ("column", "features", "output channels"), "row": ("row", "vocabulary", "input channels")}
@@ -136,10 +133,8 @@ Within = str | Path | Mapping[str, str] | Mapping[str, Style]
 """A library of `TARGETS`, the file of a plan of one, or such a plan."""
 
 TARGETS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(NAMES["library"], ("linear", "embedding")),
     "fsdp2": (),
-    "parallelize_module": ("linear", "embedding"),
-    "transformers": ("linear", "embedding"),
-    "torchtitan": ("linear", "embedding"),
 }
 """The libraries that plans are exported to, and the kinds of parameters that each splits on a tensor axis."""
 
@@ -153,23 +148,19 @@ def presets_within(within: Within, space: Space, facts: ModelFacts, without: Col
     """
     shapes = {name: space.graph.metas[value].shape for name, value in space.graph.parameters.items()}
     is_free, called = within in NAMES["library"], str(within) if isinstance(within, (str, Path)) else "the plan"
+    said: Mapping[str, tuple[Style, ...]]
     if is_free:
-        tied = {*facts.captured.tied, *facts.captured.tied.values()}
-        may = {n: facts.kinds[n] for n in shapes if n not in tied and n.rpartition(".")[0] not in without}
-        may = {name: kind for name, kind in may.items() if kind in TARGETS[called]}
-        ways = {
-            name: (*(dims_of(style, kind, shapes[name]) for style in (COLUMN, ROW)), None) for name, kind in may.items()
-        }
-        styles, is_sharded = Styles(dims=ways, gathered=None), True
+        kept, reshards = {*facts.shared, *without}, {False, True}
+        may = [name for name in shapes if facts.kinds[name] in TARGETS[called]]
+        said = {name: (COLUMN, ROW, PLAIN) for name in may if kept.isdisjoint((name, module_of(name)))}
     else:
         said, reshards = _said(within, shapes)
-        styles = Styles(
-            dims={name: (dims_of(style, facts.kinds[name], shapes[name]),) for name, style in said.items()},
-            gathered=frozenset(name for name, style in said.items() if style.gathered),
-            by_sequence=any(style.by_sequence for style in said.values()),
-            policies=tuple(REGATHER if again else KEEP for again in sorted(reshards)) or (KEEP,),
-        )
-        is_sharded = bool(reshards)
+    styles = Styles(
+        dims={n: tuple(dims_of(style, facts.kinds[n], shapes[n]) for style in each) for n, each in said.items()},
+        gathered=None if is_free else frozenset(name for name, (style, *_) in said.items() if style.gathered),
+        by_sequence=any(style.by_sequence for each in said.values() for style in each),
+        policies=tuple(REGATHER if again else KEEP for again in sorted(reshards)) or (KEEP,),
+    )
     wide = [name for name, ranks in zip(space.axes, space.mesh, strict=True) if ranks > 1]
     tensor = space.axes[tensor_axis(space)]
     splits = any(dim is not None for dims in styles.dims.values() for dim in dims)
@@ -178,29 +169,27 @@ def presets_within(within: Within, space: Space, facts: ModelFacts, without: Col
             f"{called} splits modules on a tensor axis, and the mesh has {', '.join(wide)}, for data: call an axis tp"
         )
     found, size = [], dict(zip(space.axes, space.mesh, strict=True))
-    batches = [space.graph.metas[i.name].shape for i in space.graph.inputs if i.role == "input"]
-    batch = next((shape[0] for shape in batches if shape), 1)
     for has_tensor in [True] * (splits and tensor not in DATA_AXIS_NAMES) + [False] * (is_free or not splits):
         data = [name for name in wide if not (has_tensor and name == tensor)]
-        if is_free and batch % (parts := math.prod(size[name] for name in data)):
+        if is_free and facts.batch % (parts := math.prod(size[name] for name in data)):
             continue
-        one = replace(styles, sharded=frozenset(data[-1:] if is_sharded else ()))
+        one = replace(styles, sharded=frozenset(data[-1:] if reshards else ()))
         rule = partial(styled, styles=one) if has_tensor else None
         found.append(Preset(name=called, data=partial(in_units, styles=one), tensor=rule, policies=one.policies))
     if not found:
         raise ValueError(
-            f"{called} splits a batch over all data ranks: give rows that {parts} ranks divide, not {batch}"
+            f"{called} splits a batch over all data ranks: give rows that {parts} ranks divide, not {facts.batch}"
         )
     return found
 
 
-def _said(within: Within, names: Mapping[str, Any]) -> tuple[dict[str, Style], set[bool]]:
-    """What a plan says of each parameter, and whether its units gather again."""
+def _said(within: Within, names: Collection[str]) -> tuple[dict[str, tuple[Style, ...]], set[bool]]:
+    """The style that a plan gives each parameter, and whether its units gather again."""
     if isinstance(within, Mapping):
         # names of our own are whole, and not ends of others
         if exact := {name: style for name, style in within.items() if isinstance(style, Style)}:
             units = {style.reshards for style in exact.values() if style.reshards is not None}
-            return {name: exact.get(_module(name), PLAIN) for name in names}, units
+            return {name: (exact.get(module_of(name), PLAIN),) for name in names}, units
         found = entries(repr(dict(within)))
     else:
         with reading(f"{within} is no plan", f"give a file of names and styles, or {', '.join(TARGETS)}"):
@@ -210,44 +199,35 @@ def _said(within: Within, names: Mapping[str, Any]) -> tuple[dict[str, Style], s
         logger.warning("%s: nothing in the model is called %s", shown(within), ", ".join(nothing))
     if len(nothing) == len(found):
         raise ValueError(
-            f"{shown(within)} names nothing in the model{nearest(nothing[0], [_module(name) for name in names])}"
+            f"{shown(within)} names nothing in the model{nearest(nothing[0], [module_of(name) for name in names])}"
         )
-    said: dict[str, Style] = {}
+    said: dict[str, tuple[Style, ...]] = {}
     reshards: set[bool] = set()
     for name in names:
-        styles = [found[p] for called in (name, _module(name)) for p in found if any(_is(called, q) for q in used[p])]
-        said[name] = next((style for style in styles if style.reshards is None), PLAIN)
-        # of units the one that is named the most closely: by the most parts
-        around = [(q.count(".") + bool(q), found[p].reshards) for p in found for q in used[p] if _lies_in(name, q)]
-        reshards |= {*[again for _, again in sorted(around, key=lambda one: one[0]) if again is not None][-1:]}
+        styles = [
+            (depth, found[p])
+            for depth, each in enumerate(around(name))
+            for p in found
+            if any(_is(each, q) for q in used[p])
+        ]
+        said[name] = (next((style for depth, style in styles if depth < 2 and style.reshards is None), PLAIN),)
+        reshards |= {*[style.reshards for _, style in styles if style.reshards is not None][:1]}
     return said, reshards
 
 
 def renamed(pattern: str, names: Iterable[str]) -> list[str]:
     """The pattern, or what a module of another library that it names is called here; none if nothing is."""
-    ends = [end for end in ALIASES if f".{pattern}".endswith(f".{end}")]
+    ends = [end for end in ALIASES if _is(pattern, end)]
     others = [pattern.removesuffix(end) + new for end in sorted(ends, key=len, reverse=True) for new in ALIASES[end]]
     for tried in ([pattern], others):
-        if hits := [p for p in tried if any(_lies_in(name, p) for name in names)]:
+        if hits := [p for p in tried if any(_is(each, p) for name in names for each in around(name))]:
             return hits
     return []
-
-
-def _module(name: str) -> str:
-    return name.rpartition(".")[0]
-
-
-def _lies_in(name: str, pattern: str) -> bool:
-    """Whether a parameter is what a pattern names, or lies in a module that is."""
-    parts = name.split(".")
-    return any(_is(".".join(parts[:k]), pattern) for k in range(len(parts) + 1))
 
 
 def _is(name: str, pattern: str) -> bool:
     """Whether the last parts of a name are those of a pattern, or all of it matches a regular expression."""
     if pattern.startswith("re:"):
         return re.match(pattern.removeprefix("re:"), name) is not None
-    parts, wanted = name.split("."), pattern.split(".")
-    if not pattern or len(parts) < len(wanted):
-        return not pattern and not name
-    return all(map(fnmatchcase, parts[len(parts) - len(wanted) :], wanted))
+    end = ".".join(name.split(".")[-1 - pattern.count(".") :])
+    return end.count(".") == pattern.count(".") and fnmatchcase(end, pattern)

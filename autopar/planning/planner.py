@@ -117,8 +117,7 @@ class Planner:
     @property
     def batch(self) -> int:
         """The samples of the example."""
-        shapes = (self.captured.graph.metas[i.name].shape for i in self.captured.graph.inputs if i.role == "input")
-        return next((shape[0] for shape in shapes if shape), 1)
+        return self.facts.batch
 
     def _cut(self) -> None:
         """Sets the axis of stages ("" without one), and into how many micro-batches these cut the batch."""
@@ -319,11 +318,11 @@ class Planner:
 
     def expressed(self, plan: Plan, library: str) -> Expressed:
         """A plan as a library says it, in the way that says the most of it. Raises ValueError as `program`."""
-        space, assignment, blocks = nested(self.space), self.assignment(plan), self.searches.blocks()
+        on, assignment = self.nested, self.assignment(plan)
 
         def said(within: Within) -> Expressed:
-            presets = presets_within(within, space, self.facts)
-            each = [expressed(preset, space, blocks, assignment, self.facts, TARGETS[library]) for preset in presets]
+            presets = presets_within(within, on.space, self.facts)
+            each = [expressed(preset, on.searches, assignment, self.facts, TARGETS[library]) for preset in presets]
             return min(each, key=lambda one: len(one.missing))
 
         first = said(library)

@@ -106,6 +106,18 @@ class ModelFacts:
         """The arithmetic of a step of the whole model, by dtype."""
         return flops_of(self.captured.graph)
 
+    @property
+    def shared(self) -> list[str]:
+        """The names of parameters that have several."""
+        return [name for pair in self.captured.tied.items() for name in pair]
+
+    @property
+    def batch(self) -> int:
+        """The samples of the example."""
+        graph = self.captured.graph
+        shapes = (graph.metas[i.name].shape for i in graph.inputs if i.role == "input")
+        return next((shape[0] for shape in shapes if shape), 1)
+
     def provenance(self, cluster: Cluster, ranks: int) -> Provenance:
         graph = self.captured.graph
         metas = input_metas(self.captured)

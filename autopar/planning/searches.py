@@ -14,8 +14,8 @@ from autopar.passes.space.space import Space
 from autopar.solve.effort import Effort
 from autopar.solve.problem import Score
 
+from .account import unit_bytes
 from .constraints import Pins, pins
-from .expressed import unit_bytes
 from .presets import PRESETS, Preset, allowed_by
 from .request import Request
 from .search import Search, SearchResult

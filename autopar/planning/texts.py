@@ -1,7 +1,7 @@
 """Numbers, lists and tables as people read them."""
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -33,11 +33,22 @@ def called(names: Sequence[str]) -> str:
     return together(names) if starred(names[0]).startswith("*") else starred(names[0])
 
 
+def module_of(name: str) -> str:
+    """The module that has what is called so, such as a parameter; "" for the model's own."""
+    return name.rpartition(".")[0]
+
+
+def around(name: str) -> Iterator[str]:
+    """A name and those of the modules in which it lies, the innermost first; the last one is ""."""
+    yield name
+    while name:
+        name = module_of(name)
+        yield name
+
+
 def layer_of(module: str) -> str:
     """The innermost numbered module in which one lies; "" if it lies in none."""
-    parts = module.split(".")
-    last = max((i for i, part in enumerate(parts) if part.isdigit()), default=-1)
-    return ".".join(parts[: last + 1])
+    return next((name for name in around(module) if name.rpartition(".")[2].isdigit()), "")
 
 
 def pattern(names: Sequence[str]) -> str:

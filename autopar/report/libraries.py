@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,36 +13,49 @@ from autopar.planning.expressed import Expressed, stars
 from autopar.planning.foreign import COLUMN, GATHERED, ROW
 from autopar.planning.plan import Plan
 from autopar.planning.request import AUTO, NAMES
-from autopar.planning.texts import mesh_words, short_bytes, short_seconds, starred
+from autopar.planning.texts import mesh_words, module_of, short_bytes, short_seconds, starred
+
+FSDP2: Mapping[Any, str] = {
+    True: "{'reshard_after_forward': True}",
+    False: "{'reshard_after_forward': False}",
+}
 
 WORDS_OF: Mapping[str, Mapping[Any, str]] = {
-    "fsdp2": {},
+    "fsdp2": FSDP2,
     "parallelize_module": {
+        **FSDP2,
         COLUMN: "ColwiseParallel()",
         GATHERED: "ColwiseParallel(output_layouts=Replicate())",
         ROW: "RowwiseParallel()",
-        "vocabulary": "RowwiseParallel(input_layouts=Replicate())",
-        "features": "ColwiseParallel(output_layouts=Replicate())",
+        ("embedding", ROW): "RowwiseParallel(input_layouts=Replicate())",
         "along": "SequenceParallel(sequence_dim={dim}, use_local_output=True)",
     },
     "transformers": {
-        COLUMN: "colwise",
-        GATHERED: "colwise_gather_output",
-        ROW: "rowwise",
-        "vocabulary": "embedding_rowwise",
-        "features": "embedding_colwise",
-        "along": "replicated_with_grad_allreduce",
+        COLUMN: '"colwise"',
+        GATHERED: '"colwise_gather_output"',
+        ROW: '"rowwise"',
+        ("embedding", ROW): '"embedding_rowwise"',
+        ("embedding", GATHERED): '"embedding_colwise"',
+        "along": '"replicated_with_grad_allreduce"',
+        True: '"free_full_weight"',
+        False: '"keep_full_weight"',
+        "replicate": "dp_replicate_size",
+        "shard": "fsdp_size",
+        "tensor": "tp_size",
     },
     "torchtitan": {
+        **FSDP2,
         COLUMN: "colwise_config()",
         GATHERED: "colwise_config()",
         ROW: "rowwise_config()",
-        "vocabulary": "rowwise_config()",
-        "features": "colwise_config()",
         "along": "norm_config(enable_sp=False)",
+        "replicate": "data_parallel_replicate_degree",
+        "shard": "data_parallel_shard_degree",
+        "tensor": "tensor_parallel_degree",
     },
 }
-"""What a library calls a style; those of an embedding, by what is split, and of a module that is handed shards."""
+"""What a library calls a style, of embeddings where that is something else, and of a module that is handed shards;
+units that gather again in backward or not; and the ranks on each kind of axis, if not so."""
 
 TORCH = '''"""{title}"""
 
@@ -128,13 +140,6 @@ def set_sharding(config):
 
 TEMPLATES = {"fsdp2": TORCH, "parallelize_module": TORCH, "transformers": TRANSFORMERS, "torchtitan": TORCHTITAN}
 
-SIZES = "replicate", "shard", "tensor"
-
-SIZES_OF = {
-    "transformers": ("dp_replicate_size", "fsdp_size", "tp_size"),
-    "torchtitan": ("data_parallel_replicate_degree", "data_parallel_shard_degree", "tensor_parallel_degree"),
-}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Export:
@@ -157,19 +162,15 @@ def export_plan(plan: Plan, to: str) -> Export:
     """
     if to not in NAMES["library"]:
         raise ValueError(unknown("library", to, NAMES["library"]))
-    planner, used = plan.planner, plan
+    planner, used, words = plan.planner, plan, WORDS_OF[to]
     model = planner.example[0]
     if to == "transformers" and not hasattr(model, "maybe_distribute_model"):
         raise ValueError(
             f"{type(model).__name__} is no model of transformers: export it to parallelize_module or fsdp2"
         )
 
-    def expressed() -> Expressed:
-        said: Expressed = planner.expressed(used, to)
-        return said
-
-    said = expressed()
-    names = [n for pair in planner.captured.tied.items() for n in pair] if to == "transformers" else []
+    said: Expressed = planner.expressed(plan, to)
+    names = planner.facts.shared if to == "transformers" else ()
     shared = dict.fromkeys(name for name in names if name.endswith("embed_tokens.weight"))
     refused = dict.fromkeys(starred(name) for name in sorted(said.refused(*planner.example)))
     missing = (*said.missing, *(f"{module}: its Python does not run on shards" for module in refused))
@@ -178,47 +179,25 @@ def export_plan(plan: Plan, to: str) -> Export:
         missing += ("the model: its precision, which the library's own options say",)
     if missing:
         used = planner.plan(within=to, solver=AUTO)
-        said = expressed()
+        said = planner.expressed(used, to)
     values = {
         "title": _title(plan, used, to, missing),
-        "styles": _styles(said, WORDS_OF[to], {n.rpartition(".")[0]: kind for n, kind in planner.facts.kinds.items()}),
-        "units": _code({name: _unit(to, again) for name, again in said.units.items() if name or to != "transformers"}),
-        "sizes": _code(_sizes(used, said, SIZES_OF.get(to, SIZES))),
+        "styles": _styles(said, words, {module_of(name): kind for name, kind in planner.facts.kinds.items()}),
+        "units": _code({name: words[again] for name, again in said.units.items() if name or to != "transformers"}),
+        "sizes": _code({words.get(role, role): ranks for role, ranks in said.sizes.items()}),
     }
     return Export(library=to, script=TEMPLATES[to].format(**values), missing=missing, plan=used)
 
 
-def _sizes(plan: Plan, said: Expressed, names: tuple[str, str, str]) -> dict[str, int]:
-    """The ranks that replicate, shard and split modules, the outermost first."""
-    replicate, shard, tensor = names
-    on = {replicate: said.others, shard: said.shards, tensor: (said.tensor,) * bool(said.tensor)}
-    sizes = {name: math.prod(plan.mesh[axis] for axis in axes) for name, axes in on.items()}
-    is_outermost = said.tensor and next(iter(plan.mesh)) == said.tensor
-    return {tensor: sizes[tensor], **sizes} if is_outermost else sizes
-
-
 def _styles(said: Expressed, words: Mapping[Any, str], kinds: Mapping[str, str]) -> str:
-    of_embedding = {ROW: "vocabulary", GATHERED: "features"}
-    told = {
-        module: words[of_embedding[style] if kinds[module] == "embedding" else style]
-        for module, style in said.styles.items()
-    }
+    told = {module: words.get((kinds[module], style), words[style]) for module, style in said.styles.items()}
     return _code(stars({**told, **{name: words["along"].format(dim=dim) for name, dim in said.along.items()}}))
 
 
 def _code(values: Mapping[str, object]) -> str:
-    """A dictionary as Python writes it: calls as calls."""
-    lines = [f"    {json.dumps(name)}: {v if str(v).endswith(')') else _literal(v)},\n" for name, v in values.items()]
+    """A dictionary as Python writes it, of values as they are written."""
+    lines = [f"    {json.dumps(name)}: {value},\n" for name, value in values.items()]
     return f"{{\n{''.join(lines)}}}" if lines else "{}"
-
-
-def _literal(value: object) -> str:
-    return json.dumps(value) if isinstance(value, str) else repr(value)
-
-
-def _unit(to: str, again: bool) -> object:
-    words = {True: "free_full_weight", False: "keep_full_weight"}
-    return words[again] if to == "transformers" else {"reshard_after_forward": again}
 
 
 def _title(plan: Plan, used: Plan, to: str, missing: tuple[str, ...]) -> str:

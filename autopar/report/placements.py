@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from autopar.planning.plan import Plan
-from autopar.planning.texts import called, grouped, layer_of, starred
+from autopar.planning.texts import called, grouped, layer_of, module_of, starred
 
 from .words import input_words, parameter_words
 
@@ -60,7 +60,7 @@ def placement_rows(words: Mapping[str, W]) -> list[PlacementRow[W]]:
 def _split(name: str) -> tuple[str, str]:
     """Of "model.layers.7.mlp.up_proj.weight": "model.layers.7" and "mlp.up_proj"; what is not in a numbered layer
     belongs to the module ""."""
-    layer = layer_of(name.rpartition(".")[0])
+    layer = layer_of(module_of(name))
     parts = name.removeprefix(f"{layer}.").split(".")
     return layer, starred(".".join([part for part in parts if part != "weight"] or parts[-1:]))
 

@@ -6,12 +6,10 @@ captured graph takes, so that masks are the same and everything else can be comp
 """
 
 import itertools
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 import torch.utils._pytree as pytree
 
@@ -23,6 +21,7 @@ from autopar.ops.kinds import FUNCTIONAL
 from autopar.ops.lockstep import run
 from autopar.ops.randomness import draws, seeded
 from autopar.ops.rule import Call
+from autopar.runtime.checkpoints import draw_from, random_states
 
 DROPOUT = "autopar.dropout.default"
 
@@ -30,13 +29,12 @@ DROPOUT = "autopar.dropout.default"
 @contextmanager
 def untouched_random_state() -> Iterator[None]:
     """Puts the states of torch's, Python's and numpy's generators back."""
-    python, numbers = random.getstate(), np.random.get_state()
+    states = random_states()
     try:
         with torch.random.fork_rng():
             yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numbers)
+        draw_from(states)
 
 
 class Draws(Watching):  # type: ignore[no-untyped-call]

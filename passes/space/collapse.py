@@ -5,12 +5,12 @@ root. A view moves no data and makes no decision, so it is no site of the search
 its root to layouts of what is read (`layout.reshape_split`), and codegen runs it where it is read.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 
 from autopar.ir.graph import PERMUTE, RESHAPE, JointGraph, Node, TensorMeta, is_view
-from autopar.ir.layout import Layout, Shape, is_legal, permute_layout, reshape_layout
+from autopar.ir.layout import Layout, Shape, Split, is_legal, permute_layout, reshape_layout
 
 Step = tuple[str, tuple[int, ...], tuple[int, ...]]
 """(RESHAPE, shape before, shape after) or (PERMUTE, order, shape after)"""
@@ -31,6 +31,12 @@ class Alias:
 
     root: str
     steps: Steps = ()
+
+    def of_root(self, split: Split, ranks: int) -> Iterator[tuple[str, Split]]:
+        """The root, with the split that gives the value this one on an axis of so many ranks, if it has one."""
+        for placement in to_root(self.steps, (split,), (ranks,)) or ():
+            if isinstance(placement, Split):
+                yield self.root, placement
 
 
 @dataclass(frozen=True, slots=True)

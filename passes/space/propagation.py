@@ -6,12 +6,13 @@ and digits travel along the operators and views that preserve them (CFP Eq. 2).
 
 import math
 from collections.abc import Iterator
+from itertools import starmap
 from typing import TypeAlias
 
-from autopar.ir.layout import Placement, Split, is_legal, period_of, periods_of
+from autopar.ir.layout import Split, is_legal, period_of, periods_of
 
 from .choices import PASSES_PARTIAL, REPLICATED, AxisChoice
-from .collapse import from_root, to_root
+from .collapse import from_root
 from .sites import Read, Site
 from .space import Space
 
@@ -50,7 +51,7 @@ class Propagation:
         for site in self.sites:
             self._seed(site)
 
-    def digit(self, root: str, split: Placement) -> None:
+    def digit(self, root: str, split: Split) -> None:
         """A root may be split so: so may all that the split leads to."""
         self.run(self._digit(root, split))
 
@@ -74,9 +75,8 @@ class Propagation:
                     self.digit(site.name, Split(dim, period))
                     for read in site.reads:
                         # a gradient may have the layout of its parameter
-                        layout = to_root(read.alias.steps, (Split(dim, period),), (self.ranks,))
-                        if layout is not None:
-                            self.digit(read.alias.root, layout[0])
+                        for root, split in read.alias.of_root(Split(dim, period), self.ranks):
+                            self.digit(root, split)
         elif rule is not None and (rule.flops or any(self._is_stored(read.alias.root) for read in site.reads)):
             for number, factor in enumerate(rule.factors):
                 for period in factor.periods(self.ranks, self.space.mesh) if factor.offered else ():
@@ -115,16 +115,13 @@ class Propagation:
                 yield self._factor(site, joint, period)
         for operand, read in enumerate(site.reads):
             for split in rule.input_splits(operand, number, period):
-                layout = to_root(read.alias.steps, (split,), (self.ranks,))
-                if layout is not None:
-                    yield self._digit(read.alias.root, layout[0])
+                yield from starmap(self._digit, read.alias.of_root(split, self.ranks))
         for output, name in enumerate(site.makes):
             for split in rule.output_splits(output, number, period) if name else ():
                 yield self._digit(name, split)
 
-    def _digit(self, root: str, split: Placement) -> Travel:
+    def _digit(self, root: str, split: Split) -> Travel:
         """A root may be split so: so may the sites that make or read it."""
-        assert isinstance(split, Split)
         shape = self.space.metas[root].shape
         if not is_legal(shape, (split,), (self.ranks,)) or split in self.digits.setdefault(root, {}):
             return
@@ -153,9 +150,7 @@ class Propagation:
             yield self._digit(twin, split)
         for site in self.borders.get(root, ()):
             for read in site.reads:
-                layout = to_root(read.alias.steps, (split,), (self.ranks,))
-                if layout is not None:
-                    yield self._digit(read.alias.root, layout[0])
+                yield from starmap(self._digit, read.alias.of_root(split, self.ranks))
 
     def _linear(self, site: Site) -> Iterator[int]:
         """Linear sets worth taking: those that pass on every operand as a partial sum, masks and single

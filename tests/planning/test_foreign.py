@@ -72,6 +72,7 @@ def test_what_is_read() -> None:
     assert entries(json.dumps(FSDP2)) == {"model.layers.*": Style(reshards=True), "": Style(reshards=False)}
     assert list(entries(json.dumps(AUTOTP)).values()) == [ROW, COLUMN, ROW, COLUMN]
     assert entries('{"experts.w": "grouped_gemm"}')["experts.w"] == EXPERTS
+    assert set(entries('{"dim": column, "lm_head": style.ColwiseParallel(), "row": row.size}')) == {"lm_head"}
 
 
 @pytest.mark.parametrize(

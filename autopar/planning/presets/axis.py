@@ -62,7 +62,7 @@ def megatron(context: Context, site: Site, axis: int, *, by_sequence: bool) -> A
     """Megatron on one axis."""
     ranks = context.space.mesh[axis]
     choices = site.choices[ranks]
-    sequence, classes = context.digits(axis, "sequence"), context.digits(axis, "class")
+    classes = context.digits(axis, "class")
     if site.kind == "op" and site.rule is not None:
         by_class = tuple(c for c in classes.choices(site) if c in choices)
         if by_class:
@@ -74,11 +74,7 @@ def megatron(context: Context, site: Site, axis: int, *, by_sequence: bool) -> A
             if weights and site.rule.flops:
                 allowed = [c for c in allowed if c.splits and _splits_weight(site, weights, c.factor)] or [REPLICATED]
             return tuple(allowed)
-        along = tuple(c for c in sequence.choices(site) if c in choices) if by_sequence else ()
-        return (*(along or (REPLICATED,)), *linear(site, ranks))
-    if site.kind == "border":
-        splits = context.splits(site.name, axis, "sequence") if by_sequence else []
-        return tuple(c for c in splits if c in choices) or (REPLICATED,)
+        return (*between(context, site, axis, by_sequence=by_sequence), *linear(site, ranks))
     if site.kind == "parameter":
         of_class = classes.splits.get(site.name, {})
         by_class = tuple(c for c in choices if c.splits and Split(c.factor, c.period) in of_class)
@@ -87,7 +83,18 @@ def megatron(context: Context, site: Site, axis: int, *, by_sequence: bool) -> A
         # vectors are replicated, but for the biases of contractions
         assert site.meta is not None
         return choices if len(site.meta.shape) > 1 or context.feeds_contraction(site) else (REPLICATED,)
-    return choices if site.kind == "output" else (REPLICATED,)
+    return between(context, site, axis, by_sequence=by_sequence)
+
+
+def between(context: Context, site: Site, axis: int, *, by_sequence: bool) -> AxisChoices:
+    """The choices of what stands between products with weights: the sequence is split, or nothing is."""
+    choices = site.choices[context.space.mesh[axis]]
+    if site.kind == "output":
+        return choices
+    splits = [*context.digits(axis, "sequence").choices(site)] if site.kind == "op" else []
+    if site.kind == "border":
+        splits = context.splits(site.name, axis, "sequence")
+    return tuple(c for c in splits if by_sequence and c in choices) or (REPLICATED,)
 
 
 def _splits_weight(site: Site, weights: list[int], factor: int) -> bool:

@@ -1,18 +1,20 @@
 """What presets read off a model: where batch, sequence, classes and heads travel, and which values are weights."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from autopar.ir.graph import TensorMeta
 from autopar.ir.layout import Split, periods_of
 from autopar.passes.blocks.block import Blocks, ParallelBlock
 from autopar.passes.space.choices import AxisChoice
-from autopar.passes.space.collapse import to_root
 from autopar.passes.space.reached import Reached, reached
 from autopar.passes.space.sites import Site
 from autopar.passes.space.space import Space
 from autopar.planning.options import unique_sites
+
+Starts = Callable[["Context", int], Iterator[tuple[str, Split]]]
+"""Roots with splits over so many ranks."""
 
 
 @dataclass(frozen=True)
@@ -52,21 +54,22 @@ class Context:
         lengths = [site.meta.shape[1] for site in self.inputs if site.meta and _has_sequence(site.meta)]
         return lengths[0] if lengths else 0
 
-    def digits(self, axis: int, what: str) -> Reached:
-        """Where the "batch", "sequence", "class", "heads" or "feature" digit travels on an axis."""
+    def digits(self, axis: int, what: str | Starts) -> Reached:
+        """Where the "batch", "sequence", "class", "heads" or "feature" digit travels on an axis, or those of other
+        roots."""
         key = (self.space.mesh[axis], what)
         if key not in self._digits:
             ranks = key[0]
-            sources = {"class": self._classes, "heads": self._heads, "feature": self._features}
-            starts = sources[what](ranks) if what in sources else self._rows(what, ranks)
-            self._digits[key] = reached(self.space, ranks, list(starts))
+            named = {"class": Context._classes, "heads": Context._heads, "feature": Context._features}
+            starts = what if callable(what) else named.get(what) or partial(Context._rows, what=what)
+            self._digits[key] = reached(self.space, ranks, list(starts(self, ranks)))
         return self._digits[key]
 
     @cached_property
-    def _digits(self) -> dict[tuple[int, str], Reached]:
+    def _digits(self) -> dict[tuple[int, str | Starts], Reached]:
         return {}
 
-    def _rows(self, what: str, ranks: int) -> Iterator[tuple[str, Split]]:
+    def _rows(self, ranks: int, what: str) -> Iterator[tuple[str, Split]]:
         dim, size = (0, self.batch) if what == "batch" else (1, self.sequence)
         for site in self.inputs:
             assert site.meta is not None
@@ -100,9 +103,7 @@ class Context:
                     continue
                 if all(choice.factor in dims for dims in (*rule.inputs[:2], rule.outputs[0])):
                     for split in rule.input_splits(0, choice.factor, choice.period):
-                        root = to_root(site.reads[0].alias.steps, (split,), (ranks,))
-                        if root is not None and isinstance(root[0], Split):
-                            yield site.reads[0].alias.root, root[0]
+                        yield from site.reads[0].alias.of_root(split, ranks)
 
     def _features(self, ranks: int) -> Iterator[tuple[str, Split]]:
         """Rows and columns of weights, and the dims of activations that products with weights produce."""
@@ -117,9 +118,7 @@ class Context:
                     continue
                 for position, read in enumerate(site.reads):
                     for part in rule.input_splits(position, number, period):
-                        root = to_root(read.alias.steps, (part,), (ranks,))
-                        if root is not None and isinstance(root[0], Split):
-                            yield read.alias.root, root[0]
+                        yield from read.alias.of_root(part, ranks)
                 for position, name in enumerate(site.makes):
                     yield from ((name, part) for part in rule.output_splits(position, number, period) if name)
 

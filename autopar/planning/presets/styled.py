@@ -6,58 +6,46 @@ products with split weights, when parameters are gathered, and when their gradie
 modules is a partial sum, or is split otherwise than products leave it.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from autopar.ir.layout import Split
 from autopar.passes.space.choices import KEEP, REGATHER, REPLICATED, Policy
-from autopar.passes.space.collapse import to_root
-from autopar.passes.space.reached import Reached, reached
 from autopar.passes.space.sites import Site
 
-from .axis import AxisChoices, data
+from .axis import AxisChoices, between, data
 from .context import Context
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Styles:
     """Which dim of each parameter may be split on the tensor axis (`dims`, by name; None: none), the parameters whose
     products are `gathered` afterwards (None: those with classes), and whether what lies between products is split
     `by_sequence`. On the axes `sharded`, and no other, parameters rest in shards of dim 0."""
 
-    dims: Mapping[str, tuple[int | None, ...]] = field(default_factory=dict)
+    dims: Mapping[str, tuple[int | None, ...]]
     gathered: frozenset[str] | None = frozenset()
     by_sequence: bool = False
     sharded: frozenset[str] = frozenset()
     policies: tuple[Policy, ...] = (KEEP, REGATHER)
 
-    def is_gathered(self, context: Context, ranks: int, root: str) -> bool:
-        if self.gathered is None:
-            return root in context.digits(context.space.mesh.index(ranks), "class").splits
-        return context.parameters[root] in self.gathered
-
     def dims_of(self, context: Context, root: str) -> tuple[int | None, ...]:
         """Of the parameter that is a root, or that was cast to it."""
         return self.dims.get(context.parameter_of(root), (None,))
 
-    @cached_property
-    def _reached(self) -> dict[tuple[int, int, bool], Reached]:
-        return {}
+    def splits(self, context: Context, ranks: int) -> Iterator[tuple[str, Split]]:
+        """Those of weights."""
+        for root, name in context.parameters.items():
+            for choice in context.sites[root].choices[ranks]:
+                if choice.splits and choice.factor in self.dims.get(name, ()):
+                    yield root, Split(choice.factor, choice.period)
 
-    def digits(self, context: Context, ranks: int, *, gathered: bool) -> Reached:
-        """Where the splits of weights lead, those of `gathered` ones included or not."""
-        key = (id(context.space), ranks, gathered)
-        if key not in self._reached:
-            starts = [
-                (root, Split(choice.factor, choice.period))
-                for root, name in context.parameters.items()
-                if gathered or not self.is_gathered(context, ranks, root)
-                for choice in context.sites[root].choices[ranks]
-                if choice.splits and choice.factor in self.dims.get(name, ())
-            ]
-            self._reached[key] = reached(context.space, ranks, starts)
-        return self._reached[key]
+    def ungathered(self, context: Context, ranks: int) -> Iterator[tuple[str, Split]]:
+        """Those whose products are not gathered."""
+        classes = context.digits(context.space.mesh.index(ranks), "class").splits
+        for root, split in self.splits(context, ranks):
+            if root not in classes if self.gathered is None else context.parameters[root] not in self.gathered:
+                yield root, split
 
 
 def styled(context: Context, site: Site, axis: int, *, styles: Styles) -> AxisChoices:
@@ -65,7 +53,7 @@ def styled(context: Context, site: Site, axis: int, *, styles: Styles) -> AxisCh
     ranks = context.space.mesh[axis]
     choices = site.choices[ranks]
     if site.kind == "parameter":
-        dims = styles.dims.get(context.parameters[site.name], (None,))
+        dims = styles.dims_of(context, site.name)
         shape = site.meta.shape if site.meta else ()
         # in one piece, but for experts, whose products may be packed
         return tuple(
@@ -78,15 +66,12 @@ def styled(context: Context, site: Site, axis: int, *, styles: Styles) -> AxisCh
         if weights and site.rule is not None:
             return tuple(_of_weights(context, site, ranks, weights, styles)) or (REPLICATED,)
         of_weight = any(name in context.weight_gradients for name in site.makes)
-        along = styles.digits(context, ranks, gathered=of_weight).choices(site)
+        along = context.digits(axis, styles.splits if of_weight else styles.ungathered).choices(site)
         if styles.by_sequence and not along:
-            along = context.digits(axis, "sequence").choices(site)
-            return tuple(c for c in along if c in choices) or (REPLICATED,)
+            return between(context, site, axis, by_sequence=True)
         may = of_weight or styles.gathered is not None or _is_between(context, site)
         return (*(c for c in along if c in choices and may), REPLICATED)
-    if site.kind == "border" and styles.by_sequence:
-        return tuple(c for c in context.splits(site.name, axis, "sequence") if c in choices) or (REPLICATED,)
-    return choices if site.kind == "output" else (REPLICATED,)
+    return between(context, site, axis, by_sequence=styles.by_sequence)
 
 
 def _of_weights(context: Context, site: Site, ranks: int, weights: list[int], styles: Styles) -> AxisChoices:
@@ -100,14 +85,14 @@ def _of_weights(context: Context, site: Site, ranks: int, weights: list[int], st
     for choice in site.choices[ranks]:
         if is_free and choice.splits and inside == (choice.factor in site.rule.outputs[0]):
             continue
-        dims = []
-        for position in weights:
-            read = site.reads[position].alias
-            for split in site.rule.input_splits(position, choice.factor, choice.period) if choice.splits else ():
-                root = to_root(read.steps, (split,), (ranks,))
-                dims += [root[0].dim] if root is not None and isinstance(root[0], Split) else []
+        splits = [
+            split
+            for p in weights
+            for part in (site.rule.input_splits(p, choice.factor, choice.period) if choice.splits else ())
+            for _, split in site.reads[p].alias.of_root(part, ranks)
+        ]
         may = {dim for p in weights for dim in styles.dims_of(context, site.reads[p].alias.root)}
-        if may.intersection(dims) or (choice == REPLICATED and None in may):
+        if may.intersection(split.dim for split in splits) or (choice == REPLICATED and None in may):
             allowed.append(choice)
     return tuple(allowed)
 

@@ -11,7 +11,7 @@ from autopar.ir.program import COLLECTIVES
 from autopar.passes.space.sites import Site
 from autopar.passes.space.space import Space
 from autopar.planning.constraints import names_of
-from autopar.planning.texts import pattern
+from autopar.planning.texts import module_of, pattern
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,7 @@ def _collective(space: Space, name: str) -> tuple[str, str] | None:
 def _nearest(space: Space, every: list[Location], asked: str) -> str:
     """The name most like one that nothing has, or what names there are."""
     names = dict.fromkeys(name for place in every for name in place.called if name)
-    modules = dict.fromkeys(name.rpartition(".")[0] for name in names)
+    modules = dict.fromkeys(module_of(name) for name in names)
     known = [*names, *(module for module in modules if module), *(f"{kind} {a}" for kind in COLLECTIVES
                                                                   for a in space.axes)]  # fmt: skip
     known += [place.site.name for place in every if place.site.kind == "op"]
