@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from models import Case, assert_same, case
 from ranks import run
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
@@ -20,6 +21,7 @@ from torch.utils import _pytree as pytree
 import autopar
 from autopar.compat.redistributing import full_tensor
 from autopar.ops import sdpa
+from autopar.ops.host import from_host, to_host
 from autopar.passes.capture.trace import capture
 from autopar.planning.plan import graph_digest
 from autopar.runtime import messages as messages
@@ -211,3 +213,44 @@ def compiled_losses(folder: str) -> tuple[list[float], list[float]]:
 def test_compiled(tmp_path: Path) -> None:
     ((eager, compiled),) = run(1, compiled_losses, str(tmp_path))
     assert compiled == pytest.approx(eager, rel=1e-4)
+
+
+def test_copies_to_the_host_pass_on_a_stream_of_their_own() -> None:
+    x = torch.randn(1 << 24, device="cuda").view(4096, 4096).t()
+    expected = x.clone()
+    kept, sent = to_host(x)
+    assert kept.is_pinned() and kept.stride() == x.stride()
+    for _ in range(20):  # which the copies do not wait for
+        expected @ expected
+    sent.wait()
+    del x, sent
+    torch.zeros(1 << 24, device="cuda")  # in the memory that was let go
+    back, returned = from_host(kept)
+    returned.wait()
+    assert torch.equal(back, expected) and back.stride() == kept.stride()
+
+
+def peaks_and_gradients() -> list[tuple[int, list[torch.Tensor]]]:
+    """Of a step with what is kept for backward on the device, and on the host."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024)) for _ in range(6)))
+    model, x = model.cuda(), torch.randn(8192, 1024, device="cuda")
+    mesh = init_device_mesh("cuda", (1,), mesh_dim_names=("dp",))
+    found = []
+    for size in (0, 1 << 40):
+        plan = autopar.plan(model, {"dp": 1}, (x,), loss_fn=models.mean_square, cluster="dgx-h100")
+        module = autopar.parallelize(
+            copy.deepcopy(model), mesh, (x,), loss_fn=models.mean_square, plan=replace(plan, offload_bytes=size)
+        )
+        for _ in range(2):
+            module.zero_grad()
+            torch.cuda.reset_peak_memory_stats()
+            models.mean_square(module(x)).backward()
+        peak = torch.cuda.max_memory_allocated()
+        found.append((peak, [whole(p.grad) for p in module.parameters() if p.grad is not None]))
+    return found
+
+
+def test_memory_falls_by_what_the_host_holds() -> None:
+    (((before, expected), (after, gradients)),) = run(1, peaks_and_gradients)
+    assert after < 0.6 * before
+    assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
