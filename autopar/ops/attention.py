@@ -27,7 +27,7 @@ from autopar.ir.program import RankIndex
 from .expansions import LocalCall, Results, all_reduce, global_indices, wide
 from .families import Rule
 from .rule import Call, Factor, OpRule
-from .sdpa import composed
+from .sdpa import DOCUMENTS, composed
 from .sdpa.bands import joined, offsets_of, seen
 from .template import Dim, Linear, Name, Named, assemble, parse, roles, tensor_arguments
 from .traced import arrived, started
@@ -166,25 +166,26 @@ def _roles(local: LocalCall) -> Roles:
     return dict(zip(roles(local.call), zip(local.call.inputs, local.operands, strict=True), strict=True))
 
 
-def _block(local: LocalCall, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-    """What goes around of a rank: its keys and values, and a mask of keys that is the same for all queries."""
+Block = Mapping[str, Tensor]
+"""What goes around of a rank: its keys and values, and what is said of keys whatever the query, by name."""
+
+
+def _block(local: LocalCall) -> Block:
     mask = _roles(local).get("attn_mask")
-    if RING in local.splits and mask is not None and mask[0].shape[-2] == 1 < mask[0].shape[-1]:
-        return key, value, _tensors(local)["attn_mask"]
-    return key, value
+    alike = RING in local.splits and mask is not None and mask[0].shape[-2] == 1 < mask[0].shape[-1]
+    names = "key", "value", "key_documents", *["attn_mask"] * alike
+    return {name: value for name, value in _tensors(local).items() if name in names}
 
 
 def _tensors(local: LocalCall) -> dict[str, Any]:
     """The operands, by name."""
-    return dict(zip(tensor_arguments(local.call.node.op), local.args, strict=False))
+    given = (*zip(tensor_arguments(local.call.node.op), local.args, strict=False), *local.kwargs)
+    return {name: value for name, value in given if name in _roles(local)}
 
 
-def _masks(
-    local: LocalCall, places: Places, around: Sequence[Tensor]
-) -> tuple[Tensor | None, Tensor | None, dict[str, Any]]:
+def _masks(local: LocalCall, places: Places, block: Block) -> tuple[Tensor | None, Tensor | None, dict[str, Any]]:
     """For local queries and a block of keys: what is added to the scores (0 where a query may see a key, -inf elsewhere
-    and in padding), which weights dropout keeps, and the other arguments. `around`: the mask that came with the
-    block, if one does."""
+    and in padding), which weights dropout keeps, and the other arguments."""
     metas, given = _roles(local), _tensors(local)
     (query, query_layout), (key, key_layout) = metas["query"], metas["key"]
 
@@ -193,9 +194,11 @@ def _masks(
         """The global numbers of the block's keys."""
         return global_indices(local, key.shape, key_layout, 2, lambda axis: _from(local, places, axis))
 
-    mask = around[0] if around else _of_block(local, given.get("attn_mask"), columns)
+    mask = block["attn_mask"] if "attn_mask" in block else _of_block(local, given.get("attn_mask"), columns)
     kept = _of_block(local, given.get("dropout_mask"), columns)
     causal, keys, named = local.call.argument("is_causal"), key.shape[2], dict(local.kwargs)
+    if "key_documents" in block:
+        named |= {name: {**given, **block}[name] for name in DOCUMENTS}
     padded = padded_shape(key.shape, key_layout)[2] > keys
     if causal and mask is None and (query.shape[2] <= keys or not padded):
         offset = _offset(local, places)
@@ -228,13 +231,11 @@ def _of_block(local: LocalCall, mask: Tensor | None, columns: Callable[[], Tenso
     return block if mask.dtype == torch.bool else block.masked_fill(beyond, -math.inf)
 
 
-Visit = Callable[[Places, Sequence[Tensor]], Sequence[Tensor]]
+Visit = Callable[[Places, Block], Sequence[Tensor]]
 """What is done with a block that comes from so many places before, and what its own rank is to have of it."""
 
 
-def _around(
-    local: LocalCall, block: Sequence[Tensor], visit: Visit, axes: Sequence[int], places: Places
-) -> Sequence[Tensor]:
+def _around(local: LocalCall, block: Block, visit: Visit, axes: Sequence[int], places: Places) -> Sequence[Tensor]:
     """Visits the blocks of all ranks along mesh axes, as they go around in a ring, inner rings within outer ones.
     Returns the sums of what visits leave for this rank's own block, which go around with it."""
     if not axes:
@@ -243,11 +244,11 @@ def _around(
     left: Sequence[Tensor] = ()
     last = local.emitter.mesh[axis] - 1
     for step in range(last + 1):
-        coming = [] if step == last else [_sent(value, axis) for value in block]
+        coming = {} if step == last else {name: _sent(value, axis) for name, value in block.items()}
         made = _around(local, block, visit, inner, {**places, axis: step})
         sums = [arrived(x) + one for x, one in zip(left, made, strict=True)] if left else made
         left = [_sent(x, axis) for x in sums]
-        block = [arrived(value) for value in coming]
+        block = {name: arrived(value) for name, value in coming.items()}
     return [arrived(x) for x in left]
 
 
@@ -261,19 +262,19 @@ def forward(local: LocalCall) -> Results:
     """With queries split under a causal mask, or with keys split. Of split keys, two all-reduces of [batch, heads,
     queries], of the largest logsumexp and of the sum of what stands behind them; in a ring, the parts are joined one
     by one."""
-    query, key, value = local.args[:3]
+    query, documents = local.args[0], "key_documents" in _roles(local)
     made: list[tuple[Tensor, Tensor]] = []
     above: list[Tensor] = []
     blind = False
 
-    def visit(places: Places, block: Sequence[Tensor]) -> Sequence[Tensor]:
+    def visit(places: Places, block: Block) -> Sequence[Tensor]:
         nonlocal blind
-        mask, kept, named = _masks(local, places, block[2:])
-        output, sums = local.result(query, *block[:2], mask, kept, **named)
+        mask, kept, named = _masks(local, places, block)
+        output, sums = local.result(query, block["key"], block["value"], mask, kept, **named)
         if mask is not None and local.splits.keys() & {"k", RING}:
             # the op says 0 for queries that see no key
             sums = sums.masked_fill(mask.amax(-1) == -math.inf, -math.inf)
-        blind = blind or mask is not None or named["is_causal"]
+        blind = blind or mask is not None or named["is_causal"] or documents
         if RING in local.splits and "attn_mask" in _roles(local):
             # beside the large negative numbers of a mask, a logsumexp has no digits left for how many keys there are
             highest = sums.clamp(min=torch.finfo(sums.dtype).min)
@@ -285,13 +286,13 @@ def forward(local: LocalCall) -> Results:
         made[:] = [joined(made[0], (output, sums)) if made else (output, sums)]
         return ()
 
-    _around(local, _block(local, key, value), visit, local.splits.get(RING, ()), {})
+    _around(local, _block(local), visit, local.splits.get(RING, ()), {})
     output, sums = made[0]
     if above:
         sums = sums + above[0]
     dtype = local.call.output.dtype
     if "k" not in local.splits:
-        if blind and RING in local.splits:
+        if blind and not documents and RING in local.splits:
             sums = sums.masked_fill(sums == -math.inf, 0.0)
         return output.to(dtype), sums
     highest = all_reduce(sums, "max", local.splits["k"])
@@ -303,23 +304,25 @@ def forward(local: LocalCall) -> Results:
     if blind:
         total = total.masked_fill(nowhere, 1.0)
     part = output * (powers / total).unsqueeze(-1)
-    return part.to(dtype), highest + torch.log(total)
+    sums = highest + torch.log(total)
+    return part.to(dtype), sums.masked_fill(nowhere, -math.inf) if documents else sums
 
 
 def backward(local: LocalCall) -> Results:
     """Its backward. The logsumexp is that of all keys, so that each rank finds its own part of the probabilities."""
-    gradient, query, key, value, out, sums = local.args[:6]
+    gradient, query, *_, out, sums = local.args[:6]
     of_query: list[Tensor] = []
 
-    def visit(places: Places, block: Sequence[Tensor]) -> Sequence[Tensor]:
-        mask, kept, named = _masks(local, places, block[2:])
-        made, *of_block = local.result(gradient, query, *block[:2], out, sums, mask, kept, **named)
+    def visit(places: Places, block: Block) -> Sequence[Tensor]:
+        mask, kept, named = _masks(local, places, block)
+        operands = query, block["key"], block["value"]
+        made, *of_block = local.result(gradient, *operands, out, sums, mask, kept, **named)
         if RING in local.splits:
             made = wide(made)
         of_query[:] = [of_query[0] + made if of_query else made]
         return of_block
 
-    of_key, of_value = _around(local, _block(local, key, value), visit, local.splits.get(RING, ()), {})
+    of_key, of_value = _around(local, _block(local), visit, local.splits.get(RING, ()), {})
     return of_query[0].to(local.call.output.dtype), of_key, of_value
 
 

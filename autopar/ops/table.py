@@ -118,13 +118,13 @@ RULES.know({
     **aten("pixel_shuffle", Entry(resampling.shuffled(up=True))),
     **aten("pixel_unshuffle", Entry(resampling.shuffled(up=False))),
 
-    # attention: query, key, value, mask, which weights dropout keeps -> output, logsumexp
+    # attention: query, key, value, mask, which weights dropout keeps, documents -> output, logsumexp
     sdpa.ATTENTION: Entry(
-        attended("b h q d!, b h k d!, b h k e!, ...b h q k, b h q k -> b h q e!, b h q", products=2,
+        attended("b h q d!, b h k d!, b h k e!, ...b h q k, b h q k, b q, b k -> b h q e!, b h q", products=2,
                  over=("sum", "")),
         expand=attention.forward, strides=needs("query key value attn_mask", attention.contiguous_rows)),
     sdpa.ATTENTION_BACKWARD: Entry(
-        attended("b h q e!, b h q d!, b h k d!, b h k e!, b h q e!, b h q, ...b h q k, b h q k"
+        attended("b h q e!, b h q d!, b h k d!, b h k e!, b h q e!, b h q, ...b h q k, b h q k, b q, b k"
                  " -> b h q d!, b h k d!, b h k e!", products=5, linear=FIRST),
         expand=attention.backward, strides={
             **needs("logsumexp"), **needs("grad_out query key value out attn_mask", attention.contiguous_rows)}),

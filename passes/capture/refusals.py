@@ -113,7 +113,7 @@ def without_files() -> Iterator[None]:
 
 def _is_of_library(path: Any) -> bool:
     """Whether a file is one of Python, of a library or of the system, or is asked for to import a module, to show a
-    line of code or to write a log."""
+    line of code, to write a log, or by torch's compiler."""
     if not isinstance(path, (str, bytes, os.PathLike)):  # a descriptor of what is open
         return True
     file = os.path.abspath(os.fsdecode(path))
@@ -122,7 +122,7 @@ def _is_of_library(path: Any) -> bool:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
-        if name in ("linecache", "inspect") or name.startswith(("importlib", "logging")):
+        if name in ("linecache", "inspect") or name.startswith(("importlib", "logging", "torch._inductor")):
             return True
         frame = frame.f_back
     return False

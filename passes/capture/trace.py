@@ -35,6 +35,7 @@ from .concrete import StepRecorder
 from .conversion import HERE
 from .errors import CaptureError, NothingTrainedError, OfData, listed
 from .fakes import Fakes, canonical_names, gradient_hooks
+from .flex import flexible
 from .functional import Functional
 from .leaves import input_names, leaf_of
 from .overrides import Generators, Overrides
@@ -231,7 +232,7 @@ class _WatchedStep:
         sources = {path: self.here.tensor(value) for path, value in pairs if isinstance(value, torch.Tensor)}
         generators = Generators()
         torch.clear_autocast_cache()  # within a context around all steps, it holds what the last one cast
-        with followed(self.paths) as where, neutral():
+        with followed(self.paths) as where, neutral(), flexible():
             self.recorder = recorder = StepRecorder(where, sources, self.witness.name_of)
             overrides = Overrides(generators, recorder, self.here)
 

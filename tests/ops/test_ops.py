@@ -377,6 +377,9 @@ def _attended(draw: Draw) -> tuple[tuple[Any, ...], dict[str, Any]]:
     tensors = [draw.floats(b, h, q, d), draw.floats(b, h, k, d), draw.floats(b, h, k, draw.one_of(d, 3))]
     kept = draw.one_of(None, draw.floats(b, h, q, k) > 0)
     masks = (draw.floats(*mask) if mask else None, kept)
+    if draw.one_of(False, True):
+        rows = draw.one_of(b, 1)
+        masks += tuple(torch.arange(n).div(4, rounding_mode="floor").expand(rows, -1).clone() for n in (q, k))
     return (*tensors, *masks), {"scale": 0.5, "is_causal": causal} | ({} if kept is None else {"dropout_p": 0.5})
 
 

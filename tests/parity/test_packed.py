@@ -13,8 +13,11 @@ import torch.nn.functional as F
 from models import Case, assert_same, eager, simulated
 from torch import nn
 
+from autopar import testing
 from autopar.ir.program import Program
 from autopar.ops.attention import RING
+from autopar.ops.rule import call_of
+from autopar.ops.sdpa import ATTENTION, ATTENTION_BACKWARD
 from autopar.passes.space.choices import SiteChoice
 from autopar.planning.planner import Planner
 from autopar.testing.plans import random_assignment
@@ -113,3 +116,45 @@ def test_a_document_that_changes_changes_no_other(name: str) -> None:
     kept[start:end] = False
     torch.testing.assert_close(before[:, kept], after[:, kept], rtol=0, atol=0)
     assert not torch.allclose(before[:, ~kept], after[:, ~kept])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_packing_needs_no_mask_of_scores(name: str) -> None:
+    """Documents are operands of every call, and nothing in the graph, or in a program, is queries by keys."""
+    planner, written = program(name, "ring")
+    graph = planner.captured.graph
+    calls = [call_of(node, graph.metas) for node in graph.nodes if node.op in (ATTENTION, ATTENTION_BACKWARD)]
+    assert len(calls) == 4 and all(call.argument("is_causal") for call in calls)
+    assert all(call.argument("attn_mask") is None and call.argument("query_documents") is not None for call in calls)
+    values = *graph.metas.values(), *written.metas.values()
+    squares = (TOKENS, TOKENS), (TOKENS // 4, TOKENS)
+    assert not [meta for meta in values if len(meta.shape) == 4 and meta.shape[-2:] in squares]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"cp": 3}, {"cp": 2, "tp": 2}], ids=str)
+def test_random_plans_on_two_to_four_ranks(name: str, mesh: dict[str, int]) -> None:
+    """Of a row that three ranks do not divide too."""
+    made = packed(name)
+    planner = Planner(made.model, mesh, made.args, made.kwargs)
+    programs = [planner.program(planner.plan(solver="megatron"))] if mesh == {"tp": 2} else []
+    for seed in range(3):
+        assignment = random_assignment(planner.space, seed)
+        programs += [] if assignment is None else [planner.writer.written(assignment)]
+    for seed, each in enumerate(programs, 1):
+        assert_same(simulated(each, planner.captured, made, seed), eager(made, seed), 1e-4)
+
+
+def test_eager_is_equal_on_the_ranks_of_check() -> None:
+    made = packed("Llama")
+    assert testing.check(made.model, {"dp": 2, "tp": 2}, kwargs=packing(3), plans=3).equal
+
+
+def test_memory_grows_as_tokens_do_and_not_as_scores() -> None:
+    def peak(tokens: int) -> int:
+        ids = torch.zeros(1, tokens, dtype=torch.int64)
+        positions = (torch.arange(tokens) % (tokens // 4)).unsqueeze(0)
+        batch = {"input_ids": ids, "labels": ids, "position_ids": positions}
+        return Planner(packed("Llama").model, {"cp": 2}, kwargs=batch).plan(solver="dp").bytes
+
+    assert peak(8192) < 2.1 * peak(4096)

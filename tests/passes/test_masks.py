@@ -124,7 +124,7 @@ MASKS: dict[Callable[[torch.Tensor], torch.Tensor], tuple[bool, tuple[int, ...] 
     packed: (True, None),
     one_less: (False, (1, 1, LENGTH, LENGTH)),
     window: (True, (1, 1, LENGTH, LENGTH)),
-    two_documents: (True, (1, 1, LENGTH, LENGTH)),
+    two_documents: (True, None),
     padding: (False, (BATCH, 1, 1, LENGTH)),
     causal_and_padding: (True, (BATCH, 1, 1, LENGTH)),
     left_padding: (True, (BATCH, 1, 1, LENGTH)),

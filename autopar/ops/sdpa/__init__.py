@@ -12,8 +12,10 @@ value width], of one floating dtype; heads are a multiple of key heads. `attn_ma
 to [batch, heads, queries, keys]. `is_causal` hides keys behind a query's own place, both counted from the start, where
 the first query stands `offset` places behind the first key: shards of a causal call are causal calls.
 `dropout_mask`, bool [batch, heads, queries, keys], says which weights are kept; these are divided by 1 - dropout_p.
+`query_documents` and `key_documents`, integers of one dtype, [batch or 1, queries] and [batch or 1, keys], number the
+documents that lie in a row: a query sees the keys of its own number.
 The logsumexp of the scores is [batch, heads, queries], in float32 or, of float64, in float64. A query that sees no key
-has an output of 0, and a logsumexp of -inf if it comes before all keys.
+has an output of 0, and a logsumexp of -inf if it comes before all keys, or by documents.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,6 +36,8 @@ from .fused import CUDNN, EFFICIENT, FLASH, FLASH_ON_CPU
 
 ATTENTION, ATTENTION_BACKWARD = "autopar.attention.default", "autopar.attention_backward.default"
 
+DOCUMENTS = "query_documents", "key_documents"
+
 KERNELS: Mapping[str, Kernel] = MappingProxyType(
     {"flash on cpu": FLASH_ON_CPU, "flash": FLASH, "efficient": EFFICIENT, "cudnn": CUDNN, "composed": COMPOSED}
 )
@@ -45,11 +49,13 @@ def attention(
     value: torch.Tensor,
     attn_mask: torch.Tensor | None = None,
     dropout_mask: torch.Tensor | None = None,
+    query_documents: torch.Tensor | None = None,
+    key_documents: torch.Tensor | None = None,
     **named: Any,
 ) -> Pair:
     """Output [batch, heads, queries, value width] and logsumexp [batch, heads, queries]; `named` as in `_call`."""
-    call, offset = _call(attn_mask, dropout_mask, **named)
-    if offset:
+    call, offset = _call(attn_mask, dropout_mask, query_documents, key_documents, **named)
+    if call.documents or offset:
         return bands.forward(kernel_of, query, key, value, call, offset)
     return kernel_of(query, key, value, call).forward(query, key, value, call)
 
@@ -63,11 +69,13 @@ def attention_backward(
     logsumexp: torch.Tensor,
     attn_mask: torch.Tensor | None = None,
     dropout_mask: torch.Tensor | None = None,
+    query_documents: torch.Tensor | None = None,
+    key_documents: torch.Tensor | None = None,
     **named: Any,
 ) -> Triple:
     """The gradients of query, key and value. Output and logsumexp may be those of more keys than are given here."""
-    call, offset = _call(attn_mask, dropout_mask, **named)
-    if offset:
+    call, offset = _call(attn_mask, dropout_mask, query_documents, key_documents, **named)
+    if call.documents or offset:
         return bands.backward(kernel_of, grad_out, query, key, value, out, logsumexp, call, offset)
     return kernel_of(query, key, value, call).backward(grad_out, query, key, value, out, logsumexp, call)
 
@@ -75,6 +83,8 @@ def attention_backward(
 def _call(
     mask: torch.Tensor | None,
     kept: torch.Tensor | None,
+    of_queries: torch.Tensor | None,
+    of_keys: torch.Tensor | None,
     *,
     scale: float,
     is_causal: bool = False,
@@ -82,7 +92,9 @@ def _call(
     offset: int = 0,
 ) -> tuple[Attending, int]:
     kept_scale = 0.0 if dropout_p == 1.0 else 1.0 / (1.0 - dropout_p)
-    return Attending(mask=mask, kept=kept, causal=is_causal, scale=scale, kept_scale=kept_scale), offset * is_causal
+    numbers = None if of_queries is None or of_keys is None else (of_queries, of_keys)
+    call = Attending(mask=mask, kept=kept, causal=is_causal, scale=scale, kept_scale=kept_scale, documents=numbers)
+    return call, offset * is_causal
 
 
 def kernel_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Attending) -> Kernel:
@@ -121,8 +133,8 @@ def expected_kernel(
 
 
 _ABOUT = (
-    "Tensor? attn_mask=None, Tensor? dropout_mask=None, *, float scale, bool is_causal=False, float dropout_p=0.0, "
-    "int offset=0"
+    "Tensor? attn_mask=None, Tensor? dropout_mask=None, Tensor? query_documents=None, Tensor? key_documents=None, *, "
+    "float scale, bool is_causal=False, float dropout_p=0.0, int offset=0"
 )
 
 OPERATORS: Mapping[Callable[..., Any], str] = {
@@ -158,7 +170,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any]
 def _differentiate(ctx: Any, grad_out: torch.Tensor, *_: object) -> tuple[torch.Tensor | None, ...]:
     query, key, value, out, logsumexp, *masks = ctx.saved_tensors
     gradients = torch.ops.autopar.attention_backward(grad_out, query, key, value, out, logsumexp, *masks, **ctx.named)
-    return (*gradients, None, None)
+    return (*gradients, *(None for _ in masks))
 
 
 torch.library.register_autograd("autopar::attention", _differentiate, setup_context=_save)

@@ -4,24 +4,15 @@ Query i sees the keys up to i + offset: a band of keys that all queries see, and
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 
 from autopar.ir.program import RankIndex
 
-from .call import Attending, Kernel, Pair, Triple, gradients, results, wide
-
-
-class Band(NamedTuple):
-    """Queries `first` and later see the keys from `start` to `end`: all of them, or those of a `triangle`."""
-
-    first: int
-    start: int
-    end: int
-    triangle: bool
+from .call import Attending, Band, Kernel, Pair, Triple, gradients, results, wide
+from .documents import masked_bands
 
 
 def bands(queries: int, keys: int, offset: int) -> tuple[Band, ...]:
@@ -41,7 +32,7 @@ def offsets_of(offset: int | RankIndex) -> tuple[int, ...]:
 def seen(queries: int, keys: int, offset: int) -> float:
     """The part of [queries, keys] that causal queries see."""
     pairs = 0.0
-    for first, start, end, triangle in bands(queries, keys, offset):
+    for first, start, end, triangle, _ in bands(queries, keys, offset):
         rows, columns = queries - first, end - start
         hidden = columns * (columns - 1) / 2 if triangle else 0.0
         pairs += rows * columns - hidden
@@ -62,19 +53,20 @@ KernelOf = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Attending], Kerne
 def forward(
     kernel_of: KernelOf, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Attending, offset: int
 ) -> Pair:
-    """Output and logsumexp; of queries that come before all keys, 0 and -inf."""
+    """Output and logsumexp; 0 and -inf of queries that come before all keys, or are of no document."""
     out, sums = results(query, value)
-    made: Pair | None = None
-    for band in bands(query.shape[-2], key.shape[-2], offset):
-        parts, part_call = _part(band, query, key, value, call)
-        of_band = kernel_of(*parts, part_call).forward(*parts, part_call)
-        made = of_band if made is None else joined(made, of_band)
-    seeing = made[0].shape[-2] if made is not None else 0
-    out[..., : query.shape[-2] - seeing, :].zero_()
-    sums[..., : query.shape[-2] - seeing].fill_(-math.inf)
-    if made is not None:
-        out[..., -seeing:, :].copy_(made[0])
-        sums[..., -seeing:].copy_(made[1])
+    out.zero_()
+    sums.fill_(-math.inf)
+    joins = False
+    for rows, _, operands, of_band in _parts(query, key, value, call, offset):
+        made = kernel_of(*operands, of_band).forward(*operands, of_band)
+        if call.documents and of_band.mask is not None:
+            made[1].masked_fill_(of_band.mask.amax(-1) == -math.inf, -math.inf)
+        elif joins:
+            made = joined((out[..., rows, :], sums[..., rows]), made)
+        out[..., rows, :], sums[..., rows] = made
+        joins = True
+        del made, of_band  # lest they are there beside those of the next band
     return out, sums
 
 
@@ -89,36 +81,42 @@ def backward(
     call: Attending,
     offset: int,
 ) -> Triple:
-    """The gradients of query, key and value: a sum over bands of the first, side by side of the others."""
-    of_query, of_key, of_value = gradients(query, key, value)
-    total = torch.zeros_like(of_query, dtype=wide(query.dtype))
-    of_key.zero_()
-    of_value.zero_()
-    for band in bands(query.shape[-2], key.shape[-2], offset):
-        parts, part_call = _part(band, query, key, value, call)
-        kernel = kernel_of(*parts, part_call)
-        rows = slice(band.first, None)
-        given = gradient[..., rows, :], *parts, out[..., rows, :], logsumexp[..., rows].contiguous()
-        made = kernel.backward(*given, part_call)
-        total[..., rows, :].add_(made[0])
-        for whole, of_band in zip((of_key, of_value), made[1:], strict=True):
-            whole[..., band.start : band.end, :].copy_(of_band)
-        del made, of_band  # lest they are there beside those of the next band
-    of_query.copy_(total)
+    """The gradients of query, key and value: sums over bands."""
+    of_all = gradients(query, key, value)
+    exact = wide(query.dtype)
+    dtypes = exact, *[exact if call.documents else key.dtype] * 2  # what is added to once needs no more
+    totals = [x.zero_().to(dtype) for x, dtype in zip(of_all, dtypes, strict=True)]
+    logsumexp = logsumexp.masked_fill(logsumexp == -math.inf, 0.0)
+    for rows, columns, operands, of_band in _parts(query, key, value, call, offset):
+        given = gradient[..., rows, :], *operands, out[..., rows, :], logsumexp[..., rows].contiguous()
+        made = kernel_of(*operands, of_band).backward(*given, of_band)
+        for total, cut, part in zip(totals, (rows, columns, columns), made, strict=True):
+            total[..., cut, :] += part
+        del made, part, of_band
+    of_query, of_key, of_value = (whole.copy_(total) for whole, total in zip(of_all, totals, strict=True))
     return of_query, of_key, of_value
 
 
-def _part(
-    band: Band, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Attending
-) -> tuple[Triple, Attending]:
-    """The operands of a band, and the call with the masks of it."""
-    columns = slice(band.start, band.end)
+def _parts(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Attending, offset: int
+) -> Iterator[tuple[slice, slice, Triple, Attending]]:
+    """Queries, keys, operands and the call of each band."""
+    sizes = query.shape[-2], key.shape[-2]
+    plain = ((band, None) for band in bands(*sizes, offset))
+    for band, hiding in masked_bands(query, key, call, offset) if call.documents else plain:
+        rows, columns = slice(band.first, band.last), slice(band.start, band.end)
+        mask, kept = (_cut(x, sizes, rows, columns) for x in (call.mask, call.kept))
+        if hiding is not None:
+            mask = hiding if mask is None else hiding + mask
+        of_band = replace(call, mask=mask, kept=kept, causal=band.triangle, documents=None)
+        del hiding, mask
+        yield rows, columns, (query[..., rows, :], key[..., columns, :], value[..., columns, :]), of_band
+        del of_band
 
-    def cut(mask: torch.Tensor | None) -> torch.Tensor | None:
-        if mask is None:
-            return None
-        mask = mask[..., band.first :, :] if mask.shape[-2] == query.shape[-2] else mask
-        return mask[..., columns] if mask.shape[-1] == key.shape[-2] else mask
 
-    operands = query[..., band.first :, :], key[..., columns, :], value[..., columns, :]
-    return operands, replace(call, mask=cut(call.mask), kept=cut(call.kept), causal=band.triangle)
+def _cut(mask: torch.Tensor | None, sizes: tuple[int, int], rows: slice, columns: slice) -> torch.Tensor | None:
+    """Parts of the last two dims where a mask has as many."""
+    if mask is None:
+        return None
+    mask = mask[..., rows, :] if mask.shape[-2] == sizes[0] else mask
+    return mask[..., columns] if mask.shape[-1] == sizes[1] else mask

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -9,15 +10,28 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
+class Band(NamedTuple):
+    """Queries `first` and later, up to `last`, see the keys from `start` to `end`: all of them, or those of a
+    `triangle`."""
+
+    first: int
+    start: int
+    end: int
+    triangle: bool
+    last: int | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attending:
-    """The arguments beside query, key and value. `kept_scale` multiplies the weights that `kept` keeps."""
+    """The arguments beside query, key and value. `kept_scale` multiplies the weights that `kept` keeps. Kernels are
+    given no documents: see `bands`."""
 
     mask: torch.Tensor | None = None
     kept: torch.Tensor | None = None
     causal: bool = False
     scale: float
     kept_scale: float = 1.0
+    documents: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

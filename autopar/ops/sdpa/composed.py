@@ -19,11 +19,15 @@ _SCORES = {"cpu": 1 << 19}
 _SCORES_MOST = 1 << 26
 
 
+def scores_at_a_time(device_type: str) -> int:
+    return _SCORES.get(device_type, _SCORES_MOST)
+
+
 def _at_a_time(shape: tuple[int, ...], key_heads: int, device_type: str) -> tuple[int, int]:
     """How many samples, and how many heads of keys, of scores [batch, heads, queries, keys] are computed at a time."""
     batch, heads, queries, keys = shape
     of_key_head = max(1, heads // key_heads * queries * keys)
-    most = _SCORES.get(device_type, _SCORES_MOST)
+    most = scores_at_a_time(device_type)
     chosen = min(key_heads, max(1, most // of_key_head))
     samples = max(1, most // (of_key_head * chosen)) if chosen == key_heads else 1
     return min(samples, batch), chosen

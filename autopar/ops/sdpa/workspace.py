@@ -7,7 +7,7 @@ import torch
 from autopar.ir.graph import TensorMeta
 from autopar.ir.program import RankIndex
 
-from . import composed, expected_kernel
+from . import composed, documents, expected_kernel
 from .bands import bands, offsets_of
 from .call import wide
 from .fused import ALIGNED, ALIGNED_BIAS, ALIGNED_SUMS, round_up
@@ -25,6 +25,8 @@ def workspace_bytes(
     offset: int | RankIndex = 0,
 ) -> int:
     """Of one call, from its local tensor operands in their order."""
+    if not (tensors[-1].dtype.is_floating_point or tensors[-1].dtype == torch.bool):
+        return _documents_bytes(tensors[:-2], device_type, backward=backward)
     of_kernel = _kernel_bytes(tensors, device_type, backward=backward, causal=causal)
     return of_kernel + (_bands_bytes(tensors, offsets_of(offset), backward=backward) if causal else 0)
 
@@ -59,6 +61,23 @@ def _kernel_bytes(tensors: Sequence[TensorMeta], device_type: str, *, backward: 
         return expanded + bias + max(passing - rows * (value_width * itemsize + 4), sums)
     results = (rows * width + key_rows * both) * itemsize
     return expanded + bias + max(passing - results, sums + _accumulated(query) + expanded)
+
+
+def _documents_bytes(tensors: Sequence[TensorMeta], device_type: str, *, backward: bool) -> int:
+    """Of a call with the numbers of documents, from its other operands, if its queries see all keys: the mask of those
+    that are computed at a time, twice for what it is made of, what a kernel has for all of them, and what it makes."""
+    given, masks = tensors[: 6 if backward else 3], tensors[6 if backward else 3 :]
+    query, key, value = given[1:4] if backward else given
+    batch, heads, queries, keys = *query.shape[:3], key.shape[2]
+    rows = documents.rows_at_a_time(batch, queries, keys, device_type)
+    kept = [x for x in masks if x.dtype == torch.bool]
+    heads = max([1, *(heads for x in masks[: len(masks) - len(kept)] if x.shape[1:2] == (heads,))])
+    mask = TensorMeta((batch, heads, rows, keys), query.dtype)
+    of_kernel = _kernel_bytes([*given, mask, *kept], device_type, backward=backward, causal=False)
+    made = query.bytes // query.shape[3] * (value.shape[3] + 2)
+    if backward:  # gradients, and sums of them in float32
+        made = (query.bytes + key.bytes + value.bytes) * (3 if query.dtype.itemsize < 4 else 1)
+    return 2 * mask.bytes + of_kernel + made
 
 
 def _bands_bytes(tensors: Sequence[TensorMeta], offsets: Sequence[int], *, backward: bool) -> int:
