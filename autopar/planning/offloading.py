@@ -11,18 +11,18 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from autopar.cluster.machine import Cluster
-from autopar.solve.problem import Infeasible
+from autopar.passes.space.problem import Assignment
+from autopar.solve.problem import Infeasible, Score
 
 from .plan import Plan
-from .repriced import repriced
 from .request import Request
+from .search import SearchResult
+from .searches import Searches
 from .shortfalls import fitting
-
-if TYPE_CHECKING:
-    from .planner import Planner
+from .steps import EXACT, Estimate, Steps
 
 logger = logging.getLogger("autopar")
 
@@ -34,6 +34,17 @@ TRIES = 8
 
 LEAST_MORE = 0.125
 """Of the amount before: whole values leave."""
+
+
+class OffloadPlanner(Protocol):
+    """What plans without offload, and describes an assignment with it."""
+
+    searches: Searches
+    steps: Steps
+
+    def limit(self, request: Request) -> float | None: ...
+    def assignment(self, plan: Plan) -> Assignment: ...
+    def describe(self, result: SearchResult, request: Request, estimate: Estimate) -> Plan: ...
 
 
 def check_offload(request: Request, cluster: Cluster, axis: str) -> None:
@@ -48,7 +59,7 @@ def check_offload(request: Request, cluster: Cluster, axis: str) -> None:
         raise ValueError(f"offload does not go with cost={request.cost!r}: leave one of them out")
 
 
-def offloading(planner: Planner, request: Request, attempt: Callable[[Request, float], Plan | None]) -> Plan:
+def offloading(planner: OffloadPlanner, request: Request, attempt: Callable[[Request, float], Plan | None]) -> Plan:
     """The shortest plan within the limit, with what the host holds or without. Raises `Infeasible` where nothing
     fits."""
     limit = planner.limit(request)
@@ -68,26 +79,32 @@ def offloading(planner: Planner, request: Request, attempt: Callable[[Request, f
             plans.append(attempt(replace(request, memory_limit_bytes=bound), math.inf) or free)
         except Infeasible as raised:
             logger.info("within %d bytes: %s", bound, raised)
-    by_device = request.memory_limit_bytes is None
     for plan in plans:
-        if (moved := _moved(planner, plan, limit)) is not None:
-            said = replace(moved, memory_limit_bytes=limit, memory_limit_from="device" if by_device else "given")
-            found.append(replace(said, headroom=request.free_part if by_device else 0.0, provenance=plan.provenance))
+        if (moved := _moved(planner, plan, request, limit)) is not None:
+            found.append(moved)
     if not found:
         assert error is not None
         raise error
     return min(found, key=lambda plan: plan.seconds)
 
 
-def _moved(planner: Planner, plan: Plan, limit: float) -> Plan | None:
+def _moved(planner: OffloadPlanner, plan: Plan, request: Request, limit: float) -> Plan | None:
     """The plan with so much on the host that it keeps the limit; None where all that can leave is not enough."""
-    moved = plan
+    assignment, size, peak = planner.assignment(plan), 0, plan.bytes
+    priced = planner.steps.account(assignment)
+    score = Score(seconds=priced.seconds, bytes=priced.bytes)
+    result = SearchResult(assignment=assignment, score=score, lower_bound=0.0, seconds=plan.solve_seconds)
     for _ in range(TRIES):
-        size = moved.offload_bytes + max(math.ceil(moved.bytes - limit), int(LEAST_MORE * moved.offload_bytes))
-        moved = repriced(planner, replace(plan, offload_bytes=size))
-        logger.info("%d bytes on the host: a step of %.3f ms, %d bytes", size, moved.seconds * 1e3, moved.bytes)
-        if moved.bytes <= limit:
-            return moved
         if size > plan.peak.activations:
             break
+        size += max(math.ceil(peak - limit), int(LEAST_MORE * size))
+        estimate = planner.steps.evaluate(assignment, EXACT, None, (plan.bucket_bytes,), size)
+        peak = estimate.peak.bytes
+        logger.info("%d bytes on the host: a step of %.3f ms, %d bytes", size, estimate.seconds * 1e3, peak)
+        if peak <= limit:
+            moved = replace(planner.describe(result, request, estimate), provenance=plan.provenance)
+            if request.memory_limit_bytes is not None:
+                return moved
+            usable = planner.searches.space.cluster.device.usable_bytes
+            return replace(moved, memory_limit_bytes=usable, memory_limit_from="device", headroom=request.free_part)
     return None
