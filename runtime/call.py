@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,9 +16,9 @@ from torch.distributed.tensor.placement_types import Placement
 from autopar.compat import calls
 from autopar.compat.calls import is_observed, receiver
 from autopar.compat.tensors import is_real, storage_span
-from autopar.compat.watching import hooks_gradient
+from autopar.compat.watching import hook_gradient, hooks_gradient
 from autopar.extensions import Plug, Table
-from autopar.ir.program import ProgramInput
+from autopar.ir.program import ProgramInput, ProgramOutput
 from autopar.passes.capture.errors import listed
 from autopar.passes.capture.source import presented
 
@@ -142,6 +143,8 @@ class _Call:
     """How what takes gradients was placed; None for a plain tensor."""
     read: tuple[int, ...] = ()
     """Which inputs backward reads in the memory that they have, of which `given` are what is kept."""
+    rewritten: tuple[tuple[ProgramOutput, torch.Tensor], ...] = ()
+    """What this call wrote of `State.reread`."""
     versions: tuple[Sequence[int], Sequence[int]] = ((), ())
     """Of these, and of what backward writes."""
     unasked: Collection[str] = ()
@@ -186,6 +189,7 @@ class _Call:
         with torch.no_grad():
             results, saved = state.shared.apart(results, saved)
             state.write_back(results, state.mutations)
+        self.rewritten = tuple((o, value) for index, o in state.reread if (value := results[index]) is not None)
         return results, saved
 
     def _run(self) -> tuple[tuple[torch.Tensor | None, ...], tuple[torch.Tensor, ...]]:
@@ -350,6 +354,12 @@ def _refuse_written(call: _Call) -> None:
                 f"{state.inputs[k].role} {state.inputs[k].target} was written between forward and backward, which "
                 f"reads it: call optimizer.step() and other writes after backward(), or call the module again first"
             )
+    for output, value in call.rewritten:
+        if not torch.equal(*state.held(output, value)):
+            raise ValueError(
+                f"{output.target}, which forward writes and backward reads, was written again since the call: run "
+                f"backward() on each call before the next one, or write the parameter outside of forward"
+            )
     if updated != call.versions[1]:
         raise ValueError(
             f"{listed([output.target for _, output in state.updates])}, which backward() writes, changed since the "
@@ -404,3 +414,19 @@ def _refuse_lost(
             f"pass parallelize a loss_fn= that takes the model's output and returns all of the loss, or detach() "
             f"what is not to be differentiated"
         )
+
+
+def refuse_gradients(state: State, results: Sequence[torch.Tensor]) -> None:
+    """Of a program without gradients: what forward enables them for within raises where one is asked for."""
+    if torch.is_grad_enabled() or state.carriers:
+        return
+    for path, result in zip(state.output_paths, results, strict=True):
+        if path in state.differentiable:
+            hook_gradient(result.requires_grad_(), [partial(_refuse_gradient, path)])
+
+
+def _refuse_gradient(path: str, _: torch.Tensor) -> None:
+    raise ValueError(
+        f"a gradient of {path} is asked for, which was computed where gradients are disabled and forward enables them "
+        f"itself: call the module without torch.no_grad(), or detach() what it returns"
+    )

@@ -181,8 +181,12 @@ class Modes:
             with torch.inference_mode(False), torch.set_grad_enabled(mode.gradients), cast:
                 args, kwargs = self._example(inputs, given)
                 captured = self._captured(args, kwargs, loss_fn)
+                # what forward differentiates for itself is told by a program of its own
+                enables = not mode.gradients and any(leaf.requires_grad for leaf in captured.output_leaves)
                 alike = (
-                    i for i, other in enumerate(earlier) if serves(other, captured) and self._keeps(other, captured)
+                    i
+                    for i, other in enumerate(earlier)
+                    if not enables and serves(other, captured) and self._keeps(other, captured)
                 )
                 serving = next(alike, None)
                 if serving is None:

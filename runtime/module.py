@@ -29,7 +29,7 @@ from autopar.passes.capture.captured import Captured
 from autopar.passes.capture.source import presented
 
 from .agreement import agreed, all_equal, digest, follow_world_timeout
-from .call import WATCHES, ProgramStep, Watch, prepared_call, unwatched
+from .call import WATCHES, ProgramStep, Watch, prepared_call, refuse_gradients, unwatched
 from .compiling import Inductor
 from .execute import Executable
 from .failures import alone
@@ -292,6 +292,7 @@ class ParallelModule(ValuesMixin, MirrorModule):
                 results = ProgramStep.apply(call, *call.differentiable)  # type: ignore[no-untyped-call]
             else:
                 results = state.outputs(call.forward()[0])
+                refuse_gradients(state, results)
                 handshake.settle()
             if call.check is not None:
                 pairs = zip(state.output_paths, results, strict=True)

@@ -17,6 +17,7 @@ from torch.distributed.tensor.placement_types import Placement
 from autopar.compat.distributed import dtensors_of, local_tensor
 from autopar.compat.outputs import Output, absent_output, split_output, unviewed
 from autopar.compat.redistributing import full_tensor, redistributed
+from autopar.ir.dataflow import derived
 from autopar.ir.layout import Replicate, is_chunked, is_even, local_shape, pad
 from autopar.ir.program import Program, ProgramInput, ProgramOutput
 from autopar.ir.randomness import keys
@@ -120,6 +121,14 @@ class State:
         self.output_paths = tuple(o.target for _, o in outputs)
         written = [(i, o) for i, o in enumerate(self.results) if o.role == "mutation" and o.name is not None]
         self.mutations = tuple(written)
+        owned = {i.target for i in program.inputs if i.role == "parameter"}
+        of_written = {
+            i: derived(program.forward, [str(o.name)], lambda node: bool(node.inputs))
+            for i, o in written
+            if o.target in owned
+        }
+        self.reread = tuple((i, o) for i, o in written if not of_written.get(i, set()).isdisjoint(program.saved))
+        """Parameters that forward writes, and backward reads so."""
         self.updates = tuple((i, o) for i, o in enumerate(self.gradient_outputs) if o.role == "update")
         """What backward writes."""
         self.constants = {name: t.detach().to(self.device) for name, t in captured.constants.items()}
@@ -207,10 +216,15 @@ class State:
         for index, o in written:
             value = results[index]
             assert value is not None
-            held = self.values[o.target]
-            if isinstance(held, DTensor):  # a parameter, of which each rank keeps its part
-                value, held = self.values.place(o.target).part(value), local_tensor(held)
+            held, value = self.held(o, value)
             held.copy_(value)
+
+    def held(self, output: ProgramOutput, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the rank keeps of a buffer or parameter, and of a value that replaces it."""
+        held = self.values[output.target]
+        if isinstance(held, DTensor):  # a parameter, of which each rank keeps its part
+            return local_tensor(held), self.values.place(output.target).part(value)
+        return held, value
 
     def outputs(self, values: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor, ...]:
         """What the caller sees of each output: replicated ones as they are, and others as `Output`s, or gathered."""

@@ -842,3 +842,61 @@ def test_gradients_that_forward_leaves_disabled() -> None:
     with pytest.raises(CaptureError, match="leaves gradients disabled"):
         capture(Leaving(), (torch.zeros(2, 4),))
     assert torch.is_grad_enabled()
+
+
+class Shrinking(nn.Module):
+    """Writes its weight before it multiplies with it."""
+
+    def __init__(self, by: float) -> None:
+        super().__init__()
+        self.first, self.second, self.by = nn.Linear(4, 4), nn.Linear(4, 4), by
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        self.second.weight.data.mul_(self.by)
+        return self.second(h).square().mean()
+
+
+@pytest.mark.parametrize("by", [0.9, 1.0])
+def test_a_parameter_that_is_written_again_before_backward_is_refused_where_that_changes_it(by: float) -> None:
+    """Eager's backward of the first call reads what the second one wrote."""
+    with one_rank():
+        mesh, x = init_device_mesh("cpu", (1,), mesh_dim_names=("a",)), torch.randn(3, 4)
+        model = Shrinking(by)
+        module = autopar.parallelize(copy.deepcopy(model), mesh, (x,))
+        module(x).backward()  # one after the other is as in eager
+        model(x).backward()
+        module.zero_grad(), model.zero_grad()
+        loss = module(x) + module(x).detach()
+        if by != 1:
+            with pytest.raises(ValueError, match=r"second\.weight, which forward writes and backward reads, was"):
+                loss.backward()
+            return
+        loss.backward()
+        (model(x) + model(x).detach()).backward()
+        for p, q in zip(module.parameters(), model.parameters(), strict=True):
+            assert torch.allclose(p.grad.full_tensor(), q.grad)
+
+
+class Enabling(nn.Linear):
+    """Has gradients whatever the caller says."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch.set_grad_enabled(True)
+        return super().forward(x).square().mean()
+
+
+def test_a_gradient_that_forward_enables_under_no_grad_is_refused_where_it_is_asked_for() -> None:
+    with one_rank():
+        mesh, x = init_device_mesh("cpu", (1,), mesh_dim_names=("a",)), torch.randn(3, 4)
+        model = Enabling(4, 4)
+        module = autopar.parallelize(copy.deepcopy(model), mesh, (x,))
+        with torch.no_grad():
+            before = module(x)
+            assert torch.allclose(before, model(x))
+        loss = module(x) * before.detach()
+        loss.backward()
+        with pytest.raises(
+            ValueError, match=r"a gradient of output is asked for.*call the module without torch.no_gra"
+        ):
+            (module(x) * before).backward()
