@@ -20,7 +20,7 @@ Typed = Annotated[str | int | float, Meta(description="a text or a number, as th
 
 _OPTIONS: Mapping[str, Any] = {
     **{
-        option.flag_of(name)[2:]: Typed
+        option.flag_of(name)[2:]: bool if option.typed is bool else Typed
         for record in (Request, Source)
         for field, option in options_of(record).items()
         for name in option.parts or (field,)
@@ -47,11 +47,15 @@ def configured(command: str, options: Collection[str], typed: Sequence[str]) -> 
     with reading(str(FILE), "correct it, or move it away"):
         values: dict[str, Any] = read(Options, toml_of(text_of(FILE)))
     kept = {key: value for key, value in values.items() if key in options and key not in given}
-    return [word for key, value in kept.items() for text in _texts(key, value) for word in (f"--{key}", text)]
+    words = ((f"--{key}", text) for key, value in kept.items() for text in _texts(key, value))
+    return [word for pair in words for word in pair if word]
 
 
 def _texts(key: str, value: Any) -> list[str]:
-    """A value as it is typed: of the table `set` and of the list `pin`, several."""
+    """A value as it is typed: of the table `set` and of the list `pin`, several; of a switch nothing, once if it is
+    on."""
+    if isinstance(value, bool):
+        return [""] * value
     if key == "set":
         return [f"{k}={v if isinstance(v, str) else json.dumps(v, default=str)}" for k, v in value.items()]
     items = [f"{axis}={size}" for axis, size in value.items()] if isinstance(value, Mapping) else value

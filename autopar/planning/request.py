@@ -440,6 +440,7 @@ class Request:
             "the limit.",
             kinds=(bool,),
             give="True (the planner may send to the host what is kept for backward) or False",
+            typed=bool,
         ),
     )
     micro_batches: int | Literal["auto"] = field(

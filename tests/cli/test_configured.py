@@ -46,6 +46,16 @@ def test_the_file_says_what_is_not_typed(folder: Path, monkeypatch: pytest.Monke
     assert plan.provenance is not None and plan.provenance.items == 2 * 16 and plan.training.micro_batches == 2
 
 
+@pytest.mark.parametrize("on", ["true", "false"])
+def test_a_switch_is_on_or_off(folder: Path, on: str) -> None:
+    (folder / "autopar.toml").write_text(f'cluster = "dgx-h100"\nmesh = "dp=2"\noffload = {on}\n')
+    done = autopar_("plan", "tower:build", "--batch", "8", "--out", "plan.json")
+    assert done.exit_code == 0, done.output
+    assert ("--offload" in done.stderr) == (on == "true")
+    typed = autopar_("plan", "tower:build", "--batch", "8", "--cluster", "v100-nvlink", "--offload")
+    assert typed.exit_code == 2 and "host_bytes_per_second" in typed.output + typed.stderr
+
+
 def test_the_command_line_wins(folder: Path) -> None:
     (folder / "autopar.toml").write_text(FILE)
     done = autopar_(
