@@ -20,25 +20,25 @@ from .placements import held_indices, is_strided
 T = TypeVar("T")
 
 
-class Run(NamedTuple):
+class IndexRange(NamedTuple):
     """`size` indices of a dim from `first` on, which lie at `local` in what a rank holds."""
 
     first: int
     size: int
     local: int
 
-    def overlap(self, other: Run) -> Run:
+    def overlap(self, other: IndexRange) -> IndexRange:
         """Those of these indices that another run has too: none, maybe."""
         first = max(self.first, other.first)
         size = min(self.first + self.size, other.first + other.size) - first
-        return Run(first, max(0, size), self.local + first - self.first)
+        return IndexRange(first, max(0, size), self.local + first - self.first)
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
     """Elements of a global tensor: those of a run of indices of each dim."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[IndexRange, ...]
 
     @property
     def offsets(self) -> Shape:
@@ -62,13 +62,13 @@ class Box:
 
     def overlap(self, other: Box) -> Box:
         """Those of these elements that another box has too: none, maybe."""
-        return Box(tuple(map(Run.overlap, self.runs, other.runs)))
+        return Box(tuple(map(IndexRange.overlap, self.runs, other.runs)))
 
     def part(self, number: int, of: int) -> Box:
         """One of so many parts of the longest dim, which differ by an index at most."""
         dim, (first, size, local) = max(enumerate(self.runs), key=lambda run: run[1].size)
         begin, end = size * number // of, size * (number + 1) // of
-        return Box(changed(self.runs, dim, Run(first + begin, end - begin, local + begin)))
+        return Box(changed(self.runs, dim, IndexRange(first + begin, end - begin, local + begin)))
 
 
 def changed(each: tuple[T, ...], dim: int, other: T) -> tuple[T, ...]:
@@ -97,20 +97,20 @@ def scattered(tensor: DTensor) -> list[Part]:
     return [(box.offsets, box.sizes, box.of(local_tensor(tensor))) for box in map(Box, itertools.product(*runs))]
 
 
-def _runs(size: int, dim: int, layout: Layout, mesh: Shape, coordinate: Shape) -> list[Run]:
+def _runs(size: int, dim: int, layout: Layout, mesh: Shape, coordinate: Shape) -> list[IndexRange]:
     """The indices of a dim that a rank holds."""
     if not any(isinstance(p, Split) and p.dim == dim for p in layout):
-        return [Run(0, size, 0)] if size else []
+        return [IndexRange(0, size, 0)] if size else []
     held = held_indices(size, dim, layout, mesh, coordinate)
     return _in_a_row(held[held >= 0])
 
 
-def _in_a_row(indices: torch.Tensor) -> list[Run]:
+def _in_a_row(indices: torch.Tensor) -> list[IndexRange]:
     if not len(indices):
         return []
     breaks = (torch.diff(indices) != 1).nonzero().flatten() + 1
     starts = [0, *breaks.tolist(), len(indices)]
-    return [Run(int(indices[a]), b - a, a) for a, b in itertools.pairwise(starts)]
+    return [IndexRange(int(indices[a]), b - a, a) for a, b in itertools.pairwise(starts)]
 
 
 def is_owner(number: int, layout: Layout, mesh: Shape, coordinate: Shape) -> bool:

@@ -74,21 +74,21 @@ def load(folder: str | Path, *parts: Any) -> int:
     return 0
 
 
-class Way(NamedTuple):
+class Stateful(NamedTuple):
     """How the state of a part is got, and how one is put into it, as `torch.distributed.checkpoint` calls them."""
 
     state_dict: Callable[[], Any]
     load_state_dict: Callable[[Any], object]
 
 
-def of_optimizer(module: ParallelModule, optimizer: torch.optim.Optimizer) -> Way:
+def of_optimizer(module: ParallelModule, optimizer: torch.optim.Optimizer) -> Stateful:
     """States by the names of the module's parameters."""
-    return Way(
+    return Stateful(
         partial(get_optimizer_state_dict, module, optimizer), partial(set_optimizer_state_dict, module, optimizer)
     )
 
 
-def by_ranks(what: str, module: ParallelModule, ways: dict[str, Way], path: Path) -> None:
+def by_ranks(what: str, module: ParallelModule, ways: dict[str, Stateful], path: Path) -> None:
     """Have PyTorch "save" states to a folder or "load" them, on all ranks of the module, by their group on the hosts.
     Raises ValueError, on all, where any of them cannot."""
     channel = module._state.module.handshake.channel
@@ -105,7 +105,7 @@ def by_ranks(what: str, module: ParallelModule, ways: dict[str, Way], path: Path
             ) from error
 
 
-def _ways(parts: Sequence[Any]) -> tuple[list[ParallelModule], dict[str, Way]]:
+def _ways(parts: Sequence[Any]) -> tuple[list[ParallelModule], dict[str, Stateful]]:
     """The modules among parts, and the ways of all. Raises ValueError for parts that have no state, or none yet."""
     modules = [part for part in parts if isinstance(part, ParallelModule)]
     if not modules:
@@ -116,14 +116,14 @@ def _ways(parts: Sequence[Any]) -> tuple[list[ParallelModule], dict[str, Way]]:
             f"the optimizer after that"
         )
     owners = {parameter: module for module in modules for parameter in module.parameters()}
-    ways = {"random": _pickled(Way(random_states, draw_from))}
+    ways = {"random": _pickled(Stateful(random_states, draw_from))}
     for part in parts:
         if not hasattr(part, "load_state_dict"):
             raise ValueError(f"{part!r:.80} has no load_state_dict: leave it out, or give it that and state_dict")
         stepped = {owners.get(p) for group in getattr(part, "param_groups", ()) for p in group["params"]}
         kind, way = "other", _pickled(part)
         if isinstance(part, torch.nn.Module):
-            kind, way = "model", Way(part.state_dict, part.load_state_dict)
+            kind, way = "model", Stateful(part.state_dict, part.load_state_dict)
         elif len(stepped) == 1 and (owner := stepped.pop()) is not None:
             kind, way = "optimizer", of_optimizer(owner, part)
         number = sum(name.startswith(kind) for name in ways)
@@ -131,7 +131,7 @@ def _ways(parts: Sequence[Any]) -> tuple[list[ParallelModule], dict[str, Way]]:
     return modules, ways
 
 
-def _pickled(part: Any) -> Way:
+def _pickled(part: Any) -> Stateful:
     """The state of what is no model's, as bytes: PyTorch would take tables apart, and make others of them."""
 
     def state() -> bytes:
@@ -143,7 +143,7 @@ def _pickled(part: Any) -> Way:
             )
         return pickle.dumps(tree_map_only(torch.Tensor, torch.Tensor.cpu, held))
 
-    return Way(state, lambda held: part.load_state_dict(pickle.loads(held)))
+    return Stateful(state, lambda held: part.load_state_dict(pickle.loads(held)))
 
 
 def random_states() -> tuple[Any, ...]:

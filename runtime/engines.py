@@ -24,7 +24,7 @@ import torch
 from autopar.ir.layout import Shape
 from autopar.passes.capture.errors import listed
 
-from .boxes import Box, Run, changed
+from .boxes import Box, IndexRange, changed
 
 VLLM = """
     model.embed_tokens.weight                0  model.embed_tokens.weight%64
@@ -99,8 +99,8 @@ def engine_tensors(layout: str, tensors: Mapping[str, torch.Tensor], width: int,
                 for rank, mine in enumerate(boxes):
                     begin = rank // copies * share
                     if begin < size:
-                        whole = tuple(Run(0, n, 0) for n in shape)
-                        run = Run(int(number or 0) * size + begin, min(share, size - begin), held)
+                        whole = tuple(IndexRange(0, n, 0) for n in shape)
+                        run = IndexRange(int(number or 0) * size + begin, min(share, size - begin), held)
                         mine.append((source, Box(changed(whole, dim, run))))
                 held += share
             yield EngineTensor(name, changed(shape, dim, held), sources, boxes)

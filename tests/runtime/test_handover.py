@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar.ir.layout import Layout, Replicate, Shape, Split
-from autopar.runtime.boxes import Box, Run, boxes
+from autopar.runtime.boxes import Box, IndexRange, boxes
 from autopar.runtime.engines import VLLM, VLLM_EXPERTS, engine_tensors
 from autopar.runtime.handover import buckets
 from autopar.runtime.memory import Alive
@@ -306,7 +306,7 @@ def test_pieces_put_together_what_ranks_want(data: st.DataObject) -> None:
 
 def test_copies_are_sent_by_turns() -> None:
     """Four ranks hold halves of a tensor, two ranks each; each wants the other half."""
-    whole = Box((Run(0, 8, 0),))
+    whole = Box((IndexRange(0, 8, 0),))
     halves = [[whole.part(rank % 2, 2)] for rank in range(4)]
     program = pieces([(rank, rank, "x", whole) for rank in range(4)], {"x": halves})
     assert Counter(p.sender for p in program if p.sender != p.home) == Counter(range(4))
