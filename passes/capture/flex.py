@@ -69,12 +69,13 @@ def _attended(
 
 def flexible() -> contextlib.AbstractContextManager[None]:
     """Within it `flex_attention` is `scaled_dot_product_attention`, and raises CaptureError for what that cannot do."""
-    return patched(
-        flex,
-        **{name: _shown(getattr(flex, name)) for name in _MAKERS},
-        flex_attention_hop=_attended,
-        setup_compilation_env=contextlib.nullcontext,
-        _apply_kernel_options=_options,
-        _validate_device=lambda *_: None,  # eager has no backward on a CPU
-        _FLEX_ATTENTION_DISABLE_COMPILE_DEBUG=True,
-    )
+    parts = {
+        "flex_attention_hop": _attended,
+        "setup_compilation_env": contextlib.nullcontext,
+        "_apply_kernel_options": _options,
+        "_validate_device": lambda *_: None,  # eager has no backward on a CPU
+        "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True,
+    }
+    made = {name: _shown(getattr(flex, name)) for name in _MAKERS if hasattr(flex, name)}
+    # of a version of torch that lacks one, calls are torch's own, and a block mask is refused
+    return patched(flex, **{name: part for name, part in parts.items() if hasattr(flex, name)}, **made)

@@ -7,6 +7,7 @@ does not say the rate of its link, copies take none.
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -88,7 +89,7 @@ def _able(program: Program, target: Target) -> dict[str, int]:
     outside = {i.name for i in program.inputs} | {o.name for o in program.outputs if o.name}
     saved = [memory.storages[name][0] for name in program.saved]
     held = {memory.storages[name][0] for name in outside if name in memory.storages}
-    held |= {storage for storage in saved if saved.count(storage) > 1}
+    held |= {storage for storage, count in Counter(saved).items() if count > 1}
     able: dict[str, int] = {}
     kept = {*program.saved} - outside - program.uneven
     for name in (name for node in program.forward for name in node.outputs if name in kept):
