@@ -358,7 +358,7 @@ def _refuse_written(call: _Call) -> None:
         if not torch.equal(*state.held(output, value)):
             raise ValueError(
                 f"{output.target}, which forward writes and backward reads, was written again since the call: run "
-                f"backward() on each call before the next one, or write the parameter outside of forward"
+                f"backward() on each call before the next one, or write it outside of forward"
             )
     if updated != call.versions[1]:
         raise ValueError(

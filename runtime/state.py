@@ -17,7 +17,6 @@ from torch.distributed.tensor.placement_types import Placement
 from autopar.compat.distributed import dtensors_of, local_tensor
 from autopar.compat.outputs import Output, absent_output, split_output, unviewed
 from autopar.compat.redistributing import full_tensor, redistributed
-from autopar.ir.dataflow import derived
 from autopar.ir.layout import Replicate, is_chunked, is_even, local_shape, pad
 from autopar.ir.program import Program, ProgramInput, ProgramOutput
 from autopar.ir.randomness import keys
@@ -121,14 +120,8 @@ class State:
         self.output_paths = tuple(o.target for _, o in outputs)
         written = [(i, o) for i, o in enumerate(self.results) if o.role == "mutation" and o.name is not None]
         self.mutations = tuple(written)
-        owned = {i.target for i in program.inputs if i.role == "parameter"}
-        of_written = {
-            i: derived(program.forward, [str(o.name)], lambda node: bool(node.inputs))
-            for i, o in written
-            if o.target in owned
-        }
-        self.reread = tuple((i, o) for i, o in written if not of_written.get(i, set()).isdisjoint(program.saved))
-        """Parameters that forward writes, and backward reads so."""
+        self.reread = tuple((i, o) for i, o in written if o.target in captured.reread)
+        """Parameters and buffers that forward writes in place, and backward reads so."""
         self.updates = tuple((i, o) for i, o in enumerate(self.gradient_outputs) if o.role == "update")
         """What backward writes."""
         self.constants = {name: t.detach().to(self.device) for name, t in captured.constants.items()}

@@ -31,7 +31,8 @@ class Captured:
     Python read while the model was traced. `pinned` is what Python read of the values of inputs: the graph is the step
     of calls in which that comes out the same. `checkpoints` counts the calls of `torch.utils.checkpoint`. `early` names
     what forward gives gradients by a `backward()` of its own, `late` what a function's backward gives gradients so, and
-    `hooked` the parameters whose gradients hooks see. `precision` says what is cast.
+    `hooked` the parameters whose gradients hooks see. `reread` names what forward writes and backward reads in
+    the model's own memory. `precision` says what is cast.
     """
 
     graph: JointGraph
@@ -51,6 +52,7 @@ class Captured:
     early: tuple[str, ...] = ()
     late: tuple[str, ...] = ()
     hooked: tuple[str, ...] = ()
+    reread: frozenset[str] = frozenset()
     precision: Precision = AS_IS
 
     def bind(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> dict[str, torch.Tensor]:

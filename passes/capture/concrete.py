@@ -108,6 +108,7 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
         """Lines that ask how a tensor lies in memory, and what they ask last."""
         self.paths: dict[str, str] = {}  # name of an input -> path
         self._inputs: dict[int, str] = {}  # memory of an input -> path
+        self._views: dict[int, torch.Tensor] = {}  # memory of a view of a constant
         self._origins: dict[int, Origin] = {}  # by autograd's number
         self._sequences = 0
         self._concrete: set[str] = set()
@@ -171,6 +172,7 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
         if node is None:
             return result
         names = [name for name in node.outputs if name]
+        self._note_views(func, node)
         if kind.is_determined and self.of_data.keys().isdisjoint(names) and all(map(self._is_known, node.inputs)):
             self._concrete.update(names)
         elif kind.writes:
@@ -178,9 +180,18 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
             self._concrete = {name for name in self._concrete if self.values[name].memory not in written}
         return result
 
+    def _note_views(self, func: Any, node: Node) -> None:
+        """Takes note of what lies in a constant's memory."""
+        if not kind_of(func).is_operator or not func.is_view:
+            return
+        for x in (self.constants[name] for name in node.inputs if name in self.constants):
+            if not kind_of(func).lifts or not x.untyped_storage().resizable():  # an array's memory, which is not fresh
+                self._views.update((self.values[name].memory, x) for name in node.outputs)
+
     def _refuse_write(self, tensor: torch.Tensor, path: str | None) -> None:
-        if is_real(tensor):
-            refuse(WRITING_CONSTANTS, name=self.name_of(tensor))
+        constant = tensor if is_real(tensor) else self._views.get(memory_of(tensor))
+        if constant is not None:
+            refuse(WRITING_CONSTANTS, name=self.name_of(constant))
         if path is not None:
             refuse(WRITING_INPUTS, name=path)
 

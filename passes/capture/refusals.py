@@ -178,7 +178,8 @@ ADDRESSING = (
 )
 WRITING_CONSTANTS = (
     "forward writes {name} in place, which is no buffer of the model: capture changes nothing, and a program writes "
-    "buffers alone. Make it a buffer (register_buffer, persistent=False if no checkpoint is to hold it){line}"
+    "buffers alone. Make it a buffer (register_buffer, persistent=False if no checkpoint is to hold it), or write a "
+    "copy (clone()){line}"
 )
 WRITING_INPUTS = (
     "forward writes input {name} in place{line}, which a program does not do: write a copy (clone()), or make it a "

@@ -11,7 +11,7 @@ captured on a laptop, and the user's own model is only read.
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,8 +24,9 @@ from autopar.compat.neutral import neutral, without_autocast
 from autopar.compat.quick_fakes import quick_fakes
 from autopar.compat.recording import followed, function_modes
 from autopar.compat.tensors import memory_of
+from autopar.ir.dataflow import reached, viewed
 from autopar.ir.garbage import uncollected
-from autopar.ir.graph import JointGraph
+from autopar.ir.graph import JointGraph, Node, overload
 from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.tree import flatten
 
@@ -128,8 +129,10 @@ def _capture(
     )
     witness = Witness(step.model, loss_fn)
     watched = _WatchedStep(step, here, witness)
+    before = step.held()
     try:
         first, recorder, functional = watched.twice()
+        in_place = {name for name, tensor in step.held().items() if tensor is before.get(name)}
         targets = witness.paths_of(recorder.constants, taken={i.target for i in first.inputs})
         graph = first.graph(functional, targets)
         read = {i.target for i in graph.inputs}
@@ -193,8 +196,25 @@ def _capture(
         early=tuple(first.early),
         late=watched.late,
         hooked=tuple(name for name, hooks in gradient_hooks(model).items() if hooks),
+        reread=_reread(graph, in_place),
         precision=precision,
     )
+
+
+def _reread(graph: JointGraph, in_place: Collection[str]) -> frozenset[str]:
+    """Which of the parameters and buffers that forward writes in place backward reads in their memory."""
+    backward = {name for node in graph.nodes if node.backward for name in node.inputs}
+    return frozenset(
+        o.target
+        for o in graph.outputs
+        if o.role == "mutation" and o.name is not None and o.target in in_place
+        if backward & reached(graph.nodes, [viewed(graph, o.name, _is_view)[0]], _is_view)
+    )
+
+
+def _is_view(node: Node) -> bool:
+    """Whether what a node makes lies in the memory of what it reads."""
+    return getattr(overload(node.op), "is_view", False)
 
 
 class _WatchedStep:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -876,6 +877,78 @@ def test_a_parameter_that_is_written_again_before_backward_is_refused_where_that
         (model(x) + model(x).detach()).backward()
         for p, q in zip(module.parameters(), model.parameters(), strict=True):
             assert torch.allclose(p.grad.full_tensor(), q.grad)
+
+
+class Averaging(nn.Module):
+    """Keeps a buffer that its gradients read."""
+
+    def __init__(self, write: Callable[[nn.Module], Any]) -> None:
+        super().__init__()
+        self.linear, self.write = nn.Linear(4, 4), write
+        self.register_buffer("scale", torch.rand(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.write(self)
+        return (self.linear(x) * self.scale).square().mean() + (x * (self.scale * 2)).mean()
+
+
+@pytest.mark.parametrize(
+    ("write", "refused"),
+    [
+        (lambda module: module.scale.data.mul_(0.9), True),
+        (lambda module: setattr(module.scale, "data", module.scale * 0.9), True),
+        (lambda module: module.scale.data.view(2, 2)[0].add_(1), True),
+        (lambda module: module.scale.data.clamp_(-2, 2), False),
+        (lambda module: setattr(module, "scale", module.scale * 0.9), False),  # eager keeps the first one
+    ],
+)
+def test_a_buffer_that_is_written_again_before_backward_is_refused_where_that_changes_it(
+    write: Callable[[nn.Module], Any], refused: bool
+) -> None:
+    with one_rank():
+        mesh, model = init_device_mesh("cpu", (1,), mesh_dim_names=("a",)), Averaging(write)
+        x, y = torch.randn(2, 3, 4)
+        module = autopar.parallelize(copy.deepcopy(model), mesh, (x,))
+        loss = module(x) + module(y)
+        if refused:
+            with pytest.raises(ValueError, match="scale, which forward writes and backward reads, was written again"):
+                loss.backward()
+            return
+        loss.backward()
+        (model(x) + model(y)).backward()
+        for p, q in zip(module.parameters(), model.parameters(), strict=True):
+            assert torch.allclose(p.grad.full_tensor(), q.grad)
+
+
+class Noting(nn.Module):
+    """Keeps numbers in what is no buffer."""
+
+    def __init__(self, write: Callable[[nn.Module], Any]) -> None:
+        super().__init__()
+        self.linear, self.write = nn.Linear(4, 4), write
+        self.note, self.array = torch.ones(4), numpy.ones(4, dtype=numpy.float32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.write(self)
+        return self.linear(x) * self.note + torch.from_numpy(self.array)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda module: module.note.mul_(0.9),
+        lambda module: module.note.data.mul_(0.9),
+        lambda module: module.note.detach().view(2, 2)[0].add_(1),
+        lambda module: module.note.unsqueeze(0).data.t()[1:].copy_(torch.zeros(3, 1)),
+        lambda module: torch.from_numpy(module.array).mul_(2),
+        lambda module: torch.as_tensor(module.array)[1:].mul_(2),
+    ],
+)
+def test_a_write_through_a_view_of_what_is_no_buffer_is_refused(write: Callable[[nn.Module], Any]) -> None:
+    with pytest.raises(CaptureError, match="in place, which is no buffer of the model"):
+        capture(Noting(write), (torch.randn(3, 4),))
+    module = Noting(lambda module: torch.as_tensor(module.array.tolist()).mul_(2))  # what forward makes is its own
+    assert capture(module, (torch.randn(3, 4),)).graph.nodes
 
 
 class Enabling(nn.Linear):

@@ -351,6 +351,56 @@ if self.training:
 {y} = {x} / (self.b{n} + 1)
 """)
 
+PYTHON("a buffer is written behind autograd's back", 3, """
+--init
+self.register_buffer("b{n}", torch.ones({w}))
+--forward
+self.b{n}.{data.mul_(0.9)|detach().add_(0.1)|data.copy_({x}.detach().flatten(0, -2).mean(0))|data[0] = 0.5|data.view(-1)[::2].mul_(2)}
+{y} = {x} * self.b{n}
+""", """
+--init
+self.register_buffer("b{n}", torch.ones({w}))
+--forward
+{y} = {x} * self.b{n}
+self.b{n}.{data.mul_(0.9)|detach().add_(0.1)|data.copy_({x}.detach().flatten(0, -2).mean(0))}
+""")
+
+PYTHON("a tensor that is no buffer is written", 4, """
+--init
+self.t{n} = torch.ones({w})
+--forward
+self.t{n}.{data.mul_(0.9)|detach().add_(0.1)|view(-1)[::2].mul_(2)|mul_(0.9)|data.copy_({x}.detach().flatten(0, -2).mean(0))|data[0] = 0.5|unsqueeze(0).add_(1)|expand(2, {w})[0].mul_(0.5)}
+{y} = {x} * self.t{n}
+""", """
+--init
+self.t{n} = [torch.ones({w}), {"a": torch.ones({w}).numpy()}]
+--forward
+{self.t{n}[0].data.mul_(0.9)|torch.from_numpy(self.t{n}[1]["a"])[:1].add_(1)|self.t{n}[0][0] = 2|torch.as_tensor(self.t{n}[1]["a"]).view(1, -1).mul_(2)}
+{y} = {x} * self.t{n}[0] + torch.from_numpy(self.t{n}[1]["a"])
+""", """
+--top
+T{n} = torch.ones({w})
+def f{n}(a, held=torch.ones({w})):
+    {held|T{n}}.{data.mul_(0.9)|view(-1)[0].add_(1)|detach()[0] = 3}
+    return a * held + T{n}
+--forward
+{y} = f{n}({x})
+""", """
+--init
+self.register_buffer("b{n}", torch.ones({w}))
+self.v{n} = self.b{n}{[:1]|.data|.view(1, -1)}
+--forward
+self.{v{n}|b{n}}.{data|detach()|view(-1)}.mul_(0.9)
+{y} = {x} * self.b{n} + self.v{n}
+""", """
+--init
+self.l{n} = nn.Linear({w}, {w})
+self.v{n} = self.l{n}.{weight|bias}.{data|detach()}
+--forward
+{self.v{n}.mul_(0.9)|self.v{n}[0].data.add_(0.1)|pass}
+{y} = self.l{n}({x}) + self.v{n}{[0]|}.sum()
+""")
+
 PYTHON("a queue in a buffer", 2, """
 --init
 self.register_buffer("b{n}", torch.randn(4, {w}))
