@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from autopar.runtime.checkpoints import load, save
     from autopar.runtime.clip import clip_grad_norm_
     from autopar.runtime.fx import graph_module
+    from autopar.runtime.host_states import states_on_host
     from autopar.runtime.metrics import Metrics
     from autopar.runtime.padding import Padding
     from autopar.solve.schedules import Scheduler, register_schedule
@@ -58,6 +59,7 @@ MODULES = {
     "autopar.runtime.checkpoints": ("load", "save"),
     "autopar.runtime.clip": ("clip_grad_norm_",),
     "autopar.runtime.fx": ("graph_module",),
+    "autopar.runtime.host_states": ("states_on_host",),
     "autopar.runtime.metrics": ("Metrics",),
     "autopar.runtime.padding": ("Padding",),
     "autopar.solve.schedules": ("Scheduler", "register_schedule"),
@@ -123,4 +125,5 @@ __all__ = [
     "save",
     "save_report",
     "simulate",
+    "states_on_host",
 ]

@@ -81,8 +81,9 @@ def plan(
     the limit is the memory of the cluster's devices less their reserve, or none if the cluster does not say what memory
     they have (as "local" does not); `math.inf` lifts it. Of that memory the plan leaves the part `headroom` free
     (None: 0.05); a limit in bytes is used up to the last one. The peak includes the states of the `optimizer`: "adamw",
-    "adamw_fp32" (float32 moments, and float32 weights beside narrower ones), "sgd", "sgd_momentum", or a number of
-    bytes per element of a parameter. `constraints` pins placements of parameters and inputs, and keeps modules off an
+    "adamw_fp32" (float32 moments, and float32 weights beside narrower ones), "adamw_on_host" and "adamw_fp32_on_host"
+    (in the host's memory between steps, see `autopar.states_on_host`), "sgd", "sgd_momentum", or a number of bytes per
+    element of a parameter. `constraints` pins placements of parameters and inputs, and keeps modules off an
     axis: `{"lm_head.weight": {"tp": "S(0)"}, "model.layers.*.mlp": {"dp": "R"}}` (see `autopar.planning.constraints`).
 
     `recompute` says what backward makes again instead of keeping it: "auto" leaves it to the planner, which recomputes

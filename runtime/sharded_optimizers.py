@@ -37,6 +37,9 @@ OPTIMIZERS = Table("optimizer", Plug)
 NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 """States that are one number for a parameter, not one for each of its elements."""
 
+_LOCAL = "_local"
+"""The attribute of an optimizer that is its `Local`."""
+
 NONE: dict[str, Any] = {}
 """The states of what has none."""
 
@@ -76,7 +79,7 @@ def loss_of(closure: Callable[[], Any] | None) -> Any:
 @contextmanager
 def held_locally(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Within it, the optimizer has local tensors in the place of DTensors: parameters, gradients and states."""
-    local: Local = vars(optimizer).setdefault("_local", Local())
+    local: Local = vars(optimizer).setdefault(_LOCAL, Local())
     groups, states = optimizer.param_groups, optimizer.state
     given = [group["params"] for group in groups]
     held = local.of(given)
@@ -99,6 +102,11 @@ def held_locally(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         torch.autograd.graph.increment_version(written)  # of which DTensors do not learn
         for twin in local.twins.values():
             twin.give_back(states)
+
+
+def forget(optimizer: torch.optim.Optimizer) -> None:
+    """Lets go of what this rank holds of states, which others take the place of."""
+    vars(optimizer).pop(_LOCAL, None)
 
 
 class Local:

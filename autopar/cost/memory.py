@@ -158,7 +158,7 @@ class _TrainingStep:
         copied = self._copied(gradients)
         self._sort(outputs, [g for g, is_copied in zip(gradients, copied, strict=True) if not is_copied])
 
-        self.alive["optimizer"] = self._optimizer_bytes()
+        self.alive["optimizer"] = self._of_trained(self.optimizer.bytes)
         self._hold(given)  # by the module and the caller
         self._hold(given)
         self._drop(unread)
@@ -181,11 +181,12 @@ class _TrainingStep:
                 self._drop([name] if not left[name] else [])
         self._drop(tangents)
         parameters = [memory.bytes[memory.storages[i.name][0]] for i in program.inputs if i.role == "parameter"]
+        self.alive["optimizer"] += self._of_trained(self.optimizer.brought_bytes)
         self._look("optimizer step", self.optimizer.copies * max(parameters, default=0))
 
-    def _optimizer_bytes(self) -> int:
+    def _of_trained(self, size: Callable[[TensorMeta], int]) -> int:
         return sum(
-            self.optimizer.bytes(local_meta(i.meta, i.layout, self.program.mesh))
+            size(local_meta(i.meta, i.layout, self.program.mesh))
             for i in self.program.inputs
             if i.role == "parameter" and i.target in self.program.trained
         )

@@ -1,7 +1,9 @@
 """Optimizers: what each keeps of a parameter, and what a step of it moves."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
+from autopar.cluster.machine import Device
 from autopar.ir.graph import TensorMeta
 
 
@@ -9,7 +11,8 @@ from autopar.ir.graph import TensorMeta
 class Optimizer:
     """`states` tensors of a parameter's shape, with elements of `state_bytes` (None: as those of the parameter);
     `master_weights` keeps a float32 copy of parameters of narrower dtypes; `bytes_per_element` is kept beside, and
-    so is a counter of steps of `counter_bytes`. While a parameter is updated, `copies` more of its size are alive."""
+    so is a counter of steps of `counter_bytes`. While a parameter is updated, `copies` more of its size are alive. With
+    `on_host`, states lie in the host's memory between steps (`runtime.host_states`)."""
 
     name: str
     states: int = 0
@@ -18,10 +21,15 @@ class Optimizer:
     bytes_per_element: float = 0.0
     counter_bytes: int = 0
     copies: int = 0
+    on_host: bool = False
 
     def bytes(self, parameter: TensorMeta) -> int:
-        """Kept of a parameter (or of the part of it that a rank has)."""
-        return self.counter_bytes + self._bytes_of_elements(parameter)
+        """Kept on the device of a parameter (or of the part of it that a rank has)."""
+        return self.counter_bytes + (0 if self.on_host else self._bytes_of_elements(parameter))
+
+    def brought_bytes(self, parameter: TensorMeta) -> int:
+        """Copied from the host for a step, and back."""
+        return self._bytes_of_elements(parameter) if self.on_host else 0
 
     def moved_bytes(self, parameter: TensorMeta) -> int:
         """Read and written by a step: the parameter and the states twice, the gradient once."""
@@ -42,6 +50,19 @@ OPTIMIZERS = {
         Optimizer(name="sgd_momentum", states=1),
     )
 }
+OPTIMIZERS |= {
+    name: replace(OPTIMIZERS[name.removesuffix("_on_host")], name=name, on_host=True)
+    for name in ("adamw_on_host", "adamw_fp32_on_host")
+}
 """adamw is `torch.optim.AdamW` (moments of the parameter's dtype, and a float32 that counts steps), Adam and the like;
 adamw_fp32 keeps float32 moments, and float32 weights where the model has narrower ones; sgd keeps nothing, sgd_momentum
-one buffer."""
+one buffer. The states of those on_host wait on the host."""
+
+
+def update_seconds(device: Device, optimizer: Optimizer, parameters: Iterable[TensorMeta]) -> float:
+    """Seconds of an optimizer's step on parameters (or parts of them), and of copies of its states, which nothing
+    hides. Raises ValueError where there are such copies and nothing says how quick the device is at them."""
+    parameters = [*parameters]
+    seconds = device.optimizer_seconds(optimizer.name, sum(map(optimizer.moved_bytes, parameters)))
+    brought = sum(map(optimizer.brought_bytes, parameters))
+    return seconds + 2 * device.host_seconds(brought) if brought else seconds

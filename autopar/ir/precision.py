@@ -7,7 +7,7 @@ The words are those of FSDP2's `MixedPrecisionPolicy`, and one more.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import torch
@@ -58,9 +58,9 @@ class Precision:
     model are cast to, before a `loss_fn` reads them. Gradients arrive in the dtype that the module holds parameters
     in. None leaves a dtype as it is. Buffers are never cast.
 
-    `gather_dtype` is what parameters travel in where ranks gather or exchange them, narrower than what they are used
-    in; afterwards they are as wide as before, and forward and backward both use what arrived. float8_e4m3fn travels
-    with a scale for each 128 elements.
+    `gather_dtype` is what parameters may travel in where ranks gather or exchange them, narrower than what they are
+    used in, if the step is shorter so; afterwards they are as wide as before, and forward and backward both use what
+    arrived. float8_e4m3fn travels with a scale for each 128 elements.
 
     Dtypes may be given as `torch.bfloat16` or "bfloat16", and are kept as text. Raises ValueError for what is no
     floating dtype, and for a `gather_dtype` that is not narrower than `param_dtype`.
@@ -85,6 +85,11 @@ class Precision:
     def given(self) -> dict[str, Any]:
         """What is not as by default."""
         return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
+
+    @property
+    def travelling_as_used(self) -> Precision:
+        """The same without what parameters may travel in."""
+        return replace(self, gather_dtype=None)
 
     @property
     def reduced_in(self) -> torch.dtype | None:

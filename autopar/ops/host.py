@@ -29,6 +29,11 @@ class Copy:
         if self.event is not None:
             self.event.wait()
 
+    def finish(self) -> None:
+        """The rank goes on once it is made."""
+        if self.event is not None:
+            self.event.synchronize()
+
 
 def to_host(x: torch.Tensor) -> tuple[torch.Tensor, Copy]:
     """A copy in pinned memory of the host, which torch keeps for the next step."""

@@ -142,7 +142,7 @@ class Subject:
         """Raises ValueError where a plan is for another mesh or another model."""
         if list(plan.mesh.items()) != list(self.mesh.items()):
             raise ValueError(f"the plan is for mesh {dict(plan.mesh)}, and this mesh is {self.mesh}: plan again for it")
-        if plan.training.asked != self.training.asked:
+        if plan.training.asked not in (self.training.asked, self.training.asked.travelling_as_used):
             was, now = (training.asked.given or "the default" for training in (plan.training, self.training))
             raise ValueError(f"the plan is for training with {was}, and this is {now}: plan again for it")
         if plan.graph != self.graph:

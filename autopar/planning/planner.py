@@ -201,6 +201,8 @@ class Planner:
         """A planner for the same, which trains so."""
         other = copy(self)
         other.training, other.space = training, replace(self.space, **training.setting)
+        if training.precision != self.training.precision:  # otherwise programs are the same
+            other.writer = Writer(other.space, self.memory, self.seconds)
         other._gather()
         return other
 
@@ -275,17 +277,19 @@ class Planner:
         return replace(plan, provenance=replace(plan.provenance, effort_seconds=seconds, is_cut=is_cut))
 
     def _in_ways(self, request: Request) -> Plan:
-        """The best plan with each way of gathering for micro-batches, if there are several."""
+        """The best plan with each way of gathering for micro-batches, and with parameters that travel as they are used
+        or, where they may, narrower."""
         if request.within is not None:
             return self._within(request, request.within)
-        if self.training.micro_batches == 1 or len(self.ways) == 1:
-            return self._planned(request, request.preset)
-        stages = request.stage.parts(len(self.ways))
+        gathers = self.ways if self.training.micro_batches > 1 else (self.training.gathers,)
+        widths = dict.fromkeys((self.training.travelling_as_used, self.training))
+        ways = [replace(training, gathers=g) for training in widths for g in gathers]
+        stages = request.stage.parts(len(ways))
 
-        def of(way: Gathers) -> Plan:
-            return self.gathering(way)._planned(replace(request, stage=next(stages)), request.preset)
+        def of(way: Training) -> Plan:
+            return self.trained(way)._planned(replace(request, stage=next(stages)), request.preset)
 
-        return shortest([partial(of, way) for way in self.ways])
+        return shortest([partial(of, way) for way in ways])
 
     def _within(self, request: Request, within: Within) -> Plan:
         """The shortest plan inside of what a library can express: it splits no modules whose Python does not run on
@@ -382,15 +386,16 @@ class Planner:
         Raises ValueError if the plan does not fit the model or the mesh, or contradicts itself.
         """
         with uncollected():
+            writer = self.trained(plan.training).writer
             if rewrites is None and self.axis:
-                return self.writer.plain(self.assignment(plan))
+                return writer.plain(self.assignment(plan))
             if rewrites is None:
-                return self.writer.written(self.assignment(plan), plan.bucket_bytes, offload_bytes=plan.offload_bytes)
-            return lowered(self.writer.plain(self.assignment(plan)), rewrites, self.cluster)
+                return writer.written(self.assignment(plan), plan.bucket_bytes, offload_bytes=plan.offload_bytes)
+            return lowered(writer.plain(self.assignment(plan)), rewrites, self.cluster)
 
     def timeline(self, plan: Plan) -> Timeline:
         """When each instruction of a plan's step runs on the planner's cluster. Raises ValueError as `program`."""
-        assignment, on = self.assignment(plan), self.gathering(plan.training.gathers)
+        assignment, on = self.assignment(plan), self.trained(plan.training)
         with uncollected():
             return on.evaluate(assignment, **plan.fitted).timeline
 

@@ -56,7 +56,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "solver": (AUTO, "dp", "ilp", "exhaustive"),
     "preset": ("ddp", "fsdp", "megatron", "megatron_sp", "atp", "par4d", "meshslice"),
     "cost": ("analytical", "serial", "volume", "hybrid", "profiled"),
-    "optimizer": ("adamw", "adamw_fp32", "sgd", "sgd_momentum"),
+    "optimizer": ("adamw", "adamw_fp32", "sgd", "sgd_momentum", "adamw_on_host", "adamw_fp32_on_host"),
     "recompute": get_args(Recompute),
     "schedule": ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "searched"),
     "dtype": ("float32", "bfloat16", "float16", "float64"),

@@ -11,7 +11,7 @@ from autopar.cluster.collectives import collective_seconds
 from autopar.cluster.staged import StagedCluster
 from autopar.cost.liveness import Memory
 from autopar.cost.memory import Peak, moments
-from autopar.cost.optimizers import OPTIMIZERS
+from autopar.cost.optimizers import OPTIMIZERS, update_seconds
 from autopar.cost.pipeline import PipelineTimeline, bound_seconds, simulate
 from autopar.cost.streams import TimelineCache, timeline
 from autopar.cost.timeline import Timeline
@@ -233,14 +233,14 @@ class _Stage:
         parameters += self._bytes((str(o.name) for o in u.counted.outputs), (u.counted,))  # gathered once
         states = sum(map(space.optimizer.bytes, trained))
         sums = sum(self.metas[name].bytes for name in self.stage.summed)
-        moved = sum(map(space.optimizer.moved_bytes, trained))
-        updating = space.cluster.device.optimizer_seconds(space.optimizer.name, moved) if moved else 0.0
+        updating = update_seconds(space.cluster.device, space.optimizer, trained) if trained else 0.0
         parts = (u.forward, u.inputs, u.weights)
         lines = [timeline(adding(p, self.stage.summed)[0], space.cluster, self.operators) for p in parts]
         held = self._bytes({i.name for unit in (u.inputs, u.weights) for i in unit.inputs}, (u.forward,))
         kept = self._bytes({i.name for i in u.weights.inputs}, (u.forward, u.inputs))
         working = max(0, self._working(u.forward) - held, self._working(u.inputs), self._working(u.weights))
         copies = space.optimizer.copies * max((meta.bytes for meta in trained), default=0)
+        copies += sum(map(space.optimizer.brought_bytes, trained))
         return StageFigures(
             cost=StageCost(
                 forward_seconds=lines[0].seconds, inputs_seconds=lines[1].seconds, weights_seconds=lines[2].seconds,

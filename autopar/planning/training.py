@@ -62,6 +62,8 @@ class Training:
     def check_asked(self, request: Request) -> None:
         """Raises ValueError where a request asks for something else than a plan that trains so."""
         asked = Training.of(request)
+        if self == self.travelling_as_used:
+            asked = asked.travelling_as_used
         for field in fields(self):
             theirs, mine = getattr(asked, field.name), getattr(self, field.name)
             if field.name != "gathers" and theirs not in (field.default, mine):
@@ -79,6 +81,11 @@ class Training:
     def asked(self) -> Training:
         """What is the caller's to say."""
         return replace(self, gathers="each")
+
+    @property
+    def travelling_as_used(self) -> Training:
+        """The same without a narrower dtype for parameters that travel: that is a leave, which is not always taken."""
+        return replace(self, precision=self.precision.travelling_as_used)
 
     @property
     def setting(self) -> dict[str, Any]:

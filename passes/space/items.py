@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from autopar.cluster.collectives import collective_seconds
+from autopar.cost.optimizers import update_seconds
 from autopar.cost.redistribute import RouteStep
 from autopar.ir.graph import CAST, WAIT, TensorMeta
 from autopar.ir.layout import Layout, local_meta
@@ -69,8 +70,7 @@ def parameter_items(setting: Setting, site: Site, layout: Layout) -> Iterator[It
     if site.reads:
         yield Item(GRADIENTS, bytes=local.bytes * (setting.in_flight == 1))
         yield Item(STATES, bytes=optimizer.bytes(local))
-        updating = setting.cluster.device.optimizer_seconds(optimizer.name, optimizer.moved_bytes(local))
-        yield Item(OPTIMIZER, updating)
+        yield Item(OPTIMIZER, update_seconds(setting.cluster.device, optimizer, [local]))
     casts = 0.0
     if used != local:
         yield Item(ACTIVATIONS, bytes=used.bytes)

@@ -254,3 +254,28 @@ def test_memory_falls_by_what_the_host_holds() -> None:
     (((before, expected), (after, gradients)),) = run(1, peaks_and_gradients)
     assert after < 0.6 * before
     assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
+
+
+def steps_with_states(on_host: bool) -> tuple[list[torch.Tensor], int, list[bool]]:
+    """What weights are after three steps, what is allocated between them, and which states are pinned."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cuda", (1,), mesh_dim_names=("dp",))
+    model, x = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8))).cuda(), torch.randn(8, 1024, device="cuda")
+    module = autopar.parallelize(model, mesh, (x,), loss_fn=models.mean_square)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    if on_host:
+        optimizer = autopar.states_on_host(optimizer)
+    for _ in range(3):
+        module(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    moments = [state["exp_avg"].to_local() for state in optimizer.state.values()]
+    pinned = [moment.is_pinned() for moment in moments]
+    return [whole(p).cpu() for p in module.parameters()], torch.cuda.memory_allocated(), pinned
+
+
+def test_states_of_an_optimizer_wait_on_the_host() -> None:
+    ((weights, size, pinned),) = run(1, steps_with_states, False)
+    ((others, less, away),) = run(1, steps_with_states, True)
+    assert all(torch.equal(a, b) for a, b in zip(weights, others, strict=True))
+    assert not any(pinned) and all(away) and size - less > 0.9 * 2 * sum(w.numel() * 4 for w in weights)

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar import Precision
+from autopar.cluster.library import named_cluster
 from autopar.ir.graph import CAST, Node, Ref, TensorMeta
 from autopar.ir.layout import Replicate, Split
 from autopar.ir.precision import NARROW
@@ -47,6 +48,12 @@ SMALL, LEAST = 2.0**-13, 2.0**-17
 """The part of a block's largest number below which numbers are off by `LEAST` of that largest one."""
 
 
+LOCAL = named_cluster("local")
+SLOW = replace(
+    LOCAL, levels=tuple(replace(each, bytes_per_second=1e6, group_bytes_per_second=1e6) for each in LOCAL.levels)
+)
+"""Where whatever travels narrower is there sooner."""
+
 TOLERANCES = {FLOAT8: 1e-4}
 """Of a step whose weights are rounded as a whole: what is small in a block depends on who else is in it."""
 
@@ -57,7 +64,7 @@ def planner(
 ) -> Planner:
     made = models.in_dtype(models.case(name), dtype)
     precision = Precision(gather_dtype=gather_dtype, **more)  # type: ignore[arg-type]
-    asked = Request(precision=precision, micro_batches=micro_batches)
+    asked = Request(precision=precision, micro_batches=micro_batches, cluster=SLOW)
     return Planner(made.model, GRID, made.args, made.kwargs, loss_fn=made.loss_fn, request=asked)
 
 
@@ -284,10 +291,33 @@ def test_a_plan_says_what_travels_and_reads_back(tmp_path: Path) -> None:
     said = "parameters of two dims or more travel in float8_e4m3fn, 25% of the bytes of float32, and arrive within 2^-4"
     for text in (plan.text(width=1000), plan.text(width=1000, full=True)):
         assert said in text
-    assert "parameters travel in bfloat16, 50% of" in planner("mlp with loss_fn", "bfloat16").plan().text(width=1000)
-    again = autopar.read_plan(loaded, case.model, case.args, loss_fn=case.loss_fn)
+    assert "parameters travel in bfloat16, 50% of" in planner("mlp with loss_fn", "bfloat16").plan(solver="fsdp").text(
+        width=1000
+    )
+    again = autopar.read_plan(loaded, case.model, case.args, loss_fn=case.loss_fn, cluster=SLOW)
     assert (again.seconds, again.bytes) == (pytest.approx(plan.seconds), plan.bytes)
     assert plan.digest != planner("mlp with loss_fn", None).plan(solver="fsdp").digest
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_what_is_no_sooner_there_travels_as_it_is_used(micro_batches: int) -> None:
+    case, leave = models.case("llama of 4 layers"), Precision(gather_dtype=FLOAT8)
+    asked = Request(precision=leave, micro_batches=micro_batches, solver="fsdp")
+
+    def planned(cluster: Any, precision: Precision) -> tuple[Plan, bool]:
+        request = replace(asked, precision=precision, cluster=cluster)
+        made = Planner(case.model, GRID, case.args, case.kwargs, loss_fn=case.loss_fn, request=request)
+        plan = made.plan()
+        return plan, TO in {node.op for node in made.program(plan).nodes}
+
+    plan, is_narrow = planned(None, leave)
+    assert not is_narrow and plan.training.precision == Precision()
+    assert plan.seconds == planned(None, Precision())[0].seconds and "float8" not in plan.text(width=1000)
+    plan.training.check_asked(asked)  # the leave may be given with it
+    slow, is_narrow = planned(SLOW, leave)
+    assert is_narrow and slow.training.precision == leave and slow.seconds < planned(SLOW, Precision())[0].seconds
+    with pytest.raises(ValueError, match="precision is"):
+        slow.training.check_asked(replace(asked, precision=Precision(gather_dtype="bfloat16")))
 
 
 @pytest.mark.parametrize("wrong", ["fp8", torch.float32, torch.int8, torch.float8_e5m2, 8, True])
