@@ -1,21 +1,22 @@
-"""`flex_attention` while a step is recorded: attention under the mask that its block mask's function makes.
+"""`flex_attention` and `varlen_attn` while a step is recorded: attention under a mask.
 
 A `BlockMask` hides blocks of scores, and within others what a function of places says. One that `create_block_mask`
 makes in forward hides what that function says and nothing else: the function is evaluated for all places, as torch
-does, and of what it reads nothing is frozen. `passes.masks` knows what part of such a mask is an argument.
+does, and of what it reads nothing is frozen. `varlen_attn` is told where documents begin, which makes a mask that
+compares their numbers. `passes.masks` knows what part of such a mask is an argument.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import flex_attention as flex
 
-from autopar.compat.patching import patched
+from autopar.compat.attentions import IDENTITY, flex_is, noted, varlen_is
 
 from .refusals import refuse
 
@@ -27,21 +28,12 @@ BLOCKS = (
     "flex_attention is given a BlockMask{line} that forward does not make by create_block_mask: autopar would have to "
     "freeze what it hides. Make it in forward, of tensors that are inputs"
 )
-STATISTICS = "flex_attention returns statistics of the scores{line} (return_lse or return_aux), which autopar does not"
-
-
-_MAKERS = "_create_sparse_block_from_block_mask", "_create_empty_block_mask"
-
-
-def _shown(make: Callable[..., flex.BlockMask]) -> Callable[..., flex.BlockMask]:
-    """A function that makes a block mask, and notes with it that it hides what its mask function says alone."""
-
-    def made(*args: Any, **kwargs: Any) -> flex.BlockMask:
-        mask = make(*args, **kwargs)
-        vars(mask.kv_num_blocks)["shown"] = mask.as_tuple()
-        return mask
-
-    return made
+STATISTICS = "attention returns statistics of the scores{line} (return_lse or return_aux), which autopar does not"
+INFERRING = "varlen_attn is given what is for inference alone{line} (no cu_seq_k, seqused_k, block_table, num_splits)"
+ALIGNED = (
+    "varlen_attn is given a window of keys{line} whose borders are another tensor than those of the queries: give "
+    "cu_seq_q for both"
+)
 
 
 def _options(*given: Any) -> None:
@@ -55,9 +47,9 @@ def _attended(
 ) -> tuple[torch.Tensor, ...]:
     """In place of the kernel."""
     number, shows = blocks[2], blocks[-1]
-    if score_mod is not flex._identity:
+    if score_mod is not IDENTITY:
         refuse(SCORED)
-    if list(map(id, vars(number).get("shown", ()))) != list(map(id, blocks)):
+    if list(map(id, noted(number))) != list(map(id, blocks)):
         refuse(BLOCKS)
     mask = None
     if shows is not flex.noop_mask:
@@ -67,15 +59,34 @@ def _attended(
     return out, *out.new_empty(2, 0)
 
 
-def flexible() -> contextlib.AbstractContextManager[None]:
-    """Within it `flex_attention` is `scaled_dot_product_attention`, and raises CaptureError for what that cannot do."""
-    parts = {
-        "flex_attention_hop": _attended,
-        "setup_compilation_env": contextlib.nullcontext,
-        "_apply_kernel_options": _options,
-        "_validate_device": lambda *_: None,  # eager has no backward on a CPU
-        "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True,
-    }
-    made = {name: _shown(getattr(flex, name)) for name in _MAKERS if hasattr(flex, name)}
-    # of a version of torch that lacks one, calls are torch's own, and a block mask is refused
-    return patched(flex, **{name: part for name, part in parts.items() if hasattr(flex, name)}, **made)
+def _packed(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, begins: torch.Tensor, of_keys: torch.Tensor | None,
+    _: int, __: int, is_causal: bool, scale: float | None, window: Sequence[int], gqa: bool, *inferring: Any,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """In place of the kernel for documents in a row: [tokens, heads, features], and where documents begin and end."""
+    left, right = window
+    if of_keys is None or any(x is not None for x in inferring):
+        refuse(INFERRING)
+    if of_keys is not begins and (left, right) != (-1, -1):
+        refuse(ALIGNED)
+
+    def numbers(x: torch.Tensor, begins: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        places = torch.arange(len(x), device=x.device)
+        return places, (places[:, None] >= begins).sum(-1)
+
+    (places, queries), (others, keys) = numbers(query, begins), numbers(key, of_keys)
+    mask = queries[:, None] == keys
+    if right >= 0:
+        mask = mask & (others <= places[:, None] + right)
+    if left >= 0:
+        mask = mask & (others >= places[:, None] - left)
+    q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
+    out = F.scaled_dot_product_attention(q, k, v, mask[None, None], scale=scale, enable_gqa=gqa)[0].transpose(0, 1)
+    return out, *out.new_empty(2, 0)
+
+
+@contextlib.contextmanager
+def flexible() -> Iterator[None]:
+    """Within it both are `scaled_dot_product_attention`, and raise CaptureError for what that cannot do."""
+    with flex_is(_attended, _options), varlen_is(_packed, lambda: refuse(STATISTICS)):
+        yield

@@ -1,8 +1,9 @@
-"""`flex_attention`: its mask function is a mask, of which what is known is an argument."""
+"""`flex_attention` and `varlen_attn`: what they hide is a mask, of which what is known is an argument."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from models import Case, assert_same, eager, simulated
 from torch import Tensor, nn
 from torch.nn.attention import flex_attention as flex
+from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 from autopar.ops.rule import call_of
 from autopar.ops.sdpa import ATTENTION, DOCUMENTS
@@ -166,3 +168,86 @@ class Refused(nn.Module):
 def test_what_would_be_frozen_or_is_not_computed_is_refused(how: str, message: str) -> None:
     with pytest.raises(CaptureError, match=rf"(?s){message}.*test_flex.py:\d+|test_flex.py:\d+.*{message}"):
         capture(Refused(how), (torch.randn(2, 1, LENGTH, 4),))
+
+
+# --- varlen_attn, for which a CPU has no kernel
+
+
+class Rows(nn.Module):
+    """Documents one after the other: with `varlen_attn`, or one by one."""
+
+    def __init__(self, alone: bool, window: tuple[int, int], crosses: bool = False, **more: Any) -> None:
+        super().__init__()
+        self.alone, self.window, self.crosses, self.more = alone, window, crosses, more
+        self.qkv, self.out = nn.Linear(8, 4 * (HEADS + 4)), nn.Linear(4 * HEADS, 8)
+
+    def forward(self, x: Tensor, begins: Tensor, others: Tensor) -> Any:
+        q, k, v = self.qkv(x).unflatten(-1, (-1, 4)).split((HEADS, 2, 2), 1)
+        of_keys = others if self.crosses else begins
+        if not self.alone:
+            out = varlen_attn(
+                q, k, v, begins, of_keys, LENGTH, LENGTH, window_size=self.window, enable_gqa=True, **self.more
+            )
+            return self.out((out if isinstance(out, Tensor) else out[0]).flatten(1)).square().mean()
+        made = []
+        for (a, b), (c, d) in zip(pairwise(begins.tolist()), pairwise(of_keys.tolist()), strict=True):
+            mask = torch.ones(b - a, d - c, dtype=torch.bool)
+            left, right = (b - a if size < 0 else size for size in self.window)
+            mask = mask.triu(-left).tril(right) if not self.crosses else mask
+            parts = q[a:b].transpose(0, 1), k[c:d].transpose(0, 1), v[c:d].transpose(0, 1)
+            made.append(F.scaled_dot_product_attention(*parts, mask, enable_gqa=True).transpose(0, 1))
+        return self.out(torch.cat(made).flatten(1)).square().mean()
+
+
+NUMBERS = [None, (1, LENGTH), (1, LENGTH)]
+MASK = [(1, 1, LENGTH, LENGTH), None, None]
+"""Where a window is left of the mask, numbers beside it would make it no smaller."""
+
+
+def rows(step: int = 0) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    torch.manual_seed(step)
+    borders = [(torch.randperm(LENGTH - 1)[:2] + 1).sort()[0] for _ in range(2)]
+    ends = torch.tensor([0]), torch.tensor([LENGTH])
+    begins, others = (torch.cat([ends[0], inside, ends[1]]).int() for inside in borders)
+    return (torch.randn(LENGTH, 8, dtype=torch.float64), begins, others), {}
+
+
+@pytest.mark.parametrize(
+    ("window", "crosses", "shapes"),
+    [
+        ((-1, -1), False, NUMBERS), ((-1, 0), False, NUMBERS), ((-1, -1), True, NUMBERS),
+        ((3, 0), False, MASK), ((2, 2), False, MASK),
+    ],
+)  # fmt: skip
+def test_documents_in_a_row_are_numbers(window: tuple[int, int], crosses: bool, shapes: Any) -> None:
+    """And the step is that of one document after the other, wherever they begin."""
+    torch.manual_seed(0)
+    model, twin = (Rows(alone, window, crosses).double() for alone in (False, True))
+    twin.load_state_dict(model.state_dict())
+    planner = Planner(model, {"a": 2, "b": 2}, *rows())
+    graph = planner.captured.graph
+    (call,) = (call_of(node, graph.metas) for node in graph.nodes if node.op == ATTENTION)
+    given = [call.argument(name) for name in ("attn_mask", *DOCUMENTS)]
+    assert [None if value is None else graph.metas[value.name].shape for value in given] == shapes
+    assert call.argument("is_causal") == (window[1] == 0)
+    for seed in range(4):
+        assignment = random_assignment(planner.space, seed)
+        if assignment is not None:
+            program = codegen(planner.space, assignment)
+            found = simulated(program, planner.captured, Case(model=model, batch=rows), seed)
+            assert_same(found, eager(Case(model=twin, batch=rows), seed), 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("crosses", "window", "more", "message"),
+    [
+        (True, (-1, 0), {}, "whose borders are another tensor"),
+        (False, (-1, -1), {"seqused_k": torch.ones(3, dtype=torch.int32)}, "for inference alone"),
+        (False, (-1, -1), {"return_aux": AuxRequest(lse=True)}, "returns statistics"),
+    ],
+)
+def test_what_documents_in_a_row_have_not_is_refused(
+    crosses: bool, window: tuple[int, int], more: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(CaptureError, match=message):
+        capture(Rows(False, window, crosses, **more).double(), rows()[0])
