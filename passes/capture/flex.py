@@ -9,7 +9,7 @@ compares their numbers. `passes.masks` knows what part of such a mask is an argu
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -60,11 +60,10 @@ def _attended(
 
 
 def _packed(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, begins: torch.Tensor, of_keys: torch.Tensor | None,
-    _: int, __: int, is_causal: bool, scale: float | None, window: Sequence[int], gqa: bool, *inferring: Any,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, begins: torch.Tensor, of_keys: torch.Tensor, *more: Any
+) -> tuple[torch.Tensor, ...]:
     """In place of the kernel for documents in a row: [tokens, heads, features], and where documents begin and end."""
-    left, right = window
+    _, _, _, scale, (left, right), gqa, *inferring = more
     if of_keys is None or any(x is not None for x in inferring):
         refuse(INFERRING)
     if of_keys is not begins and (left, right) != (-1, -1):
