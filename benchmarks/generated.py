@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
+import itertools
 import json
 import logging
 import multiprocessing
@@ -41,6 +43,9 @@ WALL_SECONDS = 900.0
 
 PROGRAMS_OF_A_PROCESS = 300
 """After which a process gives way to a new one: PyTorch keeps some of what each program made."""
+
+PROGRAMS_OF_A_COLLECTION = 10
+"""After which garbage is looked for."""
 
 REPEATED = 2
 """How many failures with the same kinds of statements are shrunk."""
@@ -116,10 +121,14 @@ def work(job: int, channel: Connection, options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
+    gc.disable()  # programs make many objects, and few cycles
     with one_rank():
-        while (request := channel.recv()) is not None:
-            seed, known = request
-            channel.send(tried(seed, known, options))
+        for count in itertools.count(1):
+            if (request := channel.recv()) is None:
+                break
+            channel.send(tried(*request, options))
+            if count % PROGRAMS_OF_A_COLLECTION == 0:
+                gc.collect()
 
 
 # ----------------------------------------------------------------------------------------------------- all processes
