@@ -164,7 +164,7 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
             self.replace(*args[:2])
             return args[0]
         if kind.indexes:
-            args = self.placed(args)
+            args = self._placed(args)
         if factors_as_it_lies(func, args):
             # kernels of a program are given contiguous operands, and would factor the transpose
             args = (self._dispatch(aten.transpose.int, (*args, -2, -1), {}),)
@@ -216,7 +216,7 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
             self.share(tensor, tensor)
         return name
 
-    def placed(self, args: Sequence[Any]) -> Sequence[Any]:
+    def _placed(self, args: Sequence[Any]) -> Sequence[Any]:
         """An index, or what is written there, with the places that concrete masks pick in the place of the masks. Where
         one number is written nothing depends on how many there are."""
         source, indices, *values = args
