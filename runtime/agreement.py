@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.compat import distributed
+from autopar.compat.calls import resolved
 from autopar.report.telling import Ticker
 
 from .execute import process_groups
@@ -222,9 +223,10 @@ def digest(tensor: torch.Tensor) -> int:
 
 def digest_of(tensor: torch.Tensor) -> torch.Tensor:
     """`digest`, where the tensor is: int64 [], for which no host waits."""
+    tensor = resolved(tensor)
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
-    bits = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    bits = tensor.contiguous().reshape(-1).view(torch.uint8)
     aligned = bits.numel() // 8 * 8
     words, rest = bits[:aligned], bits[aligned:]
     if words.storage_offset() % 8:

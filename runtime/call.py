@@ -252,7 +252,9 @@ class ProgramStep(torch.autograd.Function):
         _refuse_second(call, ctx.next_functions)
         _refuse_unanswered(state)
         by_path = dict(zip(state.output_paths, gradients, strict=True))
-        _refuse_lost(state, by_path, dict(zip(state.output_paths, call.returned, strict=True)))
+        returned = dict(zip(state.output_paths, call.returned, strict=True))
+        _refuse_lost(state, by_path, returned)
+        _refuse_observed(state, by_path, returned)
         _refuse_written(call)
         arguments = [*ctx.saved_tensors]
         ctx.maybe_clear_saved_tensors()
@@ -414,6 +416,21 @@ def _refuse_lost(
             f"pass parallelize a loss_fn= that takes the model's output and returns all of the loss, or detach() "
             f"what is not to be differentiated"
         )
+
+
+def _refuse_observed(
+    state: State, by_path: Mapping[str, torch.Tensor | None], returned: Mapping[str, weakref.ref[torch.Tensor]]
+) -> None:
+    """A hook sees what comes from outside of the program alone, where eager has what comes through it too."""
+    for path, others in state.captured.inner.items():
+        output = returned[path]()
+        through = [other for other in sorted(others) if by_path.get(other) is not None]
+        if output is not None and through and is_observed(output):
+            raise ValueError(
+                f"{path} has a hook or retain_grad(), and part of its gradient comes from {listed(through)}, within "
+                f"the program: register the hook in forward, have the model return what you look for (by "
+                f"torch.autograd.grad), or leave the hook out"
+            )
 
 
 def refuse_gradients(state: State, results: Sequence[torch.Tensor]) -> None:

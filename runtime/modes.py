@@ -50,7 +50,7 @@ logger = logging.getLogger("autopar")
 @dataclass(frozen=True, slots=True)
 class Mode:
     """What a captured graph depends on beside the model: which modules train, in the order of `modules()`, which
-    parameters require gradients, whether gradients are wanted at all, and what `torch.autocast` casts to."""
+    parameters and inputs require gradients, whether gradients are wanted at all, and what `torch.autocast` casts to."""
 
     training: tuple[bool, ...]
     trainable: frozenset[str]
@@ -179,7 +179,7 @@ class Modes:
             kind = self.mesh.device_type
             cast = torch.autocast(kind, dtype=mode.autocast, enabled=mode.autocast is not None)
             with torch.inference_mode(False), torch.set_grad_enabled(mode.gradients), cast:
-                args, kwargs = self._example(inputs, given)
+                args, kwargs = self._example(inputs, given, mode.trainable)
                 captured = self._captured(args, kwargs, loss_fn)
                 # what forward differentiates for itself is told by a program of its own
                 enables = not mode.gradients and any(leaf.requires_grad for leaf in captured.output_leaves)
@@ -243,13 +243,14 @@ class Modes:
             self.model.requires_grad_(False)
             return again()
 
-    def _example(self, inputs: Inputs, given: Mapping[str, torch.Tensor]) -> tuple[Any, Any]:
-        """The inputs of a call with the `given` tensors, of which those require gradients that did when the model was
-        captured first."""
-        differentiated = {o.target for o in self.captured.graph.outputs if o.role == "gradient"}
+    def _example(
+        self, inputs: Inputs, given: Mapping[str, torch.Tensor], trainable: Collection[str]
+    ) -> tuple[Any, Any]:
+        """The inputs of a call with the `given` tensors. Of those that there were when the model was captured first,
+        some are `trainable`."""
         known = {leaf.path for leaf in self.captured.input_leaves}
         for path, tensor in given.items():
-            if path in differentiated if path in known else inputs.leaves[path].requires_grad:
+            if path in trainable if path in known else inputs.leaves[path].requires_grad:
                 tensor.requires_grad_()
         return inputs.with_tensors(given)
 

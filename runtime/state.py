@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
+from autopar.compat.calls import resolved
 from autopar.compat.distributed import dtensors_of, local_tensor
 from autopar.compat.outputs import Output, absent_output, split_output, unviewed
 from autopar.compat.redistributing import full_tensor, redistributed
@@ -124,7 +125,7 @@ class State:
         """Parameters and buffers that forward writes in place, and backward reads so."""
         self.updates = tuple((i, o) for i, o in enumerate(self.gradient_outputs) if o.role == "update")
         """What backward writes."""
-        self.constants = {name: t.detach().to(self.device) for name, t in captured.constants.items()}
+        self.constants = {name: resolved(t).to(self.device) for name, t in captured.constants.items()}
         self.called = False
         self.lost = False
         """Whether gradients that forward computes by a `backward()` of its own were never given."""
@@ -194,7 +195,7 @@ class State:
     def given(self, i: ProgramInput, value: torch.Tensor) -> torch.Tensor:
         """What the program is given of an input, a parameter, a buffer or a gradient, with padding."""
         if not isinstance(value, DTensor):
-            return local_slice(value.detach(), i.layout, self.program.mesh, self.coordinate)
+            return local_slice(resolved(value), i.layout, self.program.mesh, self.coordinate)
         if i.role == "parameter":
             return pad(local_tensor(value), self.local_shapes[i.name])
         with torch.no_grad():

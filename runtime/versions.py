@@ -114,10 +114,14 @@ class Versions:
             name: values.owners[name] for name in values.aliases if isinstance(values[name], nn.Parameter)
         }
         captured = state.captured
+        asked = {o.target for o in captured.graph.outputs if o.role == "gradient"}
+        self.differentiated = frozenset(i.target for i in captured.graph.inputs if i.role == "input") & asked
+        """Inputs that required a gradient when the model was captured: each call says whether they do."""
         trained = {o.target for o in state.gradient_outputs if o.name is not None}
         mode = Mode(
             training=tuple(m.training for m in model.modules()),
-            trainable=frozenset(self.parameters.keys() & trained | set(captured.without_gradient)),
+            trainable=frozenset(self.parameters.keys() & trained | set(captured.without_gradient))
+            | self.differentiated,
             gradients=bool(state.tangents)
             or (torch.is_grad_enabled() and not any(p.requires_grad for p in model.parameters())),
             autocast=captured.autocast,
@@ -162,11 +166,12 @@ class Versions:
         gradients, cast = torch.is_grad_enabled(), autocast_dtype(self.device_type)
         training = tuple(m.training for m in self.modules)
         trains = tuple(slot.registry[slot.key].requires_grad for slot in self.parameters.values())
-        now = (cast, gradients, training, trains, inputs.form)
+        inside = frozenset(path for path in self.differentiated if _trains(inputs.leaves.get(path)))
+        now = (cast, gradients, training, trains, inside, inputs.form)
         key = self.keys.get(now)
         if key is None:
             trainable = {name for name, trains in zip(self.parameters, trains, strict=True) if trains}
-            mode = Mode(training=training, trainable=frozenset(trainable), gradients=gradients, autocast=cast)
+            mode = Mode(training=training, trainable=inside | trainable, gradients=gradients, autocast=cast)
             made = ProgramKey(mode=mode, form=inputs.form)
             if len(self.keys) == KEYS_MOST:
                 self.keys = {}  # programs stay
@@ -352,6 +357,10 @@ class Versions:
         )
         if len(others) >= PINNED_MOST:
             self.versions.remove(others[0])
+
+
+def _trains(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def same_values(captured: Captured, other: Captured) -> bool:

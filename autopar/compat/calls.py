@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -25,6 +25,11 @@ def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
     return [tensor._version for tensor in tensors]
 
 
+def resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a tensor as they lie in memory: a view that conjugates or negates what it reads is copied."""
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
 def receiver(node: Any) -> tuple[bool, torch.Tensor | None]:
     """Whether the backward that runs hands a gradient to this node of its graph, and the tensor to whose `.grad` the
     node adds it. None: another operator takes it, or the caller of `autograd.grad`."""
@@ -43,6 +48,29 @@ def backward_running() -> int:
 def is_observed(tensor: torch.Tensor) -> bool:
     """Whether somebody wants to see its gradient: by a hook, or by `retain_grad()`."""
     return bool(tensor._backward_hooks) or bool(tensor.retains_grad and not tensor.is_leaf)
+
+
+def computed_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, frozenset[str]]:
+    """Of each tensor, the others among these that are computed of it, or are one with it, and whose gradients therefore
+    reach it. Nothing of those without any."""
+    there: dict[Any, set[str]] = {}
+    for name, tensor in tensors.items():
+        if tensor.grad_fn is not None:
+            there.setdefault((tensor.grad_fn, tensor.output_nr), set()).add(name)
+    reached: dict[Any, set[str]] = {}
+    waiting = [node for node, _ in there]
+    while waiting:
+        edges = [edge for edge in waiting[-1].next_functions if edge[0] is not None]
+        if ahead := [node for node, _ in edges if node not in reached]:
+            waiting += ahead
+        else:
+            reached[waiting.pop()] = set().union(*(reached[edge[0]] | there.get(edge, set()) for edge in edges))
+    found: dict[str, set[str]] = {}
+    for (node, number), names in there.items():
+        for name in names:
+            for other in (reached[node] | there[node, number]) - {name}:
+                found.setdefault(other, set()).add(name)
+    return {name: frozenset(others) for name, others in found.items()}
 
 
 def by_tensor() -> MutableMapping[torch.Tensor, Any]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from autopar.compat.tensors import norm_dtype, statistics_dtype
-from autopar.ir.graph import TensorMeta, overload, parameters
+from autopar.ir.graph import Node, TensorMeta, overload, parameters, references
 from autopar.ir.layout import Shape
 
 from .expansions import NARROW, LocalCall, Results, all_reduce, wide
@@ -27,6 +27,14 @@ CHANNEL = "c"
 STATISTICS = {"aten._native_batch_norm_legit_functional.default": ((3, 4), 3)}
 """Operators that count in running statistics, which these operands are and their first so many results do not depend
 on: captured norms are operators of their own in evaluation."""
+
+
+def unread(node: Node) -> list[str]:
+    """Operands of a node on whose values what it computes of a batch does not depend: running statistics, where those
+    of the batch are taken."""
+    given = dict(zip((parameter.name for parameter in parameters(node.op)), node.args, strict=False))
+    trains = given.get("train") or given.get("training")
+    return references((given.get("running_mean"), given.get("running_var"))) if trains else []
 
 
 def _names(rank: int) -> tuple[str, ...]:

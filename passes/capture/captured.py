@@ -32,7 +32,7 @@ class Captured:
     of calls in which that comes out the same. `checkpoints` counts the calls of `torch.utils.checkpoint`. `early` names
     what forward gives gradients by a `backward()` of its own, `late` what a function's backward gives gradients so, and
     `hooked` the parameters whose gradients hooks see. `reread` names what forward writes and backward reads in
-    the model's own memory. `precision` says what is cast.
+    the model's own memory. `inner` has outputs of which others are computed, and these. `precision` says what is cast.
     """
 
     graph: JointGraph
@@ -53,6 +53,7 @@ class Captured:
     late: tuple[str, ...] = ()
     hooked: tuple[str, ...] = ()
     reread: frozenset[str] = frozenset()
+    inner: Mapping[str, frozenset[str]] = field(default_factory=dict)
     precision: Precision = AS_IS
 
     def bind(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> dict[str, torch.Tensor]:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.utils._pytree as pytree
 
+from autopar.compat.calls import resolved
 from autopar.compat.dispatch import annotated, factors_as_it_lies, written_by
 from autopar.compat.recording import Whereabouts
 from autopar.compat.tensors import RECORDED, is_fake, is_plain, is_real, memory_of, unmodified, unseen
@@ -30,7 +31,7 @@ from autopar.ir.graph import Node, Ref, called, ran
 from .leaves import same_value
 from .recomputation import without_recomputed
 from .recorder import Origin, Recorder, aten, kind_of
-from .refusals import TRAINING_CONSTANTS, WRITING_CONSTANTS, WRITING_INPUTS, refuse
+from .refusals import TRAINING_CONSTANTS, WRITING_ARRAYS, WRITING_CONSTANTS, WRITING_INPUTS, refuse
 from .source import line_running, line_shown, of_eager
 
 
@@ -38,6 +39,17 @@ class Answer(NamedTuple):
     """What Python was given that asked for values, leaf by leaf, and the line that asked."""
 
     leaves: tuple[Any, ...]
+    line: str
+
+
+class Shared(NamedTuple):
+    """Memory that Python can write without an operator: an array's, on which a tensor is, or would be in eager. `was`
+    is what it held when there were so many nodes."""
+
+    memory: int
+    nodes: int
+    now: torch.Tensor
+    was: torch.Tensor
     line: str
 
 
@@ -114,6 +126,7 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
         self._concrete: set[str] = set()
         self._numbers: dict[str, torch.Tensor] = {}  # of what nobody writes
         self._asked: list[tuple[int, Node, Answer]] = []  # and how many nodes there were
+        self._arrays: list[Shared] = []
 
     def enter_input(self, path: str, name: str, fake: torch.Tensor) -> str:
         """And knows its source."""
@@ -198,7 +211,10 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
     def _unknown(self, tensor: torch.Tensor, lifted: bool) -> str:
         if is_real(tensor) and tensor.requires_grad and torch.is_grad_enabled():
             refuse(TRAINING_CONSTANTS, name=self.name_of(tensor))
-        return super()._unknown(tensor, lifted)
+        name = super()._unknown(tensor, lifted)
+        if is_real(tensor) and not tensor.untyped_storage().resizable():
+            self.share(tensor, tensor)
+        return name
 
     def _placed(self, args: Sequence[Any]) -> Sequence[Any]:
         """An index, or what is written there, with the places that concrete masks pick in the place of the masks. Where
@@ -287,6 +303,28 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
         path = self._inputs.get(memory_of(tensor), "")
         return answer + self.sources[path].storage_offset() if path and name == "storage_offset" else answer
 
+    def share(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
+        """Takes note that Python has an array on these values of a tensor."""
+        with unmodified():
+            was = values.detach().clone()
+        self._arrays.append(Shared(self.place(self.known(tensor)), len(self.nodes), values, was, line_shown()))
+
+    def place(self, name: str) -> int:
+        """The memory that a value has in eager."""
+        memory = self.values[name].memory
+        return memory_of(self._views[memory]) if memory in self._views else memory
+
+    def check_arrays(self, read: Sequence[str] | None = None) -> None:
+        """Refuses arrays that were written where a tensor on the same memory is read: one of those that are read now,
+        or, at the end, one that a later node or the next call reads."""
+        for array in self._arrays:
+            with unmodified():
+                if same_value(array.now, array.was):
+                    continue
+            later = [*self.paths, *self.constants, *(x for node in self.nodes[array.nodes :] for x in node.inputs)]
+            if array.memory in map(self.place, later if read is None else read):
+                refuse(WRITING_ARRAYS, line=array.line)
+
     def read(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The result of a function that asks for values, if its tensors are concrete, or NotImplemented."""
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
@@ -295,6 +333,7 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
                 self.unread.append((line_shown(), ()))
             return NotImplemented
         node_args, node_kwargs, _ = self.arguments(kind_of(func), args, kwargs)
+        self.check_arrays([self.known(x) for x in tensors])
         asking = Node(op=str(func), args=node_args, kwargs=node_kwargs, outputs=(f"answer {len(self._asked)}",))
         steps = self._steps([asking])
         names = {name for step in (*steps, asking) for name in step.inputs}
@@ -332,7 +371,7 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
             if name in self.paths:
                 values[name] = self.sources[self.paths[name]].detach().cpu()
             elif name in self.constants:
-                values[name] = self.constants[name].detach()
+                values[name] = resolved(self.constants[name])
         for node in steps:
             if writes or any(name and name not in values for name in node.outputs):
                 ran(node, values)

@@ -19,8 +19,8 @@ class Leaf:
     """A leaf of the inputs or of the output. `path` is the target of its graph input or output
     ("kwargs.input_ids", "output.logits"). A leaf that is not a tensor has `meta` None and is the
     Python constant that it was when the model was captured. `requires_grad` tells of an output whether
-    eager would differentiate it, and `shares` the parameter or buffer in whose memory eager's lies.
-    `same` is the path of an earlier input that is the same object, where forward may see that."""
+    eager would differentiate it, and `shares` the tensor of the model in whose memory eager's lies. `same` is the
+    path of an earlier input that is the same object, where forward may see that."""
 
     path: str
     meta: TensorMeta | None = None
@@ -86,5 +86,5 @@ def same_value(a: Any, b: Any) -> bool:
         return repr(a) == repr(b) if isinstance(a, float | complex) else bool(a == b)
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
-    one, other = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+    one, other = (t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
     return torch.equal(one, other)

@@ -91,6 +91,8 @@ class Overrides(TorchFunctionMode):
         if not is_transformed():
             values = self.recorder.read(torch.ops.aten.clone.default, (tensor,), {})
         if values is not NotImplemented:
+            if func in _ARRAYS:
+                self.recorder.share(tensor, values)
             with unmodified():
                 return func(values.requires_grad_(tensor.requires_grad), *args, **kwargs)
         if func is not torch.Tensor.tolist:  # whose numbers may be sizes
@@ -119,6 +121,8 @@ _WHOLE = frozenset(
     {getattr(torch.Tensor, name) for name in ("tolist", "numpy", "__array__", "__dlpack__", "__repr__", "__format__")}
 )
 """Functions that make Python's values of a tensor's, or text."""
+_ARRAYS = frozenset({getattr(torch.Tensor, name) for name in ("numpy", "__array__", "__dlpack__")})
+"""Those that give the memory of the tensor."""
 _STRIDES = frozenset({"stride", "is_contiguous", "storage_offset", "dim_order"})
 _GRAD: Any = torch.Tensor.grad
 _METHODS = torch.Tensor.__repr__.__code__.co_filename

@@ -181,6 +181,10 @@ WRITING_CONSTANTS = (
     "buffers alone. Make it a buffer (register_buffer, persistent=False if no checkpoint is to hold it), or write a "
     "copy (clone()){line}"
 )
+WRITING_ARRAYS = (
+    "forward writes an array on the memory of a tensor{line}, as numpy() and torch.from_numpy() give one, and a "
+    "program does not see that: write a copy (array.copy()), or write the tensor by torch's own operators"
+)
 WRITING_INPUTS = (
     "forward writes input {name} in place{line}, which a program does not do: write a copy (clone()), or make it a "
     "buffer"

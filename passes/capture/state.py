@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.compat.tensors import is_torchs, notes_of, unmodified
+from autopar.compat.tensors import is_fake, is_plain, is_torchs, memory_of, notes_of, unmodified
 from autopar.compat.watching import HOOKS, SETTINGS, SETTINGS_AT_WORK, global_hooks
 from autopar.ir.rewrite import distinct
 from autopar.ir.tree import joined
@@ -59,6 +59,9 @@ TOKENS_MOST = 300_000
 
 REGISTERED = "registered"
 """The token of what a module was asked for and has among its parameters, buffers or modules."""
+
+NUMBERS_MOST = 64
+"""Up to which size a tensor is compared by its numbers, and not by how often it was written."""
 
 BYTES_MOST = 1 << 26
 """Up to which size an array is copied that forward may not read."""
@@ -169,9 +172,12 @@ class _Walk:
         if issubclass(kind, torch.Tensor):
             self.ledger.tensors.append((path, value))
             self.notes(path, value)
-            if self.reads is None or path not in self.reads.values:
+            if self.reads is None:
                 return Same(value)
-            return (Same(value), self.ledger.enter(path, functools.partial(getattr, value, "_version")))
+            asks: list[Callable[[], int]] = [functools.partial(memory_of, value)] if is_plain(value) else []
+            if path in self.reads.values:
+                asks.append(functools.partial(_numbers, value))
+            return (Same(value), *(self.ledger.enter(path, ask) for ask in asks))
         if id(value) in self.seen:
             self.aliases.setdefault(self.seen[id(value)], []).append(path)
             return ("as", self.seen[id(value)])
@@ -196,9 +202,12 @@ class _Walk:
         self.fields(path, module, None if self.reads is None else self.reads.of(path))
         for name in () if self.reads is None else HOOKS:
             _mapping(self, joined(path, name), vars(module)[name])
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None:
-                self.notes(joined(path, name), tensor)
+        for registry in (module._parameters, module._buffers):
+            for name, tensor in registry.items():
+                if tensor is not None:
+                    self.notes(joined(path, name), tensor)
+                    if self.reads is not None:  # it may be replaced
+                        self.ledger.enter(joined(path, name), functools.partial(_note_count, registry, name))
         self.class_of(type(module))
 
     def fields(self, path: str, value: Any, wanted: Set[str] | None, slots: Sequence[tuple[str, Any]] = ()) -> None:
@@ -428,6 +437,17 @@ def _slots(kind: type) -> list[tuple[str, Any]]:
     bases = [base for base in kind.__mro__ if base is not type]
     members = [member for base in bases for member in vars(base).items() if member[0] not in _ABOUT]
     return [member for member in members if isinstance(member[1], types.MemberDescriptorType)]
+
+
+def _note_count(registry: Mapping[str, torch.Tensor | None], name: str) -> int:
+    return len(vars(registry.get(name))) if registry.get(name) is not None else 0
+
+
+def _numbers(tensor: torch.Tensor) -> Any:
+    """What tells whether a tensor's numbers are the same: of few, they themselves, since not all that writes them is
+    counted (`.data`, an array on its memory)."""
+    is_quick = tensor.device.type == "cpu" and tensor.numel() <= NUMBERS_MOST
+    return repr(tensor.tolist()) if is_quick and not is_fake(tensor) else tensor._version
 
 
 def _in_slot(slot: Any, value: Any) -> Any:

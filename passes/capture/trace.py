@@ -11,7 +11,7 @@ captured on a laptop, and the user's own model is only read.
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,15 +20,16 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from autopar.compat.autocast import autocast_dtype, autocast_of
+from autopar.compat.calls import computed_of, resolved
 from autopar.compat.neutral import neutral, without_autocast
 from autopar.compat.quick_fakes import quick_fakes
 from autopar.compat.recording import followed, function_modes
 from autopar.compat.tensors import memory_of
-from autopar.ir.dataflow import reached, viewed
 from autopar.ir.garbage import uncollected
-from autopar.ir.graph import JointGraph, Node, overload
+from autopar.ir.graph import JointGraph
 from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.tree import flatten
+from autopar.ops.normalization import unread
 
 from .captured import Captured
 from .checks import without_checks
@@ -40,7 +41,7 @@ from .flex import flexible
 from .functional import Functional
 from .leaves import input_names, leaf_of
 from .overrides import Generators, Overrides
-from .recorder import line_of
+from .recorder import Recorder, line_of
 from .refusals import TRAINING_CONSTANTS, refusal, refuse, unread_refusal
 from .repeat import RepeatedStep
 from .saved import watched_hooks
@@ -111,9 +112,15 @@ def _capture(
     copy, rebound = fakes.module(model)
     loss_fn = rebound.of(loss_fn)
 
+    inner: dict[str, frozenset[str]] = {}
+
     def call(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = precision.cast_inputs((args, kwargs))
-        return precision.cast_outputs(copy(*args, **kwargs))
+        output = precision.cast_outputs(copy(*args, **kwargs))
+        if loss_fn is None:
+            pairs, _ = flatten("output", output)
+            inner.update(computed_of({path: x for path, x in pairs if isinstance(x, torch.Tensor)}))
+        return output
 
     step = ModelStep(
         copy,
@@ -132,7 +139,9 @@ def _capture(
     before = step.held()
     try:
         first, recorder, functional = watched.twice()
-        in_place = {name for name, tensor in step.held().items() if tensor is before.get(name)}
+        assert watched.recorder is not None
+        in_place = {name: tensor for name, tensor in step.held().items() if tensor is before.get(name)}
+        reread = _reread(watched.recorder, in_place)
         targets = witness.paths_of(recorder.constants, taken={i.target for i in first.inputs})
         graph = first.graph(functional, targets)
         read = {i.target for i in graph.inputs}
@@ -162,6 +171,8 @@ def _capture(
             f"param_dtype out"
         )
     outcome = first.outcome
+    held = {memory_of(tensor): path for path, tensor in witness.seen.tensors}
+    shares = {o.target: held.get(recorder.place(o.name), "") for _, o in first.results if o.name is not None}
     if grad and not any(i.role == "tangent" for i in graph.inputs):
         made = [o.target for o in graph.outputs if o.role == "gradient" and o.name is not None]
         if made:
@@ -183,7 +194,7 @@ def _capture(
         input_spec=input_spec,
         input_leaves=tuple(replace(leaf, same=step.same.get(leaf.path, "")) for leaf in input_leaves),
         output_spec=outcome.spec,
-        output_leaves=outcome.leaves,
+        output_leaves=tuple(replace(leaf, shares=leaf.shares or shares.get(leaf.path, "")) for leaf in outcome.leaves),
         loss=outcome.loss if differentiated else None,
         tied={alias: name for alias, name in canonical.items() if alias != name},
         constants=constants,
@@ -196,25 +207,17 @@ def _capture(
         early=tuple(first.early),
         late=watched.late,
         hooked=tuple(name for name, hooks in gradient_hooks(model).items() if hooks),
-        reread=_reread(graph, in_place),
+        reread=reread,
+        inner=inner,
         precision=precision,
     )
 
 
-def _reread(graph: JointGraph, in_place: Collection[str]) -> frozenset[str]:
-    """Which of the parameters and buffers that forward writes in place backward reads in their memory."""
-    backward = {name for node in graph.nodes if node.backward for name in node.inputs}
-    return frozenset(
-        o.target
-        for o in graph.outputs
-        if o.role == "mutation" and o.name is not None and o.target in in_place
-        if backward & reached(graph.nodes, [viewed(graph, o.name, _is_view)[0]], _is_view)
-    )
-
-
-def _is_view(node: Node) -> bool:
-    """Whether what a node makes lies in the memory of what it reads."""
-    return getattr(overload(node.op), "is_view", False)
+def _reread(recorder: Recorder, held: Mapping[str, torch.Tensor]) -> frozenset[str]:
+    """Which of these parameters and buffers backward reads in their memory."""
+    backward = (node for node in recorder.nodes if node.backward)
+    read = {recorder.values[name].memory for node in backward for name in {*node.inputs} - {*unread(node)}}
+    return frozenset(name for name, tensor in held.items() if memory_of(tensor) in read)
 
 
 class _WatchedStep:
@@ -249,7 +252,7 @@ class _WatchedStep:
 
     def _record(self, python: contextlib.AbstractContextManager[bool]) -> tuple[Recording, StepRecorder]:
         pairs = self.step.pairs
-        sources = {path: self.here.tensor(value) for path, value in pairs if isinstance(value, torch.Tensor)}
+        sources = {path: resolved(self.here.tensor(value)) for path, value in pairs if isinstance(value, torch.Tensor)}
         generators = Generators()
         torch.clear_autocast_cache()  # within a context around all steps, it holds what the last one cast
         with followed(self.paths) as where, neutral(), flexible():
@@ -274,6 +277,7 @@ class _WatchedStep:
                     yield
 
             recording = self.step.record(recorder, watched(), operators)
+            recorder.check_arrays()
             for tensor in recorder.constants.values():  # read where gradients were enabled in a checkpoint's second run
                 if tensor.grad is not None:
                     refuse(TRAINING_CONSTANTS, name=self.witness.name_of(tensor))

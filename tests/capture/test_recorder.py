@@ -920,6 +920,32 @@ def test_a_buffer_that_is_written_again_before_backward_is_refused_where_that_ch
             assert torch.allclose(p.grad.full_tensor(), q.grad)
 
 
+class Normed(nn.Module):
+    """A batch norm in training, whose backward reads nothing of what it counts in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.linear(x)).square().mean()
+
+
+def test_a_batch_norm_counts_in_several_calls_before_one_backward() -> None:
+    with one_rank():
+        mesh, model = init_device_mesh("cpu", (1,), mesh_dim_names=("a",)), Normed()
+        x, y = torch.randn(2, 3, 4)
+        module = autopar.parallelize(copy.deepcopy(model), mesh, (x,))
+        for each in (module, model):
+            loss = each(x) - each(y)
+            each.norm.running_mean.data.zero_()
+            loss.backward()
+        for p, q in zip(module.parameters(), model.parameters(), strict=True):
+            assert torch.allclose(p.grad.full_tensor(), q.grad, atol=1e-6)
+        for p, q in zip(module.buffers(), model.buffers(), strict=True):
+            assert torch.allclose(p, q)
+
+
 class Noting(nn.Module):
     """Keeps numbers in what is no buffer."""
 
@@ -973,3 +999,87 @@ def test_a_gradient_that_forward_enables_under_no_grad_is_refused_where_it_is_as
             ValueError, match=r"a gradient of output is asked for.*call the module without torch.no_gra"
         ):
             (module(x) * before).backward()
+
+
+class Scaling(nn.Module):
+    """Scales by numbers that a function gives."""
+
+    def __init__(self, scale: Callable[[Any, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.linear, self.scale, self.note = nn.Linear(4, 4).double(), scale, torch.ones(4, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.linear(x) * self.scale(self, x)).square().mean()
+
+
+def _written(array: Any, value: float = 3.0) -> None:
+    array[..., :1] = value
+
+
+def _of_scratch(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    scratch, scale = numpy.ones(4), torch.zeros(4, dtype=torch.float64)
+    for i in range(3):
+        _written(scratch, i)
+        scale = scale + torch.from_numpy(scratch)
+    return scale
+
+
+def _of_range(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    steps = torch.arange(4.0, dtype=torch.float64)
+    _written(steps[1:].numpy())
+    return steps
+
+
+def _of_a_number(module: nn.Module, x: torch.Tensor) -> float:
+    steps = torch.arange(4.0)
+    _written(steps.numpy())
+    return float(steps.sum())
+
+
+def _of_bytes(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    memory = bytearray(numpy.ones(4).tobytes())
+    scale = torch.frombuffer(memory, dtype=torch.float64)
+    twice = scale * 2
+    memory[:8] = numpy.zeros(1).tobytes()
+    return twice
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [
+        lambda module, x: _written(module.note.numpy()) or module.note,
+        lambda module, x: _written(numpy.asarray(module.note.detach())) or module.note,
+        lambda module, x: module.note * (_written(module.note.numpy()) or 1),
+        lambda module, x: _written(x.numpy()) or 1,
+        _of_scratch,
+        _of_range,
+        _of_a_number,
+        _of_bytes,
+    ],
+)
+def test_a_write_into_an_array_on_the_memory_of_a_tensor_is_refused(scale: Callable[[Any, Any], Any]) -> None:
+    """Eager's tensor would change with it."""
+    x = X[:, :4].contiguous()
+    with pytest.raises(CaptureError, match="writes an array on the memory of a tensor"):
+        capture(Scaling(scale), (x,))
+
+
+def _of_an_array(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    array = torch.arange(4.0, dtype=torch.float64).numpy()
+    array += 1
+    return torch.from_numpy(array)
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [
+        _of_an_array,
+        lambda module, x: torch.from_numpy(module.note.numpy() * 2),
+        lambda module, x: torch.tensor(x.numpy().mean(0)),
+    ],
+)
+def test_an_array_that_no_tensor_shares_when_it_is_read_may_be_written(scale: Callable[[Any, Any], Any]) -> None:
+    with one_rank():
+        mesh, x = init_device_mesh("cpu", (1,), mesh_dim_names=("a",)), X[:, :4].contiguous()
+        model = Scaling(scale)
+        assert torch.allclose(autopar.parallelize(copy.deepcopy(model), mesh, (x,))(x), model(x))

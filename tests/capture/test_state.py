@@ -1345,7 +1345,7 @@ class Knobs(Base):
 
     def beside(self, h: torch.Tensor) -> torch.Tensor:
         h = self.dropout(h) * self.beta * self.config.state[0] * self.table * self.factor
-        return h ** int(self.power) * getattr(self, "late", 1.0)
+        return h ** int(self.power) * getattr(self, "late", 1.0) * getattr(self.layer.weight, "gain", 1.0)
 
 
 def _put(name: str, *values: Any) -> Callable[[int, Any], None]:
@@ -1360,8 +1360,16 @@ CHANGES: dict[str, Callable[[int, Any], None]] = {
     "an object": lambda step, model: setattr(model, "config", Config(state=[1.0 + step])),
     "a tensor": lambda step, model: setattr(model, "table", torch.full((WIDTH,), 1.0 + step, dtype=torch.float64)),
     "a tensor's shape": lambda step, model: setattr(model, "table", torch.full((1,), 1.0 + step, dtype=torch.float64)),
+    "a tensor's data": lambda step, model: setattr(
+        model.table, "data", torch.full((WIDTH,), 1.0 + step, dtype=torch.float64)
+    ),
     "a tensor in place": lambda step, model: model.table.add_(step),
     "a tensor that is a number of Python's": lambda step, model: model.power.fill_(2 + step % 2),
+    "a tensor that is a number of Python's, behind autograd's back": lambda step, model: model.power.data.fill_(
+        2 + step % 2
+    ),
+    "a tensor that is a number of Python's, by its array": lambda step, model: model.power.numpy().fill(2 + step % 2),
+    "what is noted on a parameter": lambda step, model: setattr(model.layer.weight, "gain", 2.0) if step else None,
     "an attribute of the class": lambda step, model: setattr(model, "factor", 1.0 + step),
     "forward": lambda step, model: setattr(
         model.dropout, "forward", (lambda x: x) if step % 2 else (lambda x: 2.0 * x)

@@ -10,11 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
+from generator_programs import one_rank
 from models import assert_close
 from ranks import outcomes, run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 import autopar
 from autopar.ir.layout import Layout, Replicate, Split
@@ -276,6 +278,37 @@ def test_modes_that_are_refused(what: str, message: str) -> None:
     for outcome in outcomes(2, another_mode, what):
         assert isinstance(outcome.error, ValueError), outcome.traceback
         assert message in str(outcome.error)
+
+
+class Perturbed(nn.Module):
+    """Asks whether its input requires a gradient, as checkpoints of the reentrant kind do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.head(checkpoint(self.layer, x, use_reentrant=True))
+        return (h * (2 if x.requires_grad else 1)).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_inputs_that_require_a_gradient_in_some_calls() -> None:
+    """And whose model is captured with one that does."""
+    with one_rank():
+        mesh, model = init_device_mesh("cpu", (1,), mesh_dim_names=("a",)), Perturbed()
+        module = autopar.parallelize(copy.deepcopy(model), mesh, (torch.randn(3, HIDDEN, requires_grad=True),))
+        for requires in (True, False, True, False):
+            x = torch.randn(3, HIDDEN)
+            found = []
+            for each in (module, model):
+                each.zero_grad()
+                given = x.clone().requires_grad_(requires)
+                each(given).backward()
+                found.append([given.grad, *(None if p.grad is None else whole(p.grad) for p in each.parameters())])
+            for one, other in zip(*found, strict=True):
+                assert one is other is None or torch.allclose(one, other, atol=1e-6)
+        assert len(module.programs) == 2
 
 
 class Frozen(nn.Module):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from generator_programs import one_rank
 from models import assert_close, whole
 from ranks import run
 from torch import nn
@@ -83,6 +84,107 @@ def written_outputs() -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_write_into_an_output_changes_nothing_else(ranks: int) -> None:
     run(ranks, written_outputs)
+
+
+class Staged(nn.Module):
+    """Features, and what is computed of them."""
+
+    def __init__(self, outputs: Callable[[nn.Module, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.features, self.outputs = nn.Linear(SIZE, SIZE, dtype=torch.float64), outputs
+        self.table = torch.ones(SIZE, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.outputs(self, self.features(x))
+
+
+LOOKS: tuple[Callable[[torch.Tensor], Any], ...] = (
+    lambda output: output.retain_grad(),
+    lambda output: output.register_hook(lambda gradient: 2 * gradient),
+)
+
+
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        lambda module, h: (h, h.square()),
+        lambda module, h: (h, {"of": h.relu().exp() + 1}),
+        lambda module, h: (h, h[0]),
+        lambda module, h: (h, h),
+        lambda module, h: (h.clone(), h.mul(2).chunk(2), h) and (h, h.clone()),
+    ],
+)
+def test_a_hook_of_an_output_that_gradients_pass_within_the_program_is_refused(
+    outputs: Callable[[Any, Any], Any], look: Callable[[torch.Tensor], Any]
+) -> None:
+    """In eager it sees them. Where none passes, it is as in eager."""
+    with one_rank():
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("a",))
+        model = Staged(outputs)
+        module = autopar.parallelize(copy.deepcopy(model), mesh, (X,))
+        first, *others = torch.utils._pytree.tree_leaves(module(X))
+        look(first)
+        with pytest.raises(
+            ValueError, match=r"output\.0 has a hook or retain_grad\(\), and part of its gradient comes"
+        ):
+            (first.sum() + others[0].sum()).backward()
+        found = []
+        for each in (model, module):
+            first, *others = torch.utils._pytree.tree_leaves(each(X))
+            look(first)
+            (first * X).sum().backward()
+            found.append((first.grad if first.retains_grad else None, whole(each.features.weight.grad)))
+        (seen, gradient), (also_seen, same) = found
+        assert seen is also_seen is None or torch.equal(seen, also_seen)
+        assert torch.allclose(gradient, same)
+
+
+def test_outputs_that_go_their_own_ways_are_hooked_as_in_eager() -> None:
+    with one_rank():
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("a",))
+        model = Staged(lambda module, h: (h.sin(), h.detach().cos() * h.cos(), module.table))
+        found = []
+        for each in (autopar.parallelize(copy.deepcopy(model), mesh, (X,)), model):
+            outputs = each(X)[:2]
+            for look in LOOKS:
+                look(outputs[0])
+            sum(output.sum() for output in outputs).backward()
+            found.append((outputs[0].grad, whole(each.features.weight.grad)))
+        for one, other in zip(*found, strict=True):
+            assert torch.allclose(one, other)
+
+
+def test_an_output_in_the_memory_of_any_tensor_of_the_model_is_not_written() -> None:
+    with one_rank():
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("a",))
+        model = Staged(lambda module, h: (h, module.table.view(2, -1), torch.zeros(2)))
+        module = autopar.parallelize(model, mesh, (X,))
+        module(X)[2].add_(1)
+        module(X)[1].add_(1)
+        with pytest.raises(
+            ValueError, match=r"output\.1, .* written in place: eager returns the memory of table there"
+        ):
+            module(X)
+
+
+@pytest.mark.parametrize("way", [torch.conj, lambda x: x.T.conj().T, lambda x: x.conj().imag])
+def test_an_input_that_conjugates_what_it_reads(way: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def outputs(module: nn.Module, h: torch.Tensor) -> torch.Tensor:
+        return h.square().mean()
+
+    class Complex(Staged):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            sign = 1 if (x.imag if x.is_complex() else x)[0, 0] > 0 else -2
+            return super().forward(sign * (x.real + 2 * x.imag if x.is_complex() else x))
+
+    with one_rank():
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("a",))
+        model, x = Complex(outputs), way(torch.complex(X, X.flip(0)))
+        module = autopar.parallelize(copy.deepcopy(model), mesh, (x,))
+        for each in (module, model):
+            each(x).backward()
+        assert torch.allclose(whole(module.features.weight.grad), model.features.weight.grad)
 
 
 # -------------------------------------------------------------------------------------------------- buffers

@@ -401,6 +401,25 @@ self.v{n} = self.l{n}.{weight|bias}.{data|detach()}
 {y} = self.l{n}({x}) + self.v{n}{[0]|}.sum()
 """)
 
+PYTHON("an array on the memory of a tensor", 3, """
+--init
+self.t{n} = torch.ones({w}).double()
+--forward
+a{n} = {self.t{n}.numpy()|np.asarray(self.t{n}.detach())|self.t{n}[:2].numpy()|self.t{n}.numpy().copy()}
+a{n}{[0] = 2|[:] = a{n} * 0.9|.fill(0.5)|.sort()}
+{y} = {x} * self.t{n}
+""", """
+a{n} = np.ones({w})
+u{n} = torch.from_numpy(a{n}){|.clone()|* 2}
+{a{n}[0] = 3|a{n} *= 0.5|a{n} = a{n} * 2}
+{y} = {x} * u{n} + torch.{from_numpy|tensor}(a{n})
+""", """
+u{n} = torch.arange({w}, dtype=torch.float64)
+a{n} = u{n}.numpy(){|.copy()}
+a{n} {+|*}= 0.5
+{y} = {x} + {u{n}|torch.from_numpy(a{n})|u{n}.sum().item()}
+""")
+
 PYTHON("a queue in a buffer", 2, """
 --init
 self.register_buffer("b{n}", torch.randn(4, {w}))
@@ -1027,6 +1046,30 @@ PYTHON("a choice that the loop changes", 3,
        "--init\nself.l{n} = nn.LayerNorm({w})\n--before\nmodel.l{n}.eps = 0.1 * step + 1e-5\n--forward\n{y} = self.l{n}({x})",
        "--init\nself.l{n} = nn.Tanh()\n--before\nmodel.l{n} = (nn.Sigmoid(), nn.Tanh())[step % 2]\n--forward\n{y} = self.l{n}({x})",
        "--init\nself.l{n} = nn.Sequential(nn.Tanh())\n--before\nmodel.l{n}.append(nn.Sigmoid())\n--forward\n{y} = self.l{n}({x})")
+
+PYTHON("a tensor that the loop changes", 2, """
+--init
+self.t{n} = torch.ones({w}).double()
+--before
+model.t{n}{.data = torch.full(({w},), 0.5 + step).double()|.data.mul_(0.9)|.numpy()[0] = step| = model.t{n} * 0.5|.add_(1)}
+--forward
+{y} = {x} * self.t{n}
+""", """
+--init
+self.t{n} = torch.tensor(1.0).double()
+--before
+model.t{n}{.data = torch.tensor(0.5 + step).double()|.data.fill_(step)|.numpy().fill(step)|.fill_(step)}
+--forward
+{y} = {x} {* self.t{n}.item()|if self.t{n} > 0.5 else 2 * {x}}
+""", """
+--init
+self.l{n} = nn.Linear({w}, {w})
+--before
+if step {== 1|}:
+    model.l{n}.{weight|bias}.scale = 2.0 + step
+--forward
+{y} = self.l{n}({x}) * getattr(self.l{n}.{weight|bias}, "scale", 1.0)
+""")
 
 PYTHON("a hook that the loop sets", 2, """
 --init
