@@ -243,7 +243,7 @@ class _Averaged:
             gradient.copy_(piece.view_as(gradient))
 
 
-class _Piece(nn.Module):
+class Piece(nn.Module):
     """Some layers of a Llama, the first with the embedding, the last with the head."""
 
     def __init__(self, model: Any, number: int, count: int) -> None:
@@ -254,10 +254,11 @@ class _Piece(nn.Module):
         self.embedding = model.model.embed_tokens if number == 0 else None
         self.norm, self.head = (model.model.norm, model.lm_head) if number == count - 1 else (None, None)
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x: Any, places: Any = None) -> Any:
+        """`places` are where tokens stand in their sequence, [1, sequence]; they begin at 0 if not given."""
         if self.embedding is not None:
             x = self.embedding(x)
-        positions = torch.arange(x.shape[1])[None]
+        positions = torch.arange(x.shape[1])[None] if places is None else places
         rotary = self.rotary(x, positions)
         for layer in self.layers:
             x = layer(x, position_embeddings=rotary, position_ids=positions)
@@ -277,7 +278,7 @@ class _Pipeline:
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         count, micro_batches = size * stages, min(2 * size, len(self.ids))
         self.first, self.last = rank == 0, rank == size - 1
-        pieces: list[Any] = [_Piece(model_of(cell), rank + size * i, count) for i in range(stages)]
+        pieces: list[Any] = [Piece(model_of(cell), rank + size * i, count) for i in range(stages)]
         if data is not None:
             pieces = [DistributedDataParallel(piece, process_group=data) for piece in pieces]
         parts = [

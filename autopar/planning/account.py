@@ -54,9 +54,9 @@ class Account:
     """Seconds of one step and bytes of one rank.
 
     `compute_seconds` are the local operators, `copy_seconds` local slices and the reordering of chunks,
-    `communication_seconds` the collectives (nothing overlaps), `optimizer_seconds` the optimizer's step. The search
-    weighs the sum of the bytes of parameters at rest, their gradients, the optimizer's states, and what forward keeps
-    for backward. (What is alive at once is `memory.peak`.)
+    `communication_seconds` the collectives (nothing overlaps, but inside of a ring), `optimizer_seconds` its step. The
+    search weighs the sum of the bytes of parameters at rest, their gradients, the optimizer's states, and what forward
+    keeps for backward. (What is alive at once is `memory.peak`.)
     """
 
     compute_seconds: float

@@ -14,7 +14,6 @@ from autopar.cost.optimizers import update_seconds
 from autopar.cost.redistribute import RouteStep
 from autopar.ir.graph import CAST, WAIT, TensorMeta
 from autopar.ir.layout import Layout, local_meta
-from autopar.ir.program import has_rank
 from autopar.ir.rewrite import input_and_output_metas
 from autopar.ops.emit import expands, fillings, local_program, local_shapes
 from autopar.ops.rule import Call, OpRule, call_of, fullest
@@ -94,7 +93,8 @@ def operator_items(
     choice: SiteChoice,
 ) -> Iterator[Item]:
     """The items of a rank's share of an operator, in the order of its local program: by the roofline, arithmetic or
-    memory, whichever is slower; an expansion consists of its own operators and collectives."""
+    memory, whichever is slower. An expansion consists of its own operators and collectives. A message that travels
+    while they run, as in a ring, costs what the rank waits for it, and at least what it takes of the processors."""
     call, device = site.call, setting.cluster.device
     assert call is not None
     splits = splits_of(rule, choice) if rule is not None else ()
@@ -103,18 +103,30 @@ def operator_items(
         return
     op, emission = call.node.op, local_program(call, rule, splits, operands, results, setting.mesh, site.zeros)
     share = _share(setting, rule, choice) / max(1, sum(i.op == op for i in emission.instructions))
+    clock, free = 0.0, dict[int, float]()
+    underway: dict[str, tuple[float, Item]] = {}
     for instruction in emission.instructions:
         inputs, outputs = input_and_output_metas(instruction, emission.metas)
         if kind := instruction.collective:
             largest, axis = max(meta.bytes for meta in (*inputs, *outputs)), instruction.args[-1]
             seconds = collective_seconds(kind, largest, setting.redistributor.links[axis])
-            yield Item(kind, seconds, axis=axis, sent_bytes=largest)
-        elif instruction.op != WAIT:
+            free[axis] = max(clock, free.get(axis, 0.0)) + seconds
+            underway[instruction.outputs[0]] = free[axis], Item(kind, seconds, axis=axis, sent_bytes=largest)
+            continue
+        if instruction.op == WAIT:
+            end, sent = underway.pop(instruction.inputs[0])
+            slowed = sent.seconds * setting.redistributor.links[sent.axis].compute_share
+            item = sent._replace(seconds=max(end - clock, slowed))
+        else:
             work = _work(rule, share if instruction.op == op else 0.0)
-            if instruction.op == op and has_rank(instruction):  # ranks do more or less: as much as the busiest
+            if instruction.op == op and rule.routing is None:
+                # as much as the busiest rank, and what a mask hides is computed, too
                 local = rule_of(call_of(instruction, emission.metas))
                 work = _work(local, 1.0) if local is not None else work
-            yield Item(COMPUTE, device.operator_seconds(instruction.op, inputs, outputs, *work))
+            item = Item(COMPUTE, device.operator_seconds(instruction.op, inputs, outputs, *work))
+        clock += item.seconds
+        yield item
+    assert not underway, f"{op} does not wait for {', '.join(underway)}"
 
 
 def _whole_seconds(

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from context_parallel import register
-from models import Case, assert_same, eager, llama, on_ranks, tokens
+from models import Case, Step, assert_same, eager, llama, on_ranks, tokens
 from ranks import run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch_context_parallel import METHODS, loss_and_backward, with_cpu_kernel
 
 import autopar
 from autopar.ops.attention import RING
@@ -178,3 +180,31 @@ def test_real_ranks(mesh: dict[str, int], form: str) -> None:
     """Two layers: keys and values go to one other rank, and in backward besides their gradients there and back."""
     for found in run(math.prod(mesh.values()), trained, mesh, form):
         assert found["rotates"] == 2 * (2 + 2 + 4)
+
+
+def beside_torch() -> None:
+    """By PyTorch's context parallel, and by plans."""
+    register()
+    with_cpu_kernel()
+    on = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+
+    def case() -> Case:
+        torch.manual_seed(0)
+        return Case(model=Block("causal", key_heads=1), batch=lambda step: ((), batch()))
+
+    expected = eager(case())
+    for form in ("ring", "striped"):
+        assert_same(on_ranks(autopar.parallelize(case().model, on, kwargs=batch(), solver=form), case()), expected)
+    for method in METHODS:
+        model = case().model
+        loss = loss_and_backward(model, batch(), on, method)
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        for gradient in gradients.values():
+            dist.all_reduce(gradient)
+            gradient /= on.size()
+        assert_same(Step(outputs={"": torch.tensor(loss)}, gradients=gradients), expected)
+
+
+@pytest.mark.timeout(60)
+def test_the_same_as_by_torch() -> None:
+    run(2, beside_torch)

@@ -39,8 +39,8 @@ def by_sequence(form: str, context: Context, site: Site, axis: int) -> AxisChoic
     choices, digits = site.choices[ranks], along(context, axis, form == "striped")
     if site.kind == "op":
         if names := _attends(site):
-            period = (ranks,) if form == "striped" else range(ranks + 1, 1 << 40)
-            return tuple(c for c in choices if c.splits and names[c.factor] == FORMS[form] and c.period in period)
+            fitting = [c for c in choices if c.splits and names[c.factor] == FORMS[form]]
+            return tuple(c for c in fitting if form == "heads" or (c.period == ranks) == (form == "striped"))
         return (*([c for c in digits.choices(site) if c in choices] or [REPLICATED]), *linear(site, ranks))
     if site.kind == "output":
         return choices
