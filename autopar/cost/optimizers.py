@@ -1,7 +1,7 @@
 """Optimizers: what each keeps of a parameter, and what a step of it moves."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Collection
+from dataclasses import dataclass
 
 from autopar.cluster.machine import Device
 from autopar.ir.graph import TensorMeta
@@ -25,15 +25,22 @@ class Optimizer:
 
     def bytes(self, parameter: TensorMeta) -> int:
         """Kept on the device of a parameter (or of the part of it that a rank has)."""
-        return self.counter_bytes + (0 if self.on_host else self._bytes_of_elements(parameter))
+        return self.counter_bytes + self._bytes_of_elements(parameter) * (not self.on_host)
 
     def brought_bytes(self, parameter: TensorMeta) -> int:
         """Copied from the host for a step, and back."""
-        return self._bytes_of_elements(parameter) if self.on_host else 0
+        return self._bytes_of_elements(parameter) * self.on_host
 
     def moved_bytes(self, parameter: TensorMeta) -> int:
         """Read and written by a step: the parameter and the states twice, the gradient once."""
         return 3 * parameter.bytes + 2 * self._bytes_of_elements(parameter)
+
+    def seconds(self, device: Device, parameters: Collection[TensorMeta]) -> float:
+        """Of a step on parameters (or parts of them), and of copies of its states, which nothing hides. Raises
+        ValueError where there are such copies and nothing says how quick the device is at them."""
+        seconds = device.optimizer_seconds(self.name, sum(map(self.moved_bytes, parameters)))
+        brought = sum(map(self.brought_bytes, parameters))
+        return seconds + 2 * device.host_seconds(brought) if brought else seconds
 
     def _bytes_of_elements(self, parameter: TensorMeta) -> int:
         each = parameter.dtype.itemsize
@@ -50,19 +57,6 @@ OPTIMIZERS = {
         Optimizer(name="sgd_momentum", states=1),
     )
 }
-OPTIMIZERS |= {
-    name: replace(OPTIMIZERS[name.removesuffix("_on_host")], name=name, on_host=True)
-    for name in ("adamw_on_host", "adamw_fp32_on_host")
-}
 """adamw is `torch.optim.AdamW` (moments of the parameter's dtype, and a float32 that counts steps), Adam and the like;
 adamw_fp32 keeps float32 moments, and float32 weights where the model has narrower ones; sgd keeps nothing, sgd_momentum
-one buffer. The states of those on_host wait on the host."""
-
-
-def update_seconds(device: Device, optimizer: Optimizer, parameters: Iterable[TensorMeta]) -> float:
-    """Seconds of an optimizer's step on parameters (or parts of them), and of copies of its states, which nothing
-    hides. Raises ValueError where there are such copies and nothing says how quick the device is at them."""
-    parameters = [*parameters]
-    seconds = device.optimizer_seconds(optimizer.name, sum(map(optimizer.moved_bytes, parameters)))
-    brought = sum(map(optimizer.brought_bytes, parameters))
-    return seconds + 2 * device.host_seconds(brought) if brought else seconds
+one buffer."""

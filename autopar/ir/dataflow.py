@@ -63,10 +63,10 @@ def ending(nodes: Sequence[Node], such: Such, results: Collection[str]) -> list[
     return [nodes[position] for position in sorted(found)]
 
 
-def viewed(graph: JointGraph, name: str, such: Such = is_view) -> tuple[str, list[Node]]:
+def viewed(graph: JointGraph, name: str) -> tuple[str, list[Node]]:
     """What a value is a view of, itself if it is none; and the views that lead there, the last first."""
     views: list[Node] = []
-    while (index := graph.producer.get(name)) is not None and such(graph.nodes[index]):
+    while (index := graph.producer.get(name)) is not None and is_view(graph.nodes[index]):
         views.append(graph.nodes[index])
         name = views[-1].inputs[0]
     return name, views

@@ -27,7 +27,6 @@ from itertools import combinations_with_replacement, permutations, product
 from typing import Any, TypeVar
 
 from autopar.cluster.machine import Device
-from autopar.cost.optimizers import update_seconds
 from autopar.cost.roofline import FREE
 from autopar.ir.graph import CAST, WAIT, TensorMeta, schema
 from autopar.ir.layout import padded_shape
@@ -167,7 +166,7 @@ class _Least:
         used = TensorMeta(local.shape, space.metas[site.makes[0]].dtype)
         seconds = 0.0
         if site.reads:
-            seconds += update_seconds(device, optimizer, [local])
+            seconds += optimizer.seconds(device, [local])
         if used.dtype != local.dtype:
             times = 1 if space.holds else space.micro_batches
             seconds += times * device.operator_seconds(CAST, [local], [used], 0.0)

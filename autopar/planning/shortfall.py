@@ -132,8 +132,7 @@ class Shortfall:
                 if whole % size == 0
             ],
         )
-        here = (other for other in OPTIMIZERS.values() if not other.on_host)
-        others = sorted(here, key=self._states, reverse=True)
+        others = sorted(OPTIMIZERS.values(), key=self._states, reverse=True)
         yield (
             f"a narrower optimizer, since none keeps less than {own.name}",
             [

@@ -11,7 +11,7 @@ from autopar.cluster.collectives import collective_seconds
 from autopar.cluster.staged import StagedCluster
 from autopar.cost.liveness import Memory
 from autopar.cost.memory import Peak, moments
-from autopar.cost.optimizers import OPTIMIZERS, update_seconds
+from autopar.cost.optimizers import OPTIMIZERS
 from autopar.cost.pipeline import PipelineTimeline, bound_seconds, simulate
 from autopar.cost.streams import TimelineCache, timeline
 from autopar.cost.timeline import Timeline
@@ -233,7 +233,7 @@ class _Stage:
         parameters += self._bytes((str(o.name) for o in u.counted.outputs), (u.counted,))  # gathered once
         states = sum(map(space.optimizer.bytes, trained))
         sums = sum(self.metas[name].bytes for name in self.stage.summed)
-        updating = update_seconds(space.cluster.device, space.optimizer, trained) if trained else 0.0
+        updating = space.optimizer.seconds(space.cluster.device, trained) if trained else 0.0
         parts = (u.forward, u.inputs, u.weights)
         lines = [timeline(adding(p, self.stage.summed)[0], space.cluster, self.operators) for p in parts]
         held = self._bytes({i.name for unit in (u.inputs, u.weights) for i in unit.inputs}, (u.forward,))

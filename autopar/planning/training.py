@@ -13,7 +13,7 @@ from autopar.cost.optimizers import OPTIMIZERS, Optimizer
 from autopar.ir.precision import AS_IS, Precision
 from autopar.ops.rule import Load
 
-from .request import COMPILED, Gathers, Recompute, Request, check, check_optimizer
+from .request import COMPILED, NAMES, Gathers, Recompute, Request, check, check_optimizer
 
 GATHERS: tuple[Gathers, ...] = get_args(Gathers)
 
@@ -177,8 +177,11 @@ def named_optimizer(optimizer: str | float | Optimizer) -> Optimizer:
         return optimizer
     if isinstance(optimizer, str):
         check_optimizer(optimizer)
-        return OPTIMIZERS[optimizer]
+        here = optimizer.removesuffix("_on_host")
+        return replace(OPTIMIZERS[here], name=optimizer, on_host=here != optimizer)
     given: Any = optimizer
     if not isinstance(given, (int, float)) or isinstance(given, bool) or not 0 <= given < float("inf"):
-        raise ValueError(f"optimizer is {optimizer!r}: give a name ({', '.join(OPTIMIZERS)}) or bytes per element")
+        raise ValueError(
+            f"optimizer is {optimizer!r}: give a name ({', '.join(NAMES['optimizer'])}) or bytes per element"
+        )
     return Optimizer(name=f"{optimizer:g} bytes per element", bytes_per_element=float(optimizer))

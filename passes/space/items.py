@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from autopar.cluster.collectives import collective_seconds
-from autopar.cost.optimizers import update_seconds
 from autopar.cost.redistribute import RouteStep
 from autopar.ir.graph import CAST, WAIT, TensorMeta
 from autopar.ir.layout import Layout, local_meta
@@ -69,7 +68,7 @@ def parameter_items(setting: Setting, site: Site, layout: Layout) -> Iterator[It
     if site.reads:
         yield Item(GRADIENTS, bytes=local.bytes * (setting.in_flight == 1))
         yield Item(STATES, bytes=optimizer.bytes(local))
-        yield Item(OPTIMIZER, update_seconds(setting.cluster.device, optimizer, [local]))
+        yield Item(OPTIMIZER, optimizer.seconds(setting.cluster.device, [local]))
     casts = 0.0
     if used != local:
         yield Item(ACTIVATIONS, bytes=used.bytes)
@@ -103,20 +102,21 @@ def operator_items(
         return
     op, emission = call.node.op, local_program(call, rule, splits, operands, results, setting.mesh, site.zeros)
     share = _share(setting, rule, choice) / max(1, sum(i.op == op for i in emission.instructions))
-    clock, free = 0.0, dict[int, float]()
+    clock, free, links = 0.0, dict[int, float](), setting.redistributor.links
     underway: dict[str, tuple[float, Item]] = {}
     for instruction in emission.instructions:
         inputs, outputs = input_and_output_metas(instruction, emission.metas)
         if kind := instruction.collective:
             largest, axis = max(meta.bytes for meta in (*inputs, *outputs)), instruction.args[-1]
-            seconds = collective_seconds(kind, largest, setting.redistributor.links[axis])
-            free[axis] = max(clock, free.get(axis, 0.0)) + seconds
-            underway[instruction.outputs[0]] = free[axis], Item(kind, seconds, axis=axis, sent_bytes=largest)
+            item = Item(kind, collective_seconds(kind, largest, links[axis]), axis=axis, sent_bytes=largest)
+            begin = max(clock, free.get(axis, 0.0))
+            underway[instruction.outputs[0]], free[axis] = (begin, item), begin + item.seconds
             continue
         if instruction.op == WAIT:
-            end, sent = underway.pop(instruction.inputs[0])
-            slowed = sent.seconds * setting.redistributor.links[sent.axis].compute_share
-            item = sent._replace(seconds=max(end - clock, slowed))
+            begin, item = underway[instruction.inputs[0]]
+            item = item._replace(
+                seconds=max(item.seconds + (begin - clock), item.seconds * links[item.axis].compute_share)
+            )
         else:
             work = _work(rule, share if instruction.op == op else 0.0)
             if instruction.op == op and rule.routing is None:
@@ -126,7 +126,6 @@ def operator_items(
             item = Item(COMPUTE, device.operator_seconds(instruction.op, inputs, outputs, *work))
         clock += item.seconds
         yield item
-    assert not underway, f"{op} does not wait for {', '.join(underway)}"
 
 
 def _whole_seconds(

@@ -90,7 +90,7 @@ def test_the_names_in_help_are_those_of_the_tables() -> None:
     assert tuple(SOLVERS.own) == NAMES["solver"] and Request().solver == AUTO
     assert tuple(PRESETS.own) == NAMES["preset"]
     assert {*COSTS.own, "hybrid", "profiled"} == {*NAMES["cost"]} <= {*COSTS}
-    assert tuple(OPTIMIZERS) == NAMES["optimizer"]
+    assert (*OPTIMIZERS, "adamw_on_host", "adamw_fp32_on_host") == NAMES["optimizer"]
     assert tuple(SCHEDULES.own) == NAMES["schedule"]
     assert NAMES["gather dtype"] == NARROW
 

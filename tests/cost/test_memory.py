@@ -104,7 +104,7 @@ def test_what_is_kept_for_backward_and_the_gradients() -> None:
     # forward: p, x, gathered, a = 10 + 20 + 20 + 20; backward: p, x, b, r and s in one = 10 + 20 + 20 + 10
     assert peak(made, SGD, "cuda").bytes == 70 * BYTES
     assert peak(made, OPTIMIZERS["adamw"], "cuda").bytes == 90 * BYTES + COUNTER_BYTES
-    away = peak(made, OPTIMIZERS["adamw_on_host"], "cuda")  # p, x, the gradient, two moments and two copies
+    away = peak(made, named_optimizer("adamw_on_host"), "cuda")  # p, x, the gradient, two moments and two copies
     assert away.bytes == 80 * BYTES + COUNTER_BYTES and (away.at, away.optimizer) == ("optimizer step", 84)
     found = peak(made, SGD, "cpu")  # the parts arrive beside what is sent
     assert found.bytes == 80 * BYTES and found.at == "backward, `r = collective.reduce_scatter(b, 'sum', dp)`"

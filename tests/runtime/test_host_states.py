@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.cluster.library import named_cluster
-from autopar.cost.optimizers import OPTIMIZERS, update_seconds
+from autopar.cost.optimizers import OPTIMIZERS
 from autopar.ir.graph import TensorMeta
+from autopar.planning.training import named_optimizer
 from autopar.runtime import host_states
 
 OF_TORCH: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -71,9 +72,9 @@ def test_what_is_no_optimizer_is_one_clear_error() -> None:
 
 
 def test_plans_count_the_copies_and_no_states_beside_activations() -> None:
-    cluster, away = named_cluster("dgx-h100"), OPTIMIZERS["adamw_on_host"]
+    cluster, away = named_cluster("dgx-h100"), named_optimizer("adamw_on_host")
     meta = TensorMeta((1000, 1000), torch.bfloat16)
-    copies = update_seconds(cluster.device, away, [meta]) - update_seconds(cluster.device, OPTIMIZERS["adamw"], [meta])
+    copies = away.seconds(cluster.device, [meta]) - OPTIMIZERS["adamw"].seconds(cluster.device, [meta])
     assert copies == pytest.approx(2 * cluster.device.host_seconds(2 * 2 * 1e6))
     assert (away.bytes(meta), away.brought_bytes(meta)) == (4, 4 * 10**6)
 
