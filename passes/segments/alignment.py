@@ -66,6 +66,7 @@ class _Roles:
 
     def __init__(self, facts: Facts, place: dict[int, tuple[int, int]], count: int) -> None:
         self.facts, self.place, self.count = facts, place, count
+        self.inputs = {i.name: i.role for i in facts.graph.inputs}
         self.judged: dict[tuple[str, ...], int | None] = {}
         self.borders: dict[tuple[int, int, bool], Border] = {}
         self.shared: dict[str, None] = {}
@@ -124,13 +125,14 @@ class _Roles:
         return misfit
 
     def _misfit_own(self, names: tuple[str, ...]) -> int | None:
-        """A copy whose value is no input of the graph that it alone reads."""
+        """A copy whose value is no input of the graph that it alone reads, or one of another role than its peers'."""
         for k, name in enumerate(names):
             if name in self.facts.graph.producer or name in self.facts.outputs or names.count(name) > 1:
                 return k if name != names[self.count // 2] else 0
             if any(self.place.get(reader, (-1,))[0] != k for reader in self.facts.graph.consumers[name]):
                 return k
-        return None
+        roles = [self.inputs[name] for name in names]
+        return next((k for k, role in enumerate(roles) if role != roles[self.count // 2]), None)
 
     def _vary(self, names: tuple[str, ...]) -> bool:
         """Whether these are values of one form that depend on no parameter."""

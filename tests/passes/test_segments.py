@@ -50,7 +50,9 @@ def check_repeated(graph: JointGraph, repeated: Repeated) -> None:
         assert [m[0] for m in inner if m] == list(range(count)) and len({m[1:] for m in inner if m}) == 1
         assert (makers[-1] if border.backward else makers[0]) is None, "the run's entry is made outside"
         assert len({graph.metas[value] for value in border.values}) == 1
-    inputs = {i.name for i in graph.inputs}
+    inputs = {i.name: i.role for i in graph.inputs}
+    for peers in zip(*repeated.own, strict=True):
+        assert len({inputs[name] for name in peers}) == 1
     for k in range(count):
         for s, name in enumerate(repeated.shared):
             assert name not in made and name not in roles[k]
@@ -276,6 +278,33 @@ def test_a_weight_that_a_later_node_reads_keeps_its_copy_out() -> None:
     found = segments(graph)
     check(graph, found)
     assert [repeated.count for repeated in found.repeats] == [3]
+
+
+class Scaled(nn.Module):
+    """What it multiplies with has these roles."""
+
+    def __init__(self, *roles: str) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        for k, role in enumerate(roles):
+            value = torch.ones(4) if role == "buffer" else nn.Parameter(torch.ones(4))
+            setattr(self, f"scale{k}", nn.Buffer(value) if role == "buffer" else value)
+        self.count = len(roles)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.first(x)
+        x = first.detach()
+        for k in range(self.count):
+            x = (x * getattr(self, f"scale{k}")).sin().detach()
+        return (x + first).square().mean()
+
+
+@pytest.mark.parametrize("roles", ["pb", "pppb", "bbpp", "pbpbpb", "ppbb"])
+def test_a_weight_without_a_gradient_and_a_buffer_are_no_copies_of_one_another(roles: str) -> None:
+    model, x = Scaled(*({"p": "parameter", "b": "buffer"}[role] for role in roles)), torch.randn(2, 4)
+    planner = Planner(model, {"a": 2}, (x,))
+    check(planner.captured.graph, segments(planner.captured.graph))
+    assert planner.plan().mesh == {"a": 2}
 
 
 def test_projections_side_by_side_are_not_layers() -> None:
