@@ -15,7 +15,7 @@ from .sharded_optimizers import forget, like
 
 
 def states_on_host(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The same optimizer, whose states lie in pinned memory of the host, and on the device while it takes a step.
+    """The same `optimizer`, whose states lie in pinned memory of the host, and on the device while it takes a step.
 
     All that has dims is moved, whatever the optimizer is, and is another tensor afterwards. `state_dict()` brings it to
     the device, where it stays until the next step ends. Each step waits for two copies of what the rank has of states;

@@ -284,6 +284,8 @@ class Planner:
         gathers = self.ways if self.training.micro_batches > 1 else (self.training.gathers,)
         widths = dict.fromkeys((self.training.travelling_as_used, self.training))
         ways = [replace(training, gathers=g) for training in widths for g in gathers]
+        if ways == [self.training]:
+            return self._planned(request, request.preset)
         stages = request.stage.parts(len(ways))
 
         def of(way: Training) -> Plan:

@@ -152,7 +152,7 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
 
     def _dispatch(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         kind = kind_of(func)
-        if refusal := _refusal(func):
+        if refusal := _refusal(func, args):
             raise ValueError(refusal)
         if kind.reads or sizes_by_values(func, args):
             result = self.read(func, args, kwargs)
@@ -401,8 +401,8 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
 _MASKS = (torch.bool, torch.uint8)
 
 
-def _refusal(func: Any) -> str:
-    """Why no graph can hold an operator; empty where it can."""
+def _refusal(func: Any, args: Sequence[Any]) -> str:
+    """Why no graph can hold a call of an operator; empty where it can."""
     kind = kind_of(func)
     if not kind.is_operator:
         return (
@@ -414,4 +414,6 @@ def _refusal(func: Any) -> str:
             f"forward calls a collective, {kind.name}, and a parallel module issues all collectives itself: its "
             f"forward is that of one device on the global batch. Leave it out, and what divides by the number of ranks"
         )
+    if any(type(x) in (torch.Tensor, torch.nn.Parameter) and x.layout is not torch.strided for x in args):
+        return f"{kind.name} of a sparse tensor, and shards are dense: give the model its to_dense(), or its indices"
     return ""

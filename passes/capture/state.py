@@ -170,7 +170,8 @@ class _Walk:
         if id(value) in self.inside:
             return ("module", self.inside[id(value)])
         if issubclass(kind, torch.Tensor):
-            self.ledger.tensors.append((path, value))
+            if value.layout is torch.strided:  # others have no memory that a graph could read
+                self.ledger.tensors.append((path, value))
             self.notes(path, value)
             if self.reads is None:
                 return Same(value)

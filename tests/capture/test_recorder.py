@@ -977,6 +977,36 @@ def test_a_write_through_a_view_of_what_is_no_buffer_is_refused(write: Callable[
     assert capture(module, (torch.randn(3, 4),)).graph.nodes
 
 
+class Sparse(nn.Module):
+    """Holds tensors that are not strided."""
+
+    def __init__(self, read: Callable[[nn.Module, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.linear, self.read = nn.Linear(4, 4), read
+        self.adjacent, self.rows = torch.eye(4).to_sparse(), torch.eye(4).to_sparse_csr()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.read(self, self.linear(x))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda module, h: torch.sparse.mm(module.adjacent, h),
+        lambda module, h: module.rows @ h,
+        lambda module, h: h * module.adjacent._nnz(),
+        lambda module, h: h * module.rows.values(),
+        lambda module, h: h @ module.adjacent.to_dense(),
+        lambda module, h: h * float(module.adjacent.sum()),
+    ],
+)
+def test_a_sparse_tensor_is_refused_where_forward_reads_it(read: Callable[[nn.Module, torch.Tensor], Any]) -> None:
+    assert capture(Sparse(lambda _, h: h), (torch.randn(4, 4),)).graph.nodes
+    with pytest.raises(CaptureError, match=r"sparse tensor.*dense"):
+        capture(Sparse(read), (torch.randn(4, 4),))
+
+
 class Enabling(nn.Linear):
     """Has gradients whatever the caller says."""
 
