@@ -19,7 +19,7 @@ from .families import BOTH, DIMS, FIRST, Rule
 from .local import Arguments, replaced, unchanged
 from .lookup import PLACE, PLACED, along_dim, dim_of, dims_of, looked_up, place_of, with_dim
 from .rule import Call, OpRule
-from .template import Dim, Name, assemble
+from .template import Dim, Name, assemble, unsplit
 from .traced import trace
 from .windows import in_window
 
@@ -81,6 +81,8 @@ def permuted(call: Call) -> OpRule:
 
 def unfolded(call: Call) -> OpRule:
     """unfold: overlapping windows along a dim, which is unsplit, as is the new last dim of their elements."""
+    if not call.inputs[0].shape:
+        return unsplit(call)
     names = DIMS[: len(call.inputs[0].shape)]
     dim = call.argument("dimension") % len(names)
     return assemble(call, [with_dim(names, dim, None)], [[*with_dim(names, dim, None), None]], linear=FIRST)
@@ -88,6 +90,8 @@ def unfolded(call: Call) -> OpRule:
 
 def unfold_backward(call: Call) -> OpRule:
     """unfold_backward."""
+    if not call.argument("input_sizes"):
+        return unsplit(call)
     names = DIMS[: len(call.argument("input_sizes"))]
     dim = call.argument("dim") % len(names)
     return assemble(call, [[*with_dim(names, dim, None), None]], [with_dim(names, dim, None)], linear=FIRST)

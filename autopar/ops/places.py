@@ -76,6 +76,8 @@ def split_places(
 def index_selected(call: Call) -> OpRule:
     """index_select."""
     names, dim = dims_of(call, call.inputs[0])
+    if not names:
+        return unsplit(call)
     source, index = with_dim(names, dim, place_of(call.inputs[0])), ["i"] if call.inputs[1].shape else []
     return assemble(call, [source, index], [with_dim(names, dim, "i")], PLACED, FIRST)
 
