@@ -20,7 +20,7 @@ from .families import FIRST
 from .kernels import ADAPTED
 from .local import Arguments, replaced
 from .rule import Call, OpRule
-from .template import Dim, Name, Named, assemble, roles
+from .template import Dim, Name, Named, assemble, roles, unsplit
 
 CHANNEL = "c"
 
@@ -187,6 +187,8 @@ def _grouped(call: Call, size: int) -> list[Name]:
 
 def group_norm(call: Call) -> OpRule:
     """native_group_norm -> output, mean and inverse deviation [n, groups]. Spatial dims expand."""
+    if not call.inputs[0].numel:
+        return unsplit(call)
     names = _grouped(call, call.argument("C") // call.argument("group"))
     spatial = [name for name in names[2:] if isinstance(name, str)]
     weights: list[Named] = [[names[1]]] * (len(call.inputs) - 1)
@@ -198,6 +200,8 @@ def group_norm(call: Call) -> OpRule:
 
 def group_norm_backward(call: Call) -> OpRule:
     """native_group_norm_backward. Only the gradient of the input takes sums over a group."""
+    if not call.inputs[0].numel:
+        return unsplit(call)
     names = _grouped(call, call.argument("C") // call.argument("group"))
     spatial = [name for name in names[2:] if isinstance(name, str)]
     dims: dict[str, Named] = {"mean": ["n", "g"], "rstd": ["n", "g"], "weight": [names[1]]}

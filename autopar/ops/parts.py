@@ -185,10 +185,11 @@ def piece_sizes(call: Call, local_inputs: tuple[Shape, ...], local_outputs: tupl
 
 
 def repeats(call: Call, local_inputs: tuple[Shape, ...], local_outputs: tuple[Shape | None, ...]) -> Arguments:
-    """repeat: how often the local operand fits into the local result."""
+    """repeat: how often the local operand fits into the local result; an empty one, as often as it was said."""
     assert local_outputs[0] is not None
     source = (1,) * (len(local_outputs[0]) - len(local_inputs[0])) + local_inputs[0]
-    return replaced(call, repeats=tuple(o // s for o, s in zip(local_outputs[0], source, strict=True)))
+    sizes = zip(local_outputs[0], source, call.argument("repeats"), strict=True)
+    return replaced(call, repeats=tuple(o // s if s else times for o, s, times in sizes))
 
 
 def slice_of(value: Tensor, dim: int, start: int, end: int) -> Tensor:

@@ -210,7 +210,7 @@ class _Conversion:
     def _cat(self, node: Node, meta: TensorMeta) -> None:
         parts = [ref.name for ref in node.args[0]]
         # an empty cache is a tensor of shape [0], to which the first keys are appended
-        kept = [part for part in parts if self.metas[part].numel] or parts[:1]
+        kept = [part for part in parts if self.metas[part].numel or not meta.numel]
         if len(kept) == 1 and self.metas[kept[0]] == meta:
             self.names[node.name] = kept[0]
         else:

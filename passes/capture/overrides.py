@@ -327,8 +327,8 @@ def multilabel_margin_loss(
 
 def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """`torch.nn.functional.dropout`, as the operator of every device that keeps what it kept as truth values. Hooks see
-    what a CPU keeps."""
-    is_plain = inplace or is_transformed() or is_hooked()
+    what a CPU keeps; of no elements PyTorch draws no numbers."""
+    is_plain = inplace or is_transformed() or is_hooked() or not input.numel()
     if is_plain or not training or not 0 < p < 1 or not input.is_floating_point():
         return F.dropout(input, p, training, inplace)
     result: Tensor = torch.ops.aten.native_dropout.default(input, p, True)[0]
