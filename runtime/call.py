@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from autopar.compat import calls
-from autopar.compat.calls import is_observed, receiver
+from autopar.compat.calls import backward_running, is_asked, is_observed, receiver
+from autopar.compat.outputs import Absent
 from autopar.compat.tensors import is_real, storage_span
 from autopar.compat.watching import hook_gradient, hooks_gradient
 from autopar.extensions import Plug, Table
@@ -157,6 +159,13 @@ class _Call:
     check: StepCheck | None = None
     watch: Watch = unwatched
 
+    def gives(self, outputs: Mapping[str, torch.Tensor]) -> None:
+        """Remember what the caller has now."""
+        self.returned += map(weakref.ref, outputs.values())
+        if inner := self.state.captured.inner:
+            tensors = {path: weakref.ref(x) for path, x in outputs.items() if not isinstance(x, Absent)}
+            _Wanted(inner, tensors).watch()
+
     def __del__(self) -> None:
         if self.is_open and self.state.captured.early:
             self.state.lost = True
@@ -254,7 +263,6 @@ class ProgramStep(torch.autograd.Function):
         by_path = dict(zip(state.output_paths, gradients, strict=True))
         returned = dict(zip(state.output_paths, call.returned, strict=True))
         _refuse_lost(state, by_path, returned)
-        _refuse_observed(state, by_path, returned)
         _refuse_written(call)
         arguments = [*ctx.saved_tensors]
         ctx.maybe_clear_saved_tensors()
@@ -404,7 +412,7 @@ def _refuse_lost(
     others = [path for path in by_path if path not in state.carriers]
     for path in others:
         output = returned[path]()
-        if output is not None and is_observed(output):
+        if output is not None and is_observed(output, own=path in _watched(state.captured.inner)):
             raise ValueError(
                 f"{path} has a hook or retain_grad(), and its gradient is not computed where {state.captured.loss} "
                 f"is differentiated: have the model return what you look for, or leave the hook out"
@@ -418,19 +426,54 @@ def _refuse_lost(
         )
 
 
-def _refuse_observed(
-    state: State, by_path: Mapping[str, torch.Tensor | None], returned: Mapping[str, weakref.ref[torch.Tensor]]
-) -> None:
-    """A hook sees what comes from outside of the program alone, where eager has what comes through it too."""
-    for path, others in state.captured.inner.items():
-        output = returned[path]()
-        through = [other for other in sorted(others) if by_path.get(other) is not None]
-        if output is not None and through and is_observed(output):
-            raise ValueError(
-                f"{path} has a hook or retain_grad(), and part of its gradient comes from {listed(through)}, within "
-                f"the program: register the hook in forward, have the model return what you look for (by "
-                f"torch.autograd.grad), or leave the hook out"
-            )
+def _watched(inner: Mapping[str, Collection[str]]) -> Collection[str]:
+    """Outputs that others are computed of, and these."""
+    return {*inner, *chain(*inner.values())}
+
+
+@dataclass
+class _Wanted:
+    """Watches over outputs of which others are computed: a hook, `retain_grad()` and `torch.autograd.grad` get what
+    comes from outside of the program alone, where eager has what comes through it too."""
+
+    inner: Mapping[str, Collection[str]]
+    outputs: Mapping[str, weakref.ref[torch.Tensor]]
+    backward: int = -1
+    """The number of the backward that runs."""
+    wanted: dict[str, str] = field(default_factory=dict)
+    """Of these it gives the gradients: to whom."""
+    reached: set[str] = field(default_factory=set)
+    """A gradient comes to these."""
+
+    def watch(self) -> None:
+        for path, output in self.outputs.items():
+            if path in _watched(self.inner) and (tensor := output()) is not None:
+                hook_gradient(tensor, [partial(self._reach, path)])
+
+    def _reach(self, path: str, gradient: torch.Tensor | None) -> None:
+        """A gradient, or word that none comes."""
+        if self.backward != backward_running():
+            self.backward, self.wanted, self.reached = backward_running(), {}, set()
+            self._look()
+        if gradient is not None:
+            self.reached.add(path)
+        for wanted, taker in self.wanted.items():
+            if through := sorted(self.reached.intersection(self.inner[wanted])):
+                raise ValueError(
+                    f"{wanted} {taker}, and part of its gradient comes from {listed(through)}, within the program: "
+                    f"register the hook in forward, have the model return what you look for (by torch.autograd.grad), "
+                    f"or leave it out"
+                )
+
+    def _look(self) -> None:
+        """What is cut back to a length has its own node, and a backward that ends there says nothing of others."""
+        there = {path: tensor for path, output in self.outputs.items() if (tensor := output()) is not None}
+        for path in there.keys() & self.inner.keys():
+            if is_observed(there[path], own=1):
+                self.wanted[path] = "has a hook or retain_grad()"
+            elif is_asked(there[path]):
+                self.wanted[path] = "is given to torch.autograd.grad"
+                self.reached |= {other for other, x in there.items() if x.grad_fn is not there[path].grad_fn}
 
 
 def refuse_gradients(state: State, results: Sequence[torch.Tensor]) -> None:

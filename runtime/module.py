@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -301,7 +300,7 @@ class ParallelModule(ValuesMixin, MirrorModule):
         outputs = dict(zip(state.output_paths, results, strict=True))
         if versions.padder is not None:
             outputs = versions.padder.cut(request.given, outputs)
-        call.returned += map(weakref.ref, outputs.values())
+        call.gives(outputs)
         return state.captured.unflatten(outputs)
 
     @property

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from types import FrameType
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 
 
 def is_profiling() -> bool:
@@ -45,9 +48,24 @@ def backward_running() -> int:
     return int(torch._C._current_graph_task_id())
 
 
-def is_observed(tensor: torch.Tensor) -> bool:
-    """Whether somebody wants to see its gradient: by a hook, or by `retain_grad()`."""
-    return bool(tensor._backward_hooks) or bool(tensor.retains_grad and not tensor.is_leaf)
+def is_observed(tensor: torch.Tensor, own: int = 0) -> bool:
+    """Whether somebody wants to see its gradient: by a hook beside `own` ones, or by `retain_grad()`."""
+    return len(tensor._backward_hooks or ()) > own or bool(tensor.retains_grad and not tensor.is_leaf)
+
+
+def is_asked(tensor: torch.Tensor) -> bool:
+    """Whether a `torch.autograd.grad` that runs is to return its gradient. Looked for in all threads: on a GPU,
+    backward has its own."""
+    edge = tensor.grad_fn, tensor.output_nr
+    for frame in sys._current_frames().values():
+        at: FrameType | None = frame
+        while at is not None:
+            if at.f_code is torch.autograd.grad.__code__:
+                given = at.f_locals.get("inputs_tuple", at.f_locals["inputs"])
+                if any(x is tensor or (isinstance(x, GradientEdge) and x[:2] == edge) for x in given):
+                    return True
+            at = at.f_back
+    return False
 
 
 def computed_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, frozenset[str]]:

@@ -14,6 +14,7 @@ from generator_programs import one_rank
 from models import assert_close, whole
 from ranks import run
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.utils.parametrizations import weight_norm
@@ -138,6 +139,59 @@ def test_a_hook_of_an_output_that_gradients_pass_within_the_program_is_refused(
         (seen, gradient), (also_seen, same) = found
         assert seen is also_seen is None or torch.equal(seen, also_seen)
         assert torch.allclose(gradient, same)
+
+
+ASKED: dict[str, tuple[bool, Callable[..., Any]]] = {
+    "of both": (False, lambda module, h, of: torch.autograd.grad((h + of).sum(), h)),
+    "of what is computed of it": (False, lambda module, h, of: torch.autograd.grad(of.sum(), h, allow_unused=True)),
+    "beside a parameter": (False, lambda module, h, of: torch.autograd.grad((h + of).sum(), [h, *module.parameters()])),
+    "as an edge": (False, lambda module, h, of: torch.autograd.grad((h * of).sum(), get_gradient_edge(h))),
+    "after another": (
+        False,
+        lambda module, h, of: (
+            torch.autograd.grad(h.sum(), h, retain_graph=True),
+            torch.autograd.grad((h * of).sum(), h),
+        ),
+    ),
+    "into .grad": (False, lambda module, h, of: (h + of).sum().backward(inputs=[h])),
+    "of it alone": (True, lambda module, h, of: torch.autograd.grad(h.square().sum(), h)),
+    "of the other": (True, lambda module, h, of: torch.autograd.grad((h + of).square().sum(), of)),
+    "of parameters": (True, lambda module, h, of: torch.autograd.grad((h * of).sum(), list(module.parameters()))),
+}
+
+
+@pytest.mark.parametrize("case", ASKED)
+def test_gradients_asked_of_an_output_are_those_of_eager_or_refused(case: str) -> None:
+    """`torch.autograd.grad` of an output, of which another is computed within the program."""
+    right, ask = ASKED[case]
+    with one_rank():
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("a",))
+        model = Staged(lambda module, h: (h, h.exp()))
+        module = autopar.parallelize(copy.deepcopy(model), mesh, (X,))
+        if not right:
+            with pytest.raises(ValueError, match=r"output\.0 .*, and part of its gradient comes from output\.1"):
+                ask(module, *module(X))
+            return
+        for ours, eager in zip(ask(module, *module(X)), ask(model, *model(X)), strict=True):
+            assert torch.allclose(whole(ours), eager)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_gradients_asked_of_an_output_that_is_cut_back(asked: bool) -> None:
+    """It has a node of its own, and backward need not go further."""
+    with one_rank():
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("a",))
+        model, x = Staged(lambda module, h: (h, h.exp())), torch.ones(2, 3, SIZE, dtype=torch.float64)
+        padding = autopar.Padding(values={"x": 0.0})
+        module = autopar.parallelize(copy.deepcopy(model), mesh, (x,), lengths=(4,), padding=padding)
+        h, of = module(x)
+        if asked:
+            with pytest.raises(ValueError, match=r"output\.0 is given to torch\.autograd\.grad, and part"):
+                torch.autograd.grad((h + of).sum(), h)
+            return
+        h.retain_grad()
+        h.square().sum().backward()
+        assert torch.equal(h.grad, 2 * h.detach())
 
 
 def test_outputs_that_go_their_own_ways_are_hooked_as_in_eager() -> None:
@@ -311,7 +365,7 @@ LOST = r"a gradient reaches output\.logits, and the program differentiates outpu
 REFUSED: dict[str, tuple[Callable[[nn.Module, Output], None], str]] = {
     "loss and logits": (lambda m, o: (o.loss + whole(o.logits).sum()).backward(), LOST),
     "logits": (lambda m, o: o.logits.sum().backward(), LOST),
-    "retained": (observed, r"output\.logits has a hook or retain_grad\(\), and its gradient is not computed"),
+    "retained": (observed, r"output\.logits has a hook or retain_grad\(\), and part of its gradient comes from"),
     "double backward": (double, "gradients of a parallel module cannot be differentiated again: compute a penalty"),
     "written weight": (written_weight, r"parameter v was written between forward and backward"),
     "an optimizer's step": (stepped, r"parameter \w was written between forward and backward"),
