@@ -49,7 +49,7 @@ class Descent:
         if self.solver == self.steps:
             return best
         axis, beside = self.axes()[0], taken(self.space, best.assignment)
-        allowed = {name: self.options.free(self.options.sites[name], choices, axis) for name, choices in beside.items()}
+        allowed = self._allowed(beside, axis)
         try:
             solved = self.solve(allowed, self.solver, bounded=False, last_resort=False, purse=purse)
         except TooWide as error:
@@ -96,14 +96,30 @@ class Descent:
     ) -> Solved:
         """The solution with one axis free, beside the choices on the others that are taken now; where these differ from
         copy to copy and are too many, beside those of middle copies; and where that is too wide, too, `best`, which is
-        better than what a cheaper way of solving would find."""
+        better than what a cheaper way of solving would find. Where there is none yet, the sites of most options stay as
+        they are."""
         middle = current if best is None else taken(self.space, best.assignment, in_middle=True)
-        for beside in (current, middle) if middle != current else (current,):
-            allowed = {n: self.options.free(self.options.sites[n], choices, axis) for n, choices in beside.items()}
-            is_first = best is None
+        besides = (current, middle) if middle != current else (current,)
+        for beside, allowed in ((beside, self._allowed(beside, axis)) for beside in besides):
             try:
-                return self.solve(allowed, self.steps, price=price, bounded=False, last_resort=is_first, purse=purse)
+                return self._solved(allowed, price, purse, is_first=best is None)
             except TooWide as error:
                 self.log(f"{error}: this axis stays as it is beside {sum(map(len, beside.values()))} choices")
-        assert best is not None
-        return best
+        return best or self._held(current, axis, price, purse)
+
+    def _held(self, current: dict[str, list[SiteChoice]], axis: int, price: float, purse: Purse) -> Solved:
+        """Sites of equally many options stay together, since those of borders that are joined must have the same."""
+        allowed = self._allowed(current, axis)
+        for most in sorted({len(choices) for choices in allowed.values()}, reverse=True):
+            narrower = {name: choices if len(choices) < most else current[name] for name, choices in allowed.items()}
+            try:
+                return self._solved(narrower, price, purse, is_first=True)
+            except TooWide as error:
+                self.log(f"{error}: sites of {most} options and more stay as they are")
+        return self._solved(current, price, purse, is_first=True)
+
+    def _allowed(self, beside: Mapping[str, Iterable[SiteChoice]], axis: int) -> dict[str, list[SiteChoice]]:
+        return {n: self.options.free(self.options.sites[n], choices, axis) for n, choices in beside.items()}
+
+    def _solved(self, allowed: Mapping[str, list[SiteChoice]], price: float, purse: Purse, is_first: bool) -> Solved:
+        return self.solve(allowed, self.steps, price=price, bounded=False, last_resort=is_first, purse=purse)

@@ -18,6 +18,7 @@ from autopar.planning.planner import Planner
 from autopar.planning.presets import PRESETS
 from autopar.planning.request import Request
 from autopar.planning.steps import QUICK
+from autopar.solve.effort import Effort
 
 MESH = {"dp": 8, "tp": 8}
 WIDTH, BATCH, SEQUENCE = 1024, 16, 128
@@ -78,3 +79,26 @@ def test_what_needs_more_than_the_limit_is_no_rival() -> None:
     tight = made.plan(memory_limit_bytes=free.bytes - 1)
     assert tight.bytes < free.bytes
     assert tight.seconds >= free.seconds
+
+
+class ReadByMany(nn.Module):
+    """One value, and the layers that read it."""
+
+    def __init__(self, readers: int) -> None:
+        super().__init__()
+        self.first, self.readers = nn.Linear(8, 8), nn.ModuleList(nn.Linear(8, 8) for _ in range(readers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        return torch.as_tensor(sum(reader(h).sin().square().sum() for reader in self.readers))
+
+
+@pytest.mark.parametrize("entries", [16, 64, 256])
+def test_a_search_begins_where_the_readers_of_a_value_are_too_many(entries: int) -> None:
+    """No way of solving takes the table of all that they may want together: some of it stays as it is, and there are
+    plans, within a limit too."""
+    made = Planner(ReadByMany(5), {"a": 2, "b": 2}, (torch.randn(8, 8),))
+    narrow = made.within(Effort(tensor_entries=entries))
+    limit = 0.9 * made.plan().bytes
+    assert narrow.plan(memory_limit_bytes=limit).bytes <= limit
+    assert narrow.plan().seconds > 0
