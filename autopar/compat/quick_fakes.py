@@ -112,7 +112,10 @@ def _lies(*values: Any) -> tuple[Any, ...] | None:
     where more may decide."""
     key: list[Any] = []
     for x in values:
-        if isinstance(x, FakeTensor):
+        kind = type(x)
+        if kind in _PLAIN:  # most there are
+            key.append((kind, x))
+        elif isinstance(x, FakeTensor):
             if not _is_bare(x):
                 return None
             key.append((x.shape, x.stride(), x.storage_offset(), x.dtype, x.requires_grad, x.fake_device))
@@ -124,12 +127,15 @@ def _lies(*values: Any) -> tuple[Any, ...] | None:
                 return None
             key.append(inner)
         else:
-            key.append((type(x), x))
+            key.append((kind, x))
     try:
         hash(made := tuple(key))
     except TypeError:
         return None
     return made
+
+
+_PLAIN = {int, bool, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 
 
 def _is_bare(x: FakeTensor) -> bool:

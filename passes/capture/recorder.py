@@ -199,7 +199,7 @@ class Recorder(Watching):  # type: ignore[no-untyped-call]
                 return Ref(self.known(x, lifted=kind.lifts))
             if isinstance(x, (list, tuple)):
                 return tuple([value(item) for item in x])
-            if isinstance(x, _SYMBOLS):
+            if isinstance(x, SYMBOLS):
                 symbols.append(x)
             elif isinstance(x, _STORAGES):
                 raise ValueError(
@@ -251,7 +251,7 @@ class Recorder(Watching):  # type: ignore[no-untyped-call]
 _LIFTED_MOST = 64
 """Constants up to this size are one where they are equal."""
 
-_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _STORAGES = (torch.UntypedStorage, torch.TypedStorage)
 
 

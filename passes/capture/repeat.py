@@ -17,7 +17,7 @@ from autopar.ops.randomness import may_draw
 
 from .functional import Functional
 from .leaves import same_value
-from .recorder import line_of
+from .recorder import SYMBOLS, line_of
 from .step import Recording
 
 
@@ -58,14 +58,31 @@ class RepeatedStep:
 def _identical(first: Recording, second: Recording) -> bool:
     """Whether two steps ran the same operators one by one on the same values, by name."""
     one, other = first.recorder, second.recorder
-    ran, again = ([(node.form, node.inputs, node.outputs) for node in recorder.nodes] for recorder in (one, other))
     return (
         not other.earlier
-        and (first.inputs, first.results, ran) == (second.inputs, second.results, again)
+        and (first.inputs, first.results, len(one.nodes)) == (second.inputs, second.results, len(other.nodes))
+        and all(map(alike, one.nodes, other.nodes))
         and first.outcome.same(second.outcome)
         and one.constants.keys() == other.constants.keys()
         and all(x is other.constants[name] or same_value(x, other.constants[name]) for name, x in one.constants.items())
     )
+
+
+def alike(a: Node, b: Node) -> bool:
+    """Whether two nodes do the same to values of the same names, and give what they make the same names."""
+    return a.op == b.op and a.outputs == b.outputs and _is_same(a.args, b.args) and _is_same(a.kwargs, b.kwargs)
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    """Whether two arguments are one: numbers of one type, which `Node.form` tells apart as this does."""
+    kind = type(a)
+    if kind is not type(b):
+        return False
+    if kind is tuple:
+        return len(a) == len(b) and all(map(_is_same, a, b))
+    if kind is float or kind is complex:
+        return repr(a) == repr(b)  # 0.0 and -0.0 differ, and NaN is itself
+    return kind in SYMBOLS or bool(a == b)
 
 
 class _Expressions:

@@ -7,6 +7,8 @@ which parameters have one), every buffer, every parameter.
 from __future__ import annotations
 
 import copy
+import dataclasses
+import math
 import os
 import traceback
 import weakref
@@ -19,15 +21,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from generator_programs import one_rank
+from hypothesis import example, given
+from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import autopar
-from autopar.ir.graph import overload
+from autopar.ir.graph import Node, Ref, overload
 from autopar.ops.lockstep import run
 from autopar.passes.capture.captured import Captured
 from autopar.passes.capture.errors import CaptureError
+from autopar.passes.capture.repeat import alike
 from autopar.passes.capture.trace import capture
 from autopar.testing import check
 
@@ -1113,3 +1118,28 @@ def test_an_array_that_no_tensor_shares_when_it_is_read_may_be_written(scale: Ca
         mesh, x = init_device_mesh("cpu", (1,), mesh_dim_names=("a",)), X[:, :4].contiguous()
         model = Scaling(scale)
         assert torch.allclose(autopar.parallelize(copy.deepcopy(model), mesh, (x,))(x), model(x))
+
+
+NUMBERS = st.sampled_from(
+    [0, 1, True, False, 0.0, -0.0, 1.0, math.nan, 1j, None, "x", torch.float32, Ref("a"), Ref("b")]
+)
+ARGUMENTS = st.lists(
+    st.recursive(NUMBERS, lambda inner: st.lists(inner, max_size=2).map(tuple), max_leaves=3), max_size=2
+)
+NODES = st.builds(
+    lambda op, args, kwargs, output: Node(op=op, args=tuple(args), kwargs=tuple(kwargs.items()), outputs=(output,)),
+    st.sampled_from(["aten.add.Tensor", "aten.mul.Tensor"]),
+    ARGUMENTS,
+    st.dictionaries(st.just("alpha"), NUMBERS, max_size=1),
+    st.sampled_from(["x", "y"]),
+)
+
+
+@given(NODES, NODES)
+@example(*(Node(op="aten.mul.Tensor", args=(Ref("a"), k), outputs=("x",)) for k in (1, True)))
+@example(*(Node(op="aten.mul.Tensor", args=(Ref("a"), k), outputs=("x",)) for k in (0.0, -0.0)))
+@example(*(Node(op="aten.mul.Tensor", args=(Ref("a"), float("nan")), outputs=("x",)) for _ in range(2)))
+def test_nodes_are_alike_whose_forms_and_names_are_equal(a: Node, b: Node) -> None:
+    for one, other in ((a, b), (a, a), (a, dataclasses.replace(a))):
+        equal = (one.form, one.inputs, one.outputs) == (other.form, other.inputs, other.outputs)
+        assert alike(one, other) == equal
