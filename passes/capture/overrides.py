@@ -28,6 +28,7 @@ from .concrete import StepRecorder
 from .refusals import (
     ADDRESSING,
     ASKING,
+    OF_CALLER,
     PACKING,
     PICKLING,
     READING_GRADIENTS,
@@ -66,7 +67,7 @@ class Overrides(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "")
-        if name == "__get__" and func.__self__ is not _GRAD and is_fake(args[0]):
+        if name == "__get__" and func.__self__ not in _NOTED and is_fake(args[0]):
             return func(*args)  # most calls are of attributes, which need nothing
         func, args, kwargs = self.here.call(func, args, kwargs or {})
         for kind in types:
@@ -109,6 +110,9 @@ class Overrides(TorchFunctionMode):
             return ADDRESSING
         if func is torch.Tensor.__reduce_ex__ and is_fake(args[0]):
             return PICKLING
+        if func in _OF_CALLER and is_fake(args[0]) and not is_library(file):
+            is_written = func == _VERSION.__get__ and self.recorder.is_given(args[0])
+            return OF_CALLER if is_written or self.recorder.name(args[0]) in self.recorder.paths else ""
         if func not in (_GRAD.__get__, _GRAD.__set__) or not args[0].is_leaf or not args[0].requires_grad:
             return ""
         if not self.recorder.is_given(args[0]) or file == _METHODS:  # which copy it, and show it
@@ -125,6 +129,17 @@ _ARRAYS = frozenset({getattr(torch.Tensor, name) for name in ("numpy", "__array_
 """Those that give the memory of the tensor."""
 _STRIDES = frozenset({"stride", "is_contiguous", "storage_offset", "dim_order"})
 _GRAD: Any = torch.Tensor.grad
+_VERSION: Any = torch.Tensor._version
+_ATTRIBUTES: Any = [
+    getattr(torch.Tensor, name) for name in ("is_leaf", "grad_fn", "retains_grad", "output_nr", "_base")
+]
+_ATTRIBUTES += [torch.Tensor._version, torch.Tensor._backward_hooks]
+_NOTED = frozenset([_GRAD, *_ATTRIBUTES])
+_OF_CALLER = frozenset(
+    [attribute.__get__ for attribute in _ATTRIBUTES]
+    + [getattr(torch.Tensor, name) for name in ("_is_view", "is_pinned")]
+)
+"""What a caller may have done to an input before: it has another answer from call to call."""
 _METHODS = torch.Tensor.__repr__.__code__.co_filename
 
 

@@ -142,6 +142,10 @@ ASKING = (
     "forward asks torch.is_inference_mode_enabled(){line}, and a program is the same within inference mode and "
     "outside: ask self.training or torch.is_grad_enabled(), for which the module has a program each"
 )
+OF_CALLER = (
+    "forward asks what was done to a tensor before the call{line} (is_leaf, grad_fn, _version and the like), which may "
+    "differ from call to call: pass it in as an argument, or ask for requires_grad"
+)
 READING_GRADIENTS = (
     "forward reads .grad of a parameter or an input{line}, which holds what earlier steps left there, and a program "
     "would keep what the first call saw: pass it in as an input, or leave it out of forward"

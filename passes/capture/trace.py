@@ -24,7 +24,7 @@ from autopar.compat.calls import computed_of, resolved
 from autopar.compat.neutral import neutral, without_autocast
 from autopar.compat.quick_fakes import quick_fakes
 from autopar.compat.recording import followed, function_modes
-from autopar.compat.tensors import memory_of
+from autopar.compat.tensors import memory_of, unmodified
 from autopar.ir.garbage import uncollected
 from autopar.ir.graph import JointGraph
 from autopar.ir.precision import AS_IS, Precision
@@ -119,7 +119,8 @@ def _capture(
         output = precision.cast_outputs(copy(*args, **kwargs))
         if loss_fn is None:
             pairs, _ = flatten("output", output)
-            inner.update(computed_of({path: x for path, x in pairs if isinstance(x, torch.Tensor)}))
+            with unmodified():
+                inner.update(computed_of({path: x for path, x in pairs if isinstance(x, torch.Tensor)}))
         return output
 
     step = ModelStep(

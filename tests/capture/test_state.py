@@ -1118,6 +1118,42 @@ def test_asking_a_tensor_for_inference_mode_is_refused(ask: Callable[[torch.Tens
     assert "forward asks torch.is_inference_mode_enabled()" in message and "test_state.py" in message
 
 
+OF_CALLERS: dict[str, Callable[[torch.Tensor], object]] = {
+    "is_leaf": lambda x: x.is_leaf,
+    "grad_fn": lambda x: x.grad_fn is None,
+    "retains_grad": lambda x: x.retains_grad,
+    "_version": lambda x: x._version == 0,
+    "_base": lambda x: x._base is None,
+    "_is_view": lambda x: not x._is_view(),
+    "_backward_hooks": lambda x: x._backward_hooks is None,
+}
+
+
+@pytest.mark.parametrize("name", OF_CALLERS)
+def test_asking_what_a_caller_did_to_an_input_is_refused_and_of_what_forward_makes_is_not(
+    name: str, mesh: DeviceMesh
+) -> None:
+    class Asks(Base):
+        def __init__(self, makes: Callable[[torch.Tensor], torch.Tensor]) -> None:
+            super().__init__()
+            self.makes = makes
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x).sum() * (2.0 if OF_CALLERS[name](self.makes(x)) else 1.0)
+
+    message = refusal(Asks(lambda x: x))
+    assert "forward asks what was done to a tensor before the call" in message and "test_state.py" in message
+    assert_equal(Asks(torch.sin), mesh)
+
+
+def test_asking_how_often_a_parameter_was_written_is_refused() -> None:
+    class Caches(Base):
+        def beside(self, h: torch.Tensor) -> torch.Tensor:
+            return h * (1 + self.layer.weight._version)
+
+    assert "forward asks what was done to a tensor before the call" in refusal(Caches())
+
+
 def test_gradients_of_earlier_steps_are_refused() -> None:
     class Reads(Base):
         def beside(self, h: torch.Tensor) -> torch.Tensor:
