@@ -1762,6 +1762,40 @@ def test_a_wrapper_with_the_defaults_of_what_it_wraps() -> None:
     assert len(capture(model, (batch(),)).graph.outputs) == 3
 
 
+def test_defaults_and_code_of_a_function_that_are_replaced(mesh: DeviceMesh) -> None:
+    """A call sees what stands there at the call."""
+
+    def scaled(h: torch.Tensor, by: float = 2.0, *, more: float = 1.0) -> torch.Tensor:
+        return h * by * more
+
+    def moved(h: torch.Tensor, by: float = 2.0, *, more: float = 1.0) -> torch.Tensor:
+        return h * by + more
+
+    class Calls(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return scaled(self.layer(x)).sum()
+
+    def with_more() -> None:
+        assert scaled.__kwdefaults__ is not None
+        scaled.__kwdefaults__["more"] = 7.0
+
+    model = Calls()
+    module = autopar.parallelize(copy.deepcopy(model), mesh, (batch(),))
+    for change in (
+        lambda: None,
+        lambda: setattr(scaled, "__defaults__", (5.0,)),
+        lambda: setattr(scaled, "__kwdefaults__", {"more": 3.0}),
+        with_more,
+        lambda: setattr(scaled, "__code__", moved.__code__),
+    ):
+        change()
+        torch.testing.assert_close(module(batch()), model(batch()))
+
+
 def test_what_a_look_saw_ends_with_it() -> None:
     """And not in a cycle, for Python's collector to find: of a Llama, there are a hundred thousand objects."""
 
