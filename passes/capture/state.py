@@ -331,11 +331,10 @@ class _Walk:
         if library:
             self.calls({function.__name__})  # whatever the model calls it
             return Same(function)
-        for name in ("__code__", "__defaults__", "__kwdefaults__"):
-            found = self.ledger.enter(f"{of} {name}", functools.partial(getattr, function, name), None, operator.is_)
-            if found is code:
-                self.ledger.tokens[f"{of} {name}"] = code
-            elif isinstance(found, dict):
+        for name in ("__defaults__", "__kwdefaults__"):
+            if found := getattr(function, name):
+                self.ledger.enter(f"{of} {name}", functools.partial(getattr, function, name), None, operator.is_)
+            if isinstance(found, dict):
                 self.contents(f"{of} {name}", found)
         names = names_of(code)
         self.namespace(f"{of} ", namespace, names)
