@@ -9,6 +9,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+aten = torch.ops.aten
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Again:
@@ -53,24 +55,30 @@ def is_product(func: Any) -> bool:
     return getattr(func, "_overloadpacket", None) in flop_registry
 
 
+# asked of every operator that is recorded, so looked up once
+_ZEROS = aten._efficientzerotensor.default
+_BATCH_NORM = aten.native_batch_norm.default
+_FACTORING = aten._linalg_det.default, aten._linalg_slogdet.default
+
+
 def annotated(func: Any, args: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
     """An operator of the same results whose schema says what it writes: that of batch norm on a CPU is silent of its
     running statistics. Tangents that are known to be zero are plain zeros: fakes lose the device of others."""
-    if func is torch.ops.aten._efficientzerotensor.default:
-        return torch.ops.aten.zeros.default, args
-    if func is not torch.ops.aten.native_batch_norm.default:
+    if func is _ZEROS:
+        return aten.zeros.default, args
+    if func is not _BATCH_NORM:
         return func, args
     x, weight, bias, mean, var, training, momentum, eps = args
     if not training:
-        return torch.ops.aten._native_batch_norm_legit_no_training.default, (x, weight, bias, mean, var, momentum, eps)
+        return aten._native_batch_norm_legit_no_training.default, (x, weight, bias, mean, var, momentum, eps)
     if mean is None:
-        return torch.ops.aten._native_batch_norm_legit.no_stats, (x, weight, bias, training, momentum, eps)
-    return torch.ops.aten._native_batch_norm_legit.default, args
+        return aten._native_batch_norm_legit.no_stats, (x, weight, bias, training, momentum, eps)
+    return aten._native_batch_norm_legit.default, args
 
 
 def factors_as_it_lies(func: Any, args: Sequence[Any]) -> bool:
     """Whether an operator factors a matrix that is not contiguous, where it factors the transpose of one that is, and
     its derivative reads the factors as those of the one or of the other."""
-    if func not in (torch.ops.aten._linalg_det.default, torch.ops.aten._linalg_slogdet.default):
+    if func not in _FACTORING:
         return False
     return not args[0].is_contiguous() and not args[0].is_complex()

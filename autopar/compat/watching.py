@@ -23,9 +23,13 @@ from .tensors import unmodified
 
 def property_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What an operator gives that asks for a property of a tensor. Its device is asked for most, and at once known."""
-    if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+    if func is DEVICE and isinstance(args[0], FakeTensor):
         return args[0].fake_device
     return func(*args, **kwargs)
+
+
+DEVICE = torch.ops.prim.device.default
+"""The operator that gives a tensor's device."""
 
 
 def sizes_by_values(func: Any, args: Sequence[Any]) -> bool:

@@ -21,6 +21,7 @@ from autopar.compat.recording import Whereabouts
 from autopar.compat.tensors import RECORDED, is_fake, is_plain, is_real, memory_of, unmodified, unseen
 from autopar.compat.watching import (
     COLLECTIVES,
+    DEVICE,
     property_of,
     raised_by,
     raised_by_product,
@@ -30,7 +31,7 @@ from autopar.ir.graph import Node, Ref, called, ran
 
 from .leaves import same_value
 from .recomputation import without_recomputed
-from .recorder import Origin, Recorder, aten, kind_of
+from .recorder import Kind, Origin, Recorder, aten, kind_of
 from .refusals import TRAINING_CONSTANTS, WRITING_ARRAYS, WRITING_CONSTANTS, WRITING_INPUTS, refuse
 from .source import line_running, line_shown, of_eager
 
@@ -145,7 +146,7 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
         return self.where.again is not None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if kind_of(func).asks:  # two thirds of all calls
+        if func is DEVICE or kind_of(func).asks:  # two thirds of all calls
             return property_of(func, args, kwargs or {})
         with unseen():  # what the model called was seen; what is asked here is nobody's call
             return self._dispatch(func, args, kwargs or {})
@@ -168,8 +169,9 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
         if factors_as_it_lies(func, args):
             # kernels of a program are given contiguous operands, and would factor the transpose
             args = (self._dispatch(aten.transpose.int, (*args, -2, -1), {}),)
+        before = func
         func, args = annotated(func, args)
-        kind = kind_of(func)
+        kind = kind if func is before else kind_of(func)
         if kind.writes:
             for x in written_by(func, args, kwargs):
                 self._refuse_write(x, self._inputs.get(memory_of(x)))
@@ -185,7 +187,7 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
         if node is None:
             return result
         names = [name for name in node.outputs if name]
-        self._note_views(func, node)
+        self._note_views(func, kind, node)
         if kind.is_determined and self.of_data.keys().isdisjoint(names) and all(map(self._is_known, node.inputs)):
             self._concrete.update(names)
         elif kind.writes:
@@ -193,12 +195,12 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]
             self._concrete = {name for name in self._concrete if self.values[name].memory not in written}
         return result
 
-    def _note_views(self, func: Any, node: Node) -> None:
+    def _note_views(self, func: Any, kind: Kind, node: Node) -> None:
         """Takes note of what lies in a constant's memory."""
-        if not kind_of(func).is_operator or not func.is_view:
+        if not kind.is_operator or not func.is_view:
             return
         for x in (self.constants[name] for name in node.inputs if name in self.constants):
-            if not kind_of(func).lifts or not x.untyped_storage().resizable():  # an array's memory, which is not fresh
+            if not kind.lifts or not x.untyped_storage().resizable():  # an array's memory, which is not fresh
                 self._views.update((self.values[name].memory, x) for name in node.outputs)
 
     def _refuse_write(self, tensor: torch.Tensor, path: str | None) -> None:
