@@ -190,6 +190,7 @@ class Versions:
             self.base.values.check()
             self._check_lent()
             given = inputs = Inputs.of(args, kwargs, self.named, identities=self.identities)
+            self.versions[-1].guard.reads.check_inputs(inputs.tensors)
             if self.padder is not None:
                 inputs = self.padder.padded(given)
             key = self.key(inputs)

@@ -20,7 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from autopar.compat.tensors import unmodified
+from autopar.compat.tensors import notes_of, unmodified
+
+from .errors import CaptureError
 
 logger = logging.getLogger(__name__)
 
@@ -49,17 +51,28 @@ ABSENT = Same("absent")
 class Reads:
     """What was read while a model was traced: attributes of modules by path, and of other objects by class. `__dict__`
     stands for all of them. `values` are the tensors whose numbers became Python's. `identities` says that the code may
-    see which inputs are one object."""
+    see which inputs are one object. `mentioned` are the names in the code that was reached."""
 
     names: Mapping[str | type, frozenset[str]] = field(default_factory=dict)
     values: frozenset[str] = frozenset()
     identities: bool = False
+    mentioned: frozenset[str] = frozenset()
 
     def of(self, owner: str | type) -> frozenset[str] | None:
         """The attributes that count, of the module at a path or of the objects of a class; None for all."""
         names = self.names.get(owner, frozenset())
         is_module = isinstance(owner, type) and issubclass(owner, nn.Module)  # one that is not the model's
         return None if is_module or "__dict__" in names else names
+
+    def check_inputs(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Raises CaptureError for attributes that a caller set on an input and that the code may read."""
+        for path, tensor in tensors.items():
+            for name in notes_of(tensor) if vars(tensor) else ():
+                if name in self.mentioned:
+                    raise CaptureError(
+                        f"input {path} has an attribute {name!r} that its caller set, which a program would not find, "
+                        f"and code that forward runs says {name}: pass it as an argument, or give a tensor without it"
+                    )
 
 
 class LedgerEntry(NamedTuple):

@@ -244,6 +244,7 @@ class _WatchedStep:
         two differ."""
         witness = self.witness
         first, recorder = self._record(witness.watching())
+        witness.reads.check_inputs({path: x for path, x in self.step.pairs if isinstance(x, torch.Tensor)})
         witness.valued |= recorder.valued | set(map(memory_of, recorder.constants.values()))
         left = [name for tensor in witness.left if (name := recorder.name(tensor)) is not None]
         second, _ = self._record(witness.again())

@@ -60,6 +60,7 @@ class Witness:
             names={owner: frozenset(names) for owner, names in self.read.items()},
             values=frozenset(p for p, tensor in self.seen.tensors if memory_of(tensor) in self.valued),
             identities=self.identities,
+            mentioned=frozenset(self.seen.names),
         )
 
     @contextlib.contextmanager

@@ -1792,6 +1792,29 @@ def test_defaults_of_a_function_that_are_replaced(mesh: DeviceMesh) -> None:
         torch.testing.assert_close(module(batch()), model(batch()))
 
 
+def test_attributes_that_a_caller_sets_on_an_input_are_refused_where_code_names_them(mesh: DeviceMesh) -> None:
+    class Scales(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x).sum() * getattr(x, "scale_of_x", 1.0)
+
+    def noted(name: str) -> torch.Tensor:
+        x = batch()
+        setattr(x, name, 3.0)
+        return x
+
+    model = Scales()
+    with pytest.raises(CaptureError, match=r"input args\.0 has an attribute 'scale_of_x' that its caller set"):
+        capture(model, (noted("scale_of_x"),))
+    module = autopar.parallelize(copy.deepcopy(model), mesh, (noted("index_of_x"),))
+    torch.testing.assert_close(module(noted("index_of_x")), model(batch()))
+    with pytest.raises(CaptureError, match=r"input args\.0 has an attribute 'scale_of_x' that its caller set"):
+        module(noted("scale_of_x"))
+
+
 def test_what_a_look_saw_ends_with_it() -> None:
     """And not in a cycle, for Python's collector to find: of a Llama, there are a hundred thousand objects."""
 
