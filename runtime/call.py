@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils.hooks import unserializable_hook
 
 from autopar.compat import calls
 from autopar.compat.calls import backward_running, is_asked, is_observed, receiver
@@ -409,10 +410,10 @@ def _refuse_lost(
     state: State, by_path: Mapping[str, torch.Tensor | None], returned: Mapping[str, weakref.ref[torch.Tensor]]
 ) -> None:
     """A gradient that the program has no place for is an error, not a loss."""
-    others = [path for path in by_path if path not in state.carriers]
+    others, watched = [path for path in by_path if path not in state.carriers], _watched(state.captured.inner)
     for path in others:
         output = returned[path]()
-        if output is not None and is_observed(output, own=path in _watched(state.captured.inner)):
+        if output is not None and is_observed(output, own=path in watched):
             raise ValueError(
                 f"{path} has a hook or retain_grad(), and its gradient is not computed where {state.captured.loss} "
                 f"is differentiated: have the model return what you look for, or leave the hook out"
@@ -446,9 +447,11 @@ class _Wanted:
     """A gradient comes to these."""
 
     def watch(self) -> None:
+        watched = _watched(self.inner)
         for path, output in self.outputs.items():
-            if path in _watched(self.inner) and (tensor := output()) is not None:
-                hook_gradient(tensor, [partial(self._reach, path)])
+            if path in watched and (tensor := output()) is not None:
+                hook = unserializable_hook(partial(self._reach, path))  # type: ignore[no-untyped-call]
+                hook_gradient(tensor, [hook])  # of which `torch.save` does not warn
 
     def _reach(self, path: str, gradient: torch.Tensor | None) -> None:
         """A gradient, or word that none comes."""

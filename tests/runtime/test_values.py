@@ -4,6 +4,7 @@ gradient that cannot be computed is an error."""
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -174,6 +175,15 @@ def test_gradients_asked_of_an_output_are_those_of_eager_or_refused(case: str) -
             return
         for ours, eager in zip(ask(module, *module(X)), ask(model, *model(X)), strict=True):
             assert torch.allclose(whole(ours), eager)
+
+
+def test_outputs_that_are_watched_are_saved_without_a_warning(recwarn: pytest.WarningsRecorder) -> None:
+    with one_rank():
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("a",))
+        module = autopar.parallelize(Staged(lambda module, h: (h, h.exp())), mesh, (X,))
+        before = len(recwarn)
+        torch.save(module(X), io.BytesIO())
+        assert len(recwarn) == before
 
 
 @pytest.mark.parametrize("asked", [False, True])
