@@ -130,15 +130,10 @@ _ARRAYS = frozenset({getattr(torch.Tensor, name) for name in ("numpy", "__array_
 _STRIDES = frozenset({"stride", "is_contiguous", "storage_offset", "dim_order"})
 _GRAD: Any = torch.Tensor.grad
 _VERSION: Any = torch.Tensor._version
-_ATTRIBUTES: Any = [
-    getattr(torch.Tensor, name) for name in ("is_leaf", "grad_fn", "retains_grad", "output_nr", "_base")
-]
-_ATTRIBUTES += [torch.Tensor._version, torch.Tensor._backward_hooks]
-_NOTED = frozenset([_GRAD, *_ATTRIBUTES])
-_OF_CALLER = frozenset(
-    [attribute.__get__ for attribute in _ATTRIBUTES]
-    + [getattr(torch.Tensor, name) for name in ("_is_view", "is_pinned")]
-)
+_BOOKKEEPING: Any = [torch.Tensor.is_leaf, torch.Tensor.grad_fn, torch.Tensor.retains_grad, torch.Tensor.output_nr]
+_BOOKKEEPING += [torch.Tensor._base, torch.Tensor._backward_hooks, _VERSION]
+_NOTED = frozenset([_GRAD, *_BOOKKEEPING])
+_OF_CALLER = frozenset([*(kept.__get__ for kept in _BOOKKEEPING), torch.Tensor._is_view, torch.Tensor.is_pinned])
 """What a caller may have done to an input before: it has another answer from call to call."""
 _METHODS = torch.Tensor.__repr__.__code__.co_filename
 
