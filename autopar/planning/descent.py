@@ -99,10 +99,9 @@ class Descent:
         better than what a cheaper way of solving would find. Where there is none yet, the sites of most options stay as
         they are."""
         middle = current if best is None else taken(self.space, best.assignment, in_middle=True)
-        besides = (current, middle) if middle != current else (current,)
-        for beside, allowed in ((beside, self._allowed(beside, axis)) for beside in besides):
+        for beside in (current, middle) if middle != current else (current,):
             try:
-                return self._solved(allowed, price, purse, is_first=best is None)
+                return self._solved(self._allowed(beside, axis), price, purse, is_first=best is None)
             except TooWide as error:
                 self.log(f"{error}: this axis stays as it is beside {sum(map(len, beside.values()))} choices")
         return best or self._held(current, axis, price, purse)
