@@ -19,7 +19,7 @@ from autopar.compat import calls
 from autopar.compat.calls import backward_running, is_asked, is_observed, receiver
 from autopar.compat.outputs import Absent
 from autopar.compat.tensors import is_real, storage_span
-from autopar.compat.watching import hook_gradient, hooks_gradient
+from autopar.compat.watching import hook_gradient, hooks_gradient, require_gradient
 from autopar.extensions import Plug, Table
 from autopar.ir.program import ProgramInput, ProgramOutput
 from autopar.passes.capture.errors import listed
@@ -485,7 +485,7 @@ def refuse_gradients(state: State, results: Sequence[torch.Tensor]) -> None:
         return
     for path, result in zip(state.output_paths, results, strict=True):
         if path in state.differentiable:
-            hook_gradient(result.requires_grad_(), [partial(_refuse_gradient, path)])
+            hook_gradient(require_gradient(result), [partial(_refuse_gradient, path)])
 
 
 def _refuse_gradient(path: str, _: torch.Tensor) -> None:

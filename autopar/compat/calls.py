@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from types import FrameType
 from typing import Any
@@ -57,7 +58,8 @@ def is_asked(tensor: torch.Tensor) -> bool:
     """Whether a `torch.autograd.grad` that runs is to return its gradient. Looked for in all threads: on a GPU,
     backward has its own."""
     edge = tensor.grad_fn, tensor.output_nr
-    for frame in sys._current_frames().values():
+    frames = sys._current_frames() | {threading.get_ident(): sys._getframe(1)}  # one that held itself would stay alive
+    for frame in frames.values():
         at: FrameType | None = frame
         while at is not None:
             if at.f_code is torch.autograd.grad.__code__:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils._pytree as pytree
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.tensor import DTensor
 
 from .distributed import _spec
 from .redistributing import full_tensor, redistributed
+from .watching import gradient_hooks, hook_gradient
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -30,6 +33,9 @@ LOOKS = frozenset(
 )
 """Methods of tensors, and functions, that read no element."""
 
+EDGE = frozenset({"grad_fn", "output_nr"})
+"""Attributes of tensors that are their place in the graph of autograd. Gathering changes none."""
+
 
 class Output(DTensor):
     """A DTensor that is the whole tensor to every operator, function and method of torch: numbers, comparisons, sums
@@ -43,8 +49,11 @@ class Output(DTensor):
     ) -> Any:
         kwargs = kwargs or {}
         if _looks(func):
+            its_own = getattr(getattr(func, "__self__", None), "__name__", "") in EDGE
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*(current(x) for x in args), **kwargs)
+                return func(*(x if its_own and _is_as_gathered(x) else current(x) for x in args), **kwargs)
+        if func in (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward):
+            return _differentiated(func, args, kwargs)
         args, kwargs = pytree.tree_map_only(DTensor, _whole, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -52,8 +61,11 @@ class Output(DTensor):
         """The whole tensor, gathered when it is first asked for."""
         attributes = vars(self)
         if attributes["_whole"] is None:
+            hooks = gradient_hooks(self)
             with torch.enable_grad():
-                attributes["_whole"] = self.full_tensor()
+                gathered = self.full_tensor()
+            hook_gradient(gathered, hooks)  # a backward may end there
+            attributes["_whole"] = gathered
         whole: torch.Tensor = attributes["_whole"]
         return whole
 
@@ -227,6 +239,26 @@ def current(value: Any) -> Any:
     if isinstance(value, Output) and vars(value)["_whole"] is not None:
         return vars(value)["_whole"]
     return value
+
+
+def _is_as_gathered(output: Output) -> bool:
+    """Whether nothing was written into an output that was gathered, if it was."""
+    whole = vars(output)["_whole"]
+    return whole is None or isinstance(whole.grad_fn, _Gathered._backward_cls)
+
+
+def _differentiated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function of autograd that is given outputs. One whose gradient is asked for is asked where it is split, too:
+    only there comes what others bring that the program computes of it, which their hooks see."""
+    call = inspect.signature(func).bind(*args, **kwargs)
+    given = call.arguments.pop("inputs", None)
+    call.arguments = pytree.tree_map_only(DTensor, _whole, call.arguments)
+    if given is not None:
+        inputs = pytree.tree_leaves(given, is_leaf=lambda x: isinstance(x, GradientEdge))
+        edges = [get_gradient_edge(x) for x in inputs if isinstance(x, Output) and x.requires_grad]
+        call.arguments["inputs"] = (*pytree.tree_map_only(DTensor, _whole, inputs), *edges)
+    results = func(*call.args, **call.kwargs)
+    return None if results is None else results[: len(inputs)]
 
 
 def _whole(dtensor: DTensor) -> torch.Tensor:

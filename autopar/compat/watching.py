@@ -106,9 +106,16 @@ def gradient_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], Any]]:
 
 
 def hook_gradient(tensor: torch.Tensor, hooks: Iterable[Callable[[torch.Tensor], Any]]) -> None:
-    """Have hooks wait for a tensor's gradient, if it requires one."""
-    for hook in hooks if tensor.requires_grad else ():
-        tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+    """Have hooks wait for a tensor's gradient, if it requires one. An output that is not gathered yet stays so."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for hook in hooks if tensor.requires_grad else ():
+            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def require_gradient(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, which requires a gradient from now on. An output that is not gathered yet stays so."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.requires_grad_()
 
 
 def hooks_gradient(tensor: torch.Tensor) -> bool:

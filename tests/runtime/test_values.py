@@ -156,6 +156,12 @@ ASKED: dict[str, tuple[bool, Callable[..., Any]]] = {
     ),
     "into .grad": (False, lambda module, h, of: (h + of).sum().backward(inputs=[h])),
     "of it alone": (True, lambda module, h, of: torch.autograd.grad(h.square().sum(), h)),
+    "of it alone, as an edge": (
+        True,
+        lambda module, h, of: torch.autograd.grad(h.square().sum(), get_gradient_edge(h)),
+    ),
+    "of it alone, into .grad": (True, lambda module, h, of: (h.square().sum().backward(inputs=h), h.grad)[1:]),
+    "of what was written": (True, lambda module, h, of: torch.autograd.grad((h.mul_(2) + of).sum(), h)),
     "of the other": (True, lambda module, h, of: torch.autograd.grad((h + of).square().sum(), of)),
     "of parameters": (True, lambda module, h, of: torch.autograd.grad((h * of).sum(), list(module.parameters()))),
 }
@@ -175,6 +181,34 @@ def test_gradients_asked_of_an_output_are_those_of_eager_or_refused(case: str) -
             return
         for ours, eager in zip(ask(module, *module(X)), ask(model, *model(X)), strict=True):
             assert torch.allclose(whole(ours), eager)
+
+
+def asked_of_split_outputs() -> dict[str, str]:
+    """What comes of each case where no rank has a whole output."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+    model = Staged(lambda module, h: (h, h.exp()))
+    module = autopar.parallelize(copy.deepcopy(model), mesh, (X,), solver="fsdp")
+    h, of = module(X)
+    of.to_local().sum().backward()
+    found = {"not asked": repr(h)}
+    for case, (right, ask) in ASKED.items():
+        try:
+            ours = ask(module, *module(X))
+        except ValueError as error:
+            found[case] = str(error)
+            continue
+        for got, eager in zip(ours, ask(model, *model(X)), strict=True):
+            assert right and torch.allclose(whole(got), eager), case
+    return found
+
+
+def test_gradients_asked_of_split_outputs_are_those_of_eager_or_refused() -> None:
+    """An output that nobody looks at is not gathered for it."""
+    for found in run(2, asked_of_split_outputs):
+        assert "of which this rank holds" in found.pop("not asked")
+        assert {case for case, said in found.items() if "output.0" in said} == {
+            case for case, (right, _) in ASKED.items() if not right
+        }
 
 
 def test_outputs_that_are_watched_are_saved_without_a_warning(recwarn: pytest.WarningsRecorder) -> None:
