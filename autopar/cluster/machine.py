@@ -129,8 +129,9 @@ class Device:
     (`Cluster.among`), and `saved_part` is the `fused_part` of the model at hand, where its programs are compiled.
     `memory_bytes_per_link_byte` is what a collective reads and writes in memory for each byte that a rank sends, and
     takes from operators that run meanwhile; with 0 they do not disturb each other. `host_bytes_per_second` is the rate
-    of copies to the host's memory, or from there, while all devices of a host copy. `operators` holds measurements of
-    single operators, which take precedence over all of this.
+    of copies to the host's memory, or from there, while all devices of a host copy, and `host_memory_bytes` is a
+    device's part of that memory. `operators` holds measurements of single operators, which take precedence over all of
+    this.
 
     `source` cites where each figure is from, by field.
     """
@@ -149,6 +150,7 @@ class Device:
     operator_ratios: Mapping[str, Rate] = field(default_factory=dict)
     memory_bytes_per_link_byte: Amount = 0.0
     host_bytes_per_second: Rate | None = None
+    host_memory_bytes: Rate | None = None
     fused_part: Share = 0.0
     spread: Share = 0.0
     source: Mapping[str, Name] = field(default_factory=dict, compare=False, repr=False)

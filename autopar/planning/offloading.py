@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from autopar.cluster.machine import Cluster
+from autopar.passes.lower.offload import host_bytes
 from autopar.passes.space.problem import Assignment
 from autopar.solve.problem import Infeasible, Score
 
@@ -23,6 +24,7 @@ from .search import SearchResult
 from .searches import Searches
 from .shortfalls import fitting
 from .steps import EXACT, Estimate, Steps
+from .texts import short_bytes
 
 logger = logging.getLogger("autopar")
 
@@ -52,7 +54,7 @@ def check_offload(request: Request, cluster: Cluster, axis: str) -> None:
     if not request.offload:
         return
     cluster.device.host_seconds(0)
-    for name, other in (("pipeline", axis), ("within", request.within), ("lengths", request.lengths)):
+    for name, other in (("pipeline", axis), ("within", request.within)):
         if other:
             raise ValueError(f"offload does not go with {name}={other!r}: leave one of them out")
     if request.cost != "analytical":
@@ -79,17 +81,24 @@ def offloading(planner: OffloadPlanner, request: Request, attempt: Callable[[Req
             plans.append(attempt(replace(request, memory_limit_bytes=bound), math.inf) or free)
         except Infeasible as raised:
             logger.info("within %d bytes: %s", bound, raised)
+    too_small = ""
     for plan in plans:
-        if (moved := _moved(planner, plan, request, limit)) is not None:
-            found.append(moved)
+        try:
+            found += _moved(planner, plan, request, limit)
+        except Infeasible as raised:
+            too_small = f" {raised}"
+            logger.info("%s", raised)
     if not found:
         assert error is not None
+        error.args = (f"{error}{too_small}",)
         raise error
     return min(found, key=lambda plan: plan.seconds)
 
 
-def _moved(planner: OffloadPlanner, plan: Plan, request: Request, limit: float) -> Plan | None:
-    """The plan with so much on the host that it keeps the limit; None where all that can leave is not enough."""
+def _moved(planner: OffloadPlanner, plan: Plan, request: Request, limit: float) -> list[Plan]:
+    """The plan with so much on the host that it keeps the limit; none where all that can leave is not enough. Raises
+    `Infeasible` where the host has not the memory for it."""
+    device = planner.searches.space.cluster.device
     assignment, size, peak = planner.assignment(plan), 0, plan.bytes
     priced = planner.steps.account(assignment)
     score = Score(seconds=priced.seconds, bytes=priced.bytes)
@@ -101,10 +110,16 @@ def _moved(planner: OffloadPlanner, plan: Plan, request: Request, limit: float) 
         estimate = planner.steps.evaluate(assignment, EXACT, None, (plan.bucket_bytes,), size)
         peak = estimate.peak.bytes
         logger.info("%d bytes on the host: a step of %.3f ms, %d bytes", size, estimate.seconds * 1e3, peak)
+        needed = host_bytes(estimate.program, planner.steps.space.optimizer)
+        if device.host_memory_bytes is not None and needed > device.host_memory_bytes:
+            raise Infeasible(
+                f"With offload a rank would need {short_bytes(needed)} of its host's memory or more, and {device.name} "
+                f"has {short_bytes(device.host_memory_bytes)} of it (host_memory_bytes in the cluster's file)."
+            )
         if peak <= limit:
             moved = replace(planner.describe(result, request, estimate), provenance=plan.provenance)
             if request.memory_limit_bytes is not None:
-                return moved
-            usable = planner.searches.space.cluster.device.usable_bytes
-            return replace(moved, memory_limit_bytes=usable, memory_limit_from="device", headroom=request.free_part)
-    return None
+                return [moved]
+            usable, free = device.usable_bytes, request.free_part
+            return [replace(moved, memory_limit_bytes=usable, memory_limit_from="device", headroom=free)]
+    return []

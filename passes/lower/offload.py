@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from autopar.cost.liveness import Memory
+from autopar.cost.optimizers import Optimizer
 from autopar.cost.streams import alone_seconds
 from autopar.ir.emitter import Emitter
 from autopar.ir.graph import WAIT, Ref, readers
@@ -53,6 +54,14 @@ class _Link:
 
     def seconds(self, name: str) -> float:
         return self.device.host_seconds(self.able[name]) if self.device.host_bytes_per_second else 0.0
+
+
+def host_bytes(program: Program, optimizer: Optimizer) -> int:
+    """What a rank needs of the host's memory: for what leaves, of which each value takes a power of two, as PyTorch
+    allocates pinned memory, and for states of the optimizer."""
+    sent = (program.metas[name].bytes for i in program.forward if i.op == TO_HOST for name in i.inputs)
+    owned = (program.metas[i.name] for i in program.inputs if i.role == "parameter")
+    return sum(1 << (size - 1).bit_length() for size in sent) + sum(map(optimizer.brought_bytes, owned))
 
 
 def as_asked(program: Program, target: Target) -> Adopted:

@@ -31,7 +31,8 @@ from autopar.passes.codegen.program import codegen
 from autopar.passes.lower.bucket import bucket
 from autopar.passes.lower.compact import compact
 from autopar.passes.lower.lowering import Target
-from autopar.passes.lower.offload import Offload
+from autopar.passes.lower.offload import Offload, host_bytes
+from autopar.planning.training import named_optimizer
 
 planner = models.planners(case)
 
@@ -200,6 +201,24 @@ def test_what_fits_nowhere_else_fits_with_the_host() -> None:
     assert "offload" in str(raised.value)
     plan = autopar.plan(model, {"dp": 2}, (x,), cluster=linked(), memory_limit_bytes=1.8e9, offload=True)
     assert plan.bytes <= 1.8e9
+
+
+def test_a_host_holds_no_more_than_it_has() -> None:
+    """Of pinned memory each value takes a power of two; states of the optimizer lie there, too."""
+    given = products(8, size=1500)
+    made = offloaded(given, 1 << 40)
+    assert host_bytes(given, OPTIMIZERS["adamw"]) == 0
+    assert host_bytes(made, OPTIMIZERS["adamw"]) == 7 * (16 << 20)  # of 1,500 x 1,500 x 4 bytes each
+    on_host = named_optimizer("adamw_on_host")
+    assert host_bytes(made, on_host) == 7 * (16 << 20) + 2 * given.metas["w"].bytes
+    with torch.device("meta"):
+        model, x = Tower(1024, 6), torch.empty(32, 1024, 1024)
+    cluster = linked()
+    small = replace(cluster, device=replace(cluster.device, host_memory_bytes=1e9))
+    with pytest.raises(
+        ValueError, match=r"no plan fits .* With offload a rank would need .* GiB of its host's memory"
+    ):
+        autopar.plan(model, {"dp": 2}, (x,), cluster=small, memory_limit_bytes=1.8e9, offload=True)
 
 
 @pytest.mark.parametrize(

@@ -70,14 +70,19 @@ def trained(shape: tuple[int, ...], masked: bool, options: Mapping[str, Any]) ->
     for (name, p), q in zip(module.named_parameters(), beside.parameters(), strict=True):
         assert_close(whole(p), q.detach(), name, 1e-4)
     assert [one.length for one in module.plan.lengths] == [32, 16, 8]
+    assert bool(module.plan.offload_bytes) == bool(options.get("offload"))
     assert all(one.seconds > 0 and one.bytes > 0 for one in module.plan.lengths)
     return logged, [what for what, _ in module.programs]
 
 
 @pytest.mark.parametrize(
     ("shape", "masked", "options"),
-    [((2,), False, {}), ((2, 2), True, {"solver": "fsdp", "whole_outputs": True})],
-    ids=["searched, as the mesh is", "fsdp, masked"],
+    [
+        ((2,), False, {}),
+        ((2, 2), True, {"solver": "fsdp", "whole_outputs": True}),
+        ((2,), False, {"solver": "fsdp", "offload": True, "cluster": "dgx-h100", "memory_limit_bytes": 5.6e5}),
+    ],
+    ids=["searched, as the mesh is", "fsdp, masked", "with the host"],
 )
 def test_a_llama_trains_on_batches_of_all_lengths(
     shape: tuple[int, ...], masked: bool, options: dict[str, Any]
