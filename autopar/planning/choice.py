@@ -73,6 +73,8 @@ class Choice:
         self.cheapest: Solved | None = None
         self.presets: list[Rival] | None = None
         """Of each preset the cheapest without a limit."""
+        self.smallest: dict[str, Assignment] = {}
+        """What presets leave that needs the fewest bytes, where the search finds nothing within the limit."""
         self.known: dict[str, Candidate] = {}
         self.stage = WHOLE
 
@@ -83,14 +85,13 @@ class Choice:
         self.cheapest = cheapest = self.flow.timed("search", search.explore, bounded=False, known=self.cheapest)
         if self.steps.evaluate(cheapest.assignment, ROUGH).bytes > below:
             return None
-        self.known, limit = {}, request.bytes_limit
+        self.known, self.smallest, limit = {}, {}, request.bytes_limit
         with forked(lambda: self._of_presets(request), worthwhile=search.is_large, until=self.effort.until) as find:
             found, error = self._own(search, cheapest, request)
             self.presets = self.flow.timed("others", find)
         found += self._rivals(found, replace(request, stage=request.stage.comparing))
         if error is not None and not found:
-            assert limit is not None
-            raise self._least(error, limit)
+            raise self._least(error, request)
         plan = self._best_of(self._again(found, request), request, error)
         if limit is None:
             self._estimate_best()
@@ -148,11 +149,12 @@ class Choice:
     ) -> Callable[[Assignment, Accuracy], Estimate]:
         return partial(self.steps.evaluate, limit=limit, buckets=buckets)
 
-    def _least(self, error: DoesNotFit, limit: float) -> DoesNotFit:
+    def _least(self, error: DoesNotFit, request: Request) -> DoesNotFit:
         """The error where nothing fits, of the preset's plan that needs the least, if it needs less."""
-        evaluate = self._evaluate(limit)
-        may = [one for name, one in self.presets or () if self._resting_bytes(name) < error.smallest_bytes]
-        smallest = min((one.assignment for one in may), key=lambda one: evaluate(one, ROUGH).bytes, default=None)
+        evaluate, presets = self._evaluate(request.bytes_limit), self.presets or ()
+        may = [(name, one) for name, one in presets if self._resting_bytes(name) < error.smallest_bytes]
+        least = [self._smallest(name, one, request) for name, one in may]
+        smallest = min(least, key=lambda one: evaluate(one, ROUGH).bytes, default=None)
         if smallest is not None and (needed := evaluate(smallest, EXACT).bytes) < error.smallest_bytes:
             error.smallest_bytes, error.smallest = needed, smallest
         return error
@@ -194,7 +196,7 @@ class Choice:
                 self._tell(name, bound, "at least")
                 continue
             if limit is not None:
-                if not own and (self._resting_bytes(name) > limit or self._is_far(other, limit)):
+                if not own and not self._may_keep(name, other, request, limit):
                     continue
                 within = self._preset_within(name, other, replace(request, stage=stage), least)
                 if within is None:
@@ -216,9 +218,18 @@ class Choice:
         """Bytes that no plan of a preset goes below."""
         return resting_bytes(self.space, self.searches.preset(name))
 
-    def _is_far(self, other: Solved, limit: float) -> bool:
-        """Whether a rival needs so much more than the limit that it keeps none where the search does not."""
-        return self.steps.evaluate(other.assignment, NEAR, limit).bytes > limit * (1 + self.effort.limit_near)
+    def _may_keep(self, name: str, free: Solved, request: Request, limit: float) -> bool:
+        """Whether a preset may have something within the limit that the search did not find: what it leaves that needs
+        the fewest bytes."""
+        if self._resting_bytes(name) > limit:
+            return False
+        return self.steps.evaluate(self._smallest(name, free, request), ROUGH, limit).bytes <= limit
+
+    def _smallest(self, name: str, free: Solved, request: Request) -> Assignment:
+        if name not in self.smallest:
+            search = self.searches.search(replace(request, solver="dp"), share=self.effort.limited_preset)
+            self.smallest[name] = search.smallest(free, self.searches.preset(name)).assignment
+        return self.smallest[name]
 
     def _preset_within(self, name: str, free: Solved, request: Request, least: float) -> Solved | None:
         """The best of a preset under the limit, if there is one and its step may be shorter than `least` seconds, which

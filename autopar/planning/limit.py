@@ -70,6 +70,10 @@ class Limit:
         pool = _Pool(self.descent, self.cheapest, self.allowed)
         return pool.solved(self.aim - self._excess(self.cheapest), self.descent.purse(self.effort.limit))
 
+    def smallest(self) -> Solved:
+        """What needs the fewest bytes, by the sum."""
+        return self.solve_at(self._most, self.cheapest, self.descent.purse(self.effort.limit))
+
     def confirmed(self, best: Solved) -> Solved:
         """`best` if its exact peak keeps the limit, or the best whose exact peak does. If a peak is over, the next
         round aims below the limit by as much; the last round estimates nothing."""

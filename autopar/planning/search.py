@@ -139,6 +139,12 @@ class Search:
         self.explore(allowed, bounded=False, known=cheapest)
         return self._limited(sure=False, quick=True)
 
+    def smallest(self, cheapest: Solved, allowed: Allowed | None) -> Solved:
+        """What needs the fewest bytes of the options of the `cheapest` of those `allowed`."""
+        self.explore(allowed, bounded=False, known=cheapest)
+        assert self.cheapest is not None
+        return self._limit(*self.cheapest, quick=True).smallest()
+
     def near(self, start: Solved | None, weighed: Space, *, fast_first: bool = False) -> Solved | None:
         """What one descent finds from a solution of another search of the space, or from all replicated, with slow axes
         freed first or fast ones; what mixes its options within the limit, where it is over that. Its peak is estimated,

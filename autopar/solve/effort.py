@@ -119,8 +119,6 @@ class Effort(Limits):
     """Descents lead on where communication has at least this part of a step."""
     unsure: float = 0.05
     """Of a step that a program of few copies predicts: what is written in parts may be shorter by so much in truth."""
-    limit_near: float = 0.1
-    """Where the search finds nothing within the limit, presets that are over it by no more may keep it."""
     preset_options: int = 20
     """A preset that leaves more options a site, as some do on four axes, is not looked at beside a search: solved as
     one problem, it takes longer than that."""

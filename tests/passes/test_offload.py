@@ -215,9 +215,7 @@ def test_a_host_holds_no_more_than_it_has() -> None:
         model, x = Tower(1024, 6), torch.empty(32, 1024, 1024)
     cluster = linked()
     small = replace(cluster, device=replace(cluster.device, host_memory_bytes=1e9))
-    with pytest.raises(
-        ValueError, match=r"no plan fits .* With offload a rank would need .* GiB of its host's memory"
-    ):
+    with pytest.raises(ValueError, match=r"no plan fits .* With offload a rank would need .* GiB of its host's memory"):
         autopar.plan(model, {"dp": 2}, (x,), cluster=small, memory_limit_bytes=1.8e9, offload=True)
 
 

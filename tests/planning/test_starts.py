@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator
 
@@ -19,6 +20,7 @@ from autopar.planning.presets import PRESETS
 from autopar.planning.request import Request
 from autopar.planning.steps import QUICK
 from autopar.solve.effort import Effort
+from autopar.solve.problem import Infeasible
 
 MESH = {"dp": 8, "tp": 8}
 WIDTH, BATCH, SEQUENCE = 1024, 16, 128
@@ -91,6 +93,26 @@ class ReadByMany(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.first(x)
         return torch.as_tensor(sum(reader(h).sin().square().sum() for reader in self.readers))
+
+
+def test_what_a_preset_fits_in_is_never_refused() -> None:
+    """Where activations are most of the memory, what has the smallest sum of bytes has not the smallest peak."""
+    torch.manual_seed(0)
+    batch = models.tokens(0, batch=4, sequence=32)[1]
+    made = Planner(models.llama(), {"a": 2}, kwargs=batch, cluster="dgx-h100")
+    tried, kept, smallest = ("fsdp", "megatron", "megatron_sp"), [], []
+    for preset in tried:
+        with contextlib.suppress(Infeasible):
+            kept.append(made.plan(solver=preset, memory_limit_bytes=560_000))
+        with pytest.raises(Infeasible) as raised:
+            made.plan(solver=preset, memory_limit_bytes=100_000)
+        smallest.append(raised.value.smallest_bytes)
+    assert kept, "the limit was chosen so that one does"
+    plan = made.plan(memory_limit_bytes=560_000)
+    assert plan.bytes <= 560_000 and plan.seconds <= min(one.seconds for one in kept) * 1.001
+    with pytest.raises(Infeasible) as raised:
+        made.plan(memory_limit_bytes=100_000)
+    assert raised.value.smallest_bytes <= min(smallest), "and a refusal names the smallest peak that is known"
 
 
 @pytest.mark.parametrize("entries", [16, 64, 256])
