@@ -17,7 +17,7 @@ from torch.utils.hooks import unserializable_hook
 
 from autopar.compat import calls
 from autopar.compat.calls import backward_running, is_asked, is_observed, receiver
-from autopar.compat.outputs import Absent
+from autopar.compat.outputs import Absent, lengthened, shortened
 from autopar.compat.tensors import is_real, storage_span
 from autopar.compat.watching import hook_gradient, hooks_gradient, require_gradient
 from autopar.extensions import Plug, Table
@@ -140,6 +140,8 @@ class _Call:
     """What the values are parts of."""
     differentiable: tuple[torch.Tensor, ...]
     sources: tuple[ProgramInput, ...]
+    cut: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
+    """Path of an output -> the sizes of dims along which the caller gets its beginning alone."""
     returned: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
     """The outputs, once the caller has them."""
     forms: tuple[tuple[Placement, ...] | None, ...] = ()
@@ -159,6 +161,14 @@ class _Call:
     """Of the random operators, once they are drawn."""
     check: StepCheck | None = None
     watch: Watch = unwatched
+
+    def outputs(self, values: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor, ...]:
+        """What the caller sees."""
+        found = dict(zip(self.state.output_paths, self.state.outputs(values), strict=True))
+        for path, sizes in self.cut.items():
+            for dim, size in sizes.items():
+                found[path] = shortened(found[path], dim, size)
+        return tuple(found.values())
 
     def gives(self, outputs: Mapping[str, torch.Tensor]) -> None:
         """Remember what the caller has now."""
@@ -217,7 +227,7 @@ class ProgramStep(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, *differentiable: torch.Tensor) -> tuple[torch.Tensor, ...]:
         state = call.state
         results, saved = call.forward()
-        outputs = state.outputs(results)
+        outputs = call.outputs(results)
         ctx.mark_non_differentiable(
             *(o for o, path in zip(outputs, state.output_paths, strict=True) if path not in state.differentiable)
         )
@@ -261,7 +271,8 @@ class ProgramStep(torch.autograd.Function):
         state = call.state
         _refuse_second(call, ctx.next_functions)
         _refuse_unanswered(state)
-        by_path = dict(zip(state.output_paths, gradients, strict=True))
+        pairs = zip(state.output_paths, gradients, strict=True)
+        by_path = {path: None if g is None else lengthened(g, state.output_shapes[path]) for path, g in pairs}
         returned = dict(zip(state.output_paths, call.returned, strict=True))
         _refuse_lost(state, by_path, returned)
         _refuse_written(call)
@@ -469,14 +480,12 @@ class _Wanted:
                 )
 
     def _look(self) -> None:
-        """What is cut back to a length has its own node, and a backward that ends there says nothing of others."""
         there = {path: tensor for path, output in self.outputs.items() if (tensor := output()) is not None}
         for path in there.keys() & self.inner.keys():
             if is_observed(there[path], own=1):
                 self.wanted[path] = "has a hook or retain_grad()"
             elif is_asked(there[path]):
                 self.wanted[path] = "is given to torch.autograd.grad"
-                self.reached |= {other for other, x in there.items() if x.grad_fn is not there[path].grad_fn}
 
 
 def refuse_gradients(state: State, results: Sequence[torch.Tensor]) -> None:

@@ -285,12 +285,14 @@ class ParallelModule(ValuesMixin, MirrorModule):
             state = versions.serving(request)
             call = prepared_call(state, request.inputs)
             call.watch = self._watch
+            if versions.padder is not None:
+                call.cut = versions.padder.cut(request.given, state.output_shapes)
             if self._verifier is not None:
                 call.check = self._verifier.begin(state, (versions.root, *versions.modules[1:]), request.inputs.tensors)
             if call.differentiable and torch.is_grad_enabled():
                 results = ProgramStep.apply(call, *call.differentiable)  # type: ignore[no-untyped-call]
             else:
-                results = state.outputs(call.forward()[0])
+                results = call.outputs(call.forward()[0])
                 refuse_gradients(state, results)
                 handshake.settle()
             if call.check is not None:
@@ -298,8 +300,6 @@ class ParallelModule(ValuesMixin, MirrorModule):
                 call.check.forward({path: x for path, x in pairs if not isinstance(x, Absent)}, call.keys)
         versions.lend(state, results)
         outputs = dict(zip(state.output_paths, results, strict=True))
-        if versions.padder is not None:
-            outputs = versions.padder.cut(request.given, outputs)
         call.gives(outputs)
         return state.captured.unflatten(outputs)
 

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autopar.compat.outputs import shortened
 from autopar.ir.graph import meta_of
 from autopar.passes.capture.captured import Captured
 
@@ -125,17 +124,17 @@ class Padder:
         args, kwargs = inputs.with_tensors(tensors)
         return Inputs.of(args, kwargs, identities=inputs.identities)
 
-    def cut(self, inputs: Inputs, results: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The results of a call, by path, cut back to the length of its inputs before they were padded, where these are
-        equally long; one that is split along its length stays as it is."""
-        sizes, found = set(self._sizes(inputs)), dict(results)
-        if len(sizes) == 1 and self.cuts:
+    def cut(self, inputs: Inputs, shapes: Mapping[str, Sequence[int]]) -> dict[str, dict[int, int]]:
+        """Path of an output of these `shapes` -> the sizes along the dims that are cut back to the length of inputs
+        before they were padded, where these are equally long."""
+        sizes, found = set(self._sizes(inputs)), dict[str, dict[int, int]]()
+        if len(sizes) == 1:
             (length,) = sizes
             whole = self.bucket(length)
-            for path, tensor in results.items() if whole > length else ():
+            for path, shape in shapes.items() if whole > length else ():
                 for dim, offset in self.cuts.get(path, {}).items():
-                    if tensor.dim() > dim and tensor.shape[dim] == whole + offset:
-                        found[path] = shortened(found[path], dim, max(0, length + offset))
+                    if dim < len(shape) and shape[dim] == whole + offset:
+                        found.setdefault(path, {})[dim] = max(0, length + offset)
         return found
 
     def _dims(self, name: str, path: str, tensor: torch.Tensor) -> Sequence[int]:

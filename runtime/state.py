@@ -119,6 +119,7 @@ class State:
         outputs = [(i, o) for i, o in enumerate(self.results) if o.role == "output" and o.name is not None]
         self.output_indices = tuple(i for i, _ in outputs)
         self.output_paths = tuple(o.target for _, o in outputs)
+        self.output_shapes = {o.target: o.meta.shape for _, o in outputs if o.meta is not None}
         written = [(i, o) for i, o in enumerate(self.results) if o.role == "mutation" and o.name is not None]
         self.mutations = tuple(written)
         self.reread = tuple((i, o) for i, o in written if o.target in captured.reread)

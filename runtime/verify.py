@@ -199,9 +199,8 @@ class StepCheck:
         returned = {path: gathered(x) for path, x in outputs.items()}
         with together(self.state.mesh):
             self.reference = self._graph() if keys else self._eager()
-            pairs = [
-                (f"output {path}", path, "output", x, self.reference.outputs.get(path)) for path, x in returned.items()
-            ]
+            expected = _cut(self.reference.outputs, returned)
+            pairs = [(f"output {path}", path, "output", x, expected.get(path)) for path, x in returned.items()]
             self._compare([*pairs, *self._written(self.state.mutations)], {})
 
     def backward(self, tangents: Mapping[str, torch.Tensor | None], gradients: Mapping[str, torch.Tensor]) -> None:
@@ -286,10 +285,15 @@ class StepCheck:
             return f"The ranks do not compute the captured graph: {report}"
         graph = self._graph()
         gradients = self._at_rest(graph.gradients(tangents)) if role in ("gradient", "update") else {}
-        expected = {"output": graph.outputs, "gradient": gradients}.get(role, graph.buffers)
+        expected = {"output": _cut(graph.outputs, {target: actual}), "gradient": gradients}.get(role, graph.buffers)
         if target in expected and difference(actual, expected[target], 0.0) <= limit:
             return f"The ranks compute the captured graph, and that is not the model: {report}"
         return f"The ranks do not compute the captured graph: {report}"
+
+
+def _cut(outputs: Mapping[str, torch.Tensor], returned: Values) -> dict[str, torch.Tensor]:
+    """Of outputs what the caller gets, where they are cut back to the length of a batch."""
+    return {path: x[tuple(map(slice, returned[path].shape))] for path, x in outputs.items() if path in returned}
 
 
 def _plain(now: Mapping[str, Any], then: Mapping[str, Any]) -> dict[str, Any]:

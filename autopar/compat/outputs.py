@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.utils._pytree as pytree
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from .distributed import _spec
 from .redistributing import full_tensor, redistributed
@@ -188,34 +188,34 @@ class _Split(torch.autograd.Function):
         return (full_tensor(gradient) if isinstance(gradient, DTensor) else gradient), None, None
 
 
-class _Shortened(torch.autograd.Function):
-    """The beginning of an output along a dim that is not split."""
-
-    @staticmethod
-    def forward(ctx: Any, split: Output, dim: int, size: int) -> Output:
-        ctx.spec, ctx.dim, ctx.missing = split._spec, dim, split.shape[dim] - size
-        shape = torch.Size((*split.shape[:dim], size, *split.shape[dim + 1 :]))
-        local = split._local_tensor.narrow(dim, 0, size)
-        stride = torch.empty(shape, device="meta").stride()
-        return split_output(local, split.device_mesh, split.placements, shape, stride, vars(split)["_part"])
-
-    @staticmethod
-    def backward(ctx: Any, gradient: DTensor) -> tuple[DTensor, None, None]:
-        local = redistributed(gradient, ctx.spec.mesh, ctx.spec.placements)._local_tensor
-        whole = torch.nn.functional.pad(local, (0, 0) * (local.dim() - 1 - ctx.dim) + (0, ctx.missing))
-        return DTensor(whole, ctx.spec, requires_grad=False), None, None  # type: ignore[no-untyped-call]
-
-
 def shortened(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-    """The beginning of an output along a dim. One that is split along it, or that no rank keeps, stays as it is."""
+    """The beginning of an output along a dim, as a value. One that is split along it, or that no rank keeps, stays
+    whole."""
     if isinstance(tensor, Absent):
         return tensor
     if not isinstance(tensor, Output):
-        return tensor.narrow(dim, 0, size)
+        return unviewed(tensor.narrow(dim, 0, size))
     if any(getattr(place, "dim", None) == dim for place in tensor.placements):
         return tensor
-    made: torch.Tensor = _Shortened.apply(tensor, dim, size)  # type: ignore[no-untyped-call]
-    return made
+    shape = torch.Size((*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]))
+    local, stride = tensor._local_tensor.narrow(dim, 0, size), torch.empty(shape, device="meta").stride()
+    return split_output(local, tensor.device_mesh, tensor.placements, shape, stride, vars(tensor)["_part"])
+
+
+def lengthened(gradient: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """The gradient of an output of this shape, of which `gradient` is that of what was cut from it: zeros beyond."""
+    if gradient.shape == (shape := torch.Size(shape)):
+        return gradient
+    missing = [n - own for n, own in zip(shape, gradient.shape, strict=True)]
+    pad = [n for more in reversed(missing) for n in (0, more)]
+    if not isinstance(gradient, DTensor):
+        return torch.nn.functional.pad(gradient, pad)
+    mesh, placements = gradient.device_mesh, gradient.placements
+    split = [place.is_partial() or missing[getattr(place, "dim", 0)] > 0 for place in placements]
+    placements = tuple(Replicate() if one else place for one, place in zip(split, placements, strict=True))
+    local = torch.nn.functional.pad(redistributed(gradient, mesh, placements)._local_tensor, pad)
+    spec = _spec(mesh, placements, shape, torch.empty(shape, device="meta").stride(), local.dtype)
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def unviewed(tensor: torch.Tensor) -> torch.Tensor:

@@ -220,22 +220,25 @@ def test_outputs_that_are_watched_are_saved_without_a_warning(recwarn: pytest.Wa
         assert len(recwarn) == before
 
 
-@pytest.mark.parametrize("asked", [False, True])
-def test_gradients_asked_of_an_output_that_is_cut_back(asked: bool) -> None:
-    """It has a node of its own, and backward need not go further."""
+@pytest.mark.parametrize("case", ASKED)
+def test_gradients_asked_of_outputs_that_are_cut_back(case: str) -> None:
+    """To the length of a batch, which is not that of the program."""
+    right, ask = ASKED[case]
     with one_rank():
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("a",))
         model, x = Staged(lambda module, h: (h, h.exp())), torch.ones(2, 3, SIZE, dtype=torch.float64)
         padding = autopar.Padding(values={"x": 0.0})
-        module = autopar.parallelize(copy.deepcopy(model), mesh, (x,), lengths=(4,), padding=padding)
-        h, of = module(x)
-        if asked:
-            with pytest.raises(ValueError, match=r"output\.0 is given to torch\.autograd\.grad, and part"):
-                torch.autograd.grad((h + of).sum(), h)
+        module = autopar.parallelize(copy.deepcopy(model), mesh, (x,), lengths=(4, 8), padding=padding)
+        if not right:
+            with pytest.raises(ValueError, match=r"output\.0 .*, and part of its gradient comes from output\.1"):
+                ask(module, *module(x))
             return
+        for ours, eager in zip(ask(module, *module(x)), ask(model, *model(x)), strict=True):
+            assert ours.shape == eager.shape and torch.allclose(whole(ours), eager)
+        h, of = module(x)
         h.retain_grad()
         h.square().sum().backward()
-        assert torch.equal(h.grad, 2 * h.detach())
+        assert torch.equal(h.grad, 2 * h.detach()) and of.shape == h.shape
 
 
 def test_outputs_that_go_their_own_ways_are_hooked_as_in_eager() -> None:
