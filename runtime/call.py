@@ -110,8 +110,13 @@ def _prepared(state: State, inputs: Inputs) -> _Call:
 
 
 def _refuse_input(state: State, i: ProgramInput, source: torch.Tensor) -> None:
-    """One on another mesh; and a buffer that forward writes and is given as an input too, where eager sees the new
-    values in both."""
+    """One with a forward-mode tangent, or on another mesh; and a buffer that forward writes and is given as an input
+    too, where eager sees the new values in both."""
+    if calls.has_tangent(source):
+        raise ValueError(
+            f"input {i.target} has a tangent, and a parallel module has no forward-mode derivatives: compute them "
+            f"inside of the model's forward, or take gradients by backward()"
+        )
     if isinstance(source, DTensor) and source.device_mesh != state.mesh:
         raise ValueError(f"input {i.target} is a DTensor on {source.device_mesh}; the module is on {state.mesh}")
     if not state.mutations or not is_real(source):
@@ -234,7 +239,7 @@ class ProgramStep(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved)
         call.awaits_backward()
-        ctx.call = call
+        ctx.call, ctx.sources = call, differentiable
         return outputs
 
     @staticmethod
@@ -258,7 +263,9 @@ class ProgramStep(torch.autograd.Function):
             return results
         # the caller asked for a graph of the gradients
         present = [index for index, value in enumerate(results) if value is not None]
-        marked = _Once.apply(*(results[index].detach().requires_grad_() for index in present))  # type: ignore
+        once = (results[index].detach().requires_grad_() for index in present)
+        computed_of = (*ctx.sources, *(g for g in gradients if g is not None))
+        marked = _Once.apply(len(present), *once, *computed_of)  # type: ignore[no-untyped-call]
         by_index = dict(zip(present, marked, strict=True))
         return tuple(by_index.get(index) for index in range(len(results)))
 
@@ -353,11 +360,11 @@ def _receivers(ctx: Any) -> Receivers | None:
 
 
 class _Once(torch.autograd.Function):
-    """Gradients that are not differentiated again."""
+    """Gradients that are not differentiated again, by what they are computed of least of all."""
 
     @staticmethod
-    def forward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return gradients
+    def forward(ctx: Any, count: int, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return gradients[:count]
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

@@ -9,6 +9,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge
 
 
@@ -47,6 +48,11 @@ def receiver(node: Any) -> tuple[bool, torch.Tensor | None]:
 def backward_running() -> int:
     """The number of the backward that runs, each of which has its own; -1 outside."""
     return int(torch._C._current_graph_task_id())
+
+
+def has_tangent(tensor: torch.Tensor) -> bool:
+    """Whether forward-mode derivatives are computed of it."""
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def is_observed(tensor: torch.Tensor, own: int = 0) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +15,6 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from .distributed import _spec
 from .redistributing import full_tensor, redistributed
-from .watching import gradient_hooks, hook_gradient
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -33,8 +33,19 @@ LOOKS = frozenset(
 )
 """Methods of tensors, and functions, that read no element."""
 
-EDGE = frozenset({"grad_fn", "output_nr"})
-"""Attributes of tensors that are their place in the graph of autograd. Gathering changes none."""
+Hook = Callable[[torch.Tensor], torch.Tensor | None]
+"""Of a gradient, which it may replace."""
+
+OF_GRAPH = frozenset(
+    {"grad_fn", "output_nr", "grad", "retains_grad", "_backward_hooks", "register_hook", "retain_grad"}
+)
+"""Attributes and methods of tensors that are of their place in the graph of autograd."""
+
+ACCESSES = frozenset({"__get__", "__set__", "__delete__"})
+"""Functions by which an attribute is read, set and deleted."""
+
+GRADIENTS = frozenset({torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward})
+"""Functions that ask for gradients."""
 
 
 class Output(DTensor):
@@ -48,26 +59,89 @@ class Output(DTensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if _looks(func):
-            its_own = getattr(getattr(func, "__self__", None), "__name__", "") in EDGE
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*(x if its_own and _is_as_gathered(x) else current(x) for x in args), **kwargs)
-        if func in (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward):
+        if func in GRADIENTS:
             return _differentiated(func, args, kwargs)
-        args, kwargs = pytree.tree_map_only(DTensor, _whole, (args, kwargs))
-        return func(*args, **kwargs)
+        name = _name(func)
+        if name in OF_GRAPH and isinstance(args[0], Output) and not args[0].is_written:
+            return args[0].of_graph(func, name, args)
+        if _looks(func, name):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*(current(x) for x in args), **kwargs)
+        outputs: list[Output] = []
+
+        def whole(dtensor: DTensor) -> torch.Tensor:
+            if isinstance(dtensor, Output):
+                outputs.append(dtensor)
+            return _whole(dtensor)
+
+        args, kwargs = pytree.tree_map_only(DTensor, whole, (args, kwargs))
+        results = func(*args, **kwargs)
+        for output in outputs:
+            output.follow()
+        return results
 
     def whole(self) -> torch.Tensor:
-        """The whole tensor, gathered when it is first asked for."""
+        """The whole tensor, gathered when it is first asked for, as what its gradients need."""
         attributes = vars(self)
         if attributes["_whole"] is None:
-            hooks = gradient_hooks(self)
-            with torch.enable_grad():
-                gathered = self.full_tensor()
-            hook_gradient(gathered, hooks)  # a backward may end there
-            attributes["_whole"] = gathered
-        whole: torch.Tensor = attributes["_whole"]
-        return whole
+            with torch.inference_mode(self.is_inference()), torch.enable_grad():
+                whole = attributes["_whole"] = self.full_tensor()
+            attributes["_gathered"] = attributes["_seen"] = whole.grad_fn, whole.requires_grad
+        gathered: torch.Tensor = attributes["_whole"]
+        return gathered
+
+    # ---- its place in the graph of autograd: where it is split, which all that reads it comes to, until it is written
+
+    @property
+    def is_written(self) -> bool:
+        """Whether an operator of autograd wrote into it. It stands where it is whole, then."""
+        whole = vars(self)["_whole"]
+        return whole is not None and (whole.grad_fn, whole.requires_grad) != vars(self)["_gathered"]
+
+    def follow(self) -> None:
+        """Where it is split is computed of where it is whole, once that was written: functions of autograd's own take
+        it there."""
+        whole = vars(self)["_whole"]
+        if (seen := (whole.grad_fn, whole.requires_grad)) == vars(self)["_seen"]:
+            return
+        vars(self)["_seen"] = seen
+        with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
+            if whole.requires_grad:
+                _Followed.apply(self, whole)  # type: ignore[no-untyped-call]
+            elif self.requires_grad:
+                self.detach_()
+        if (retained := vars(self).pop("_retained", None)) is not None:
+            retained.remove()
+            whole.retain_grad()
+
+    def of_graph(self, func: Any, name: str, args: tuple[Any, ...]) -> Any:
+        """One of `OF_GRAPH`, with gradients that are whole."""
+        attributes = vars(self)
+        if name == "grad":
+            return attributes.get("_grad") if func.__name__ == "__get__" else attributes.update(_grad=(*args, None)[1])
+        if name == "retains_grad":
+            return "_retained" in attributes
+        if name == "retain_grad" and self.requires_grad:
+            if "_retained" not in attributes:
+                attributes["_retained"] = self.register_hook(self.keep)  # type: ignore[no-untyped-call]
+            return None
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(self, partial(self._hooked, args[1])) if name == "register_hook" else func(*args)
+
+    def _hooked(self, hook: Hook, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """What a person's hook makes of a gradient, if there is one."""
+        if gradient is None:
+            return None
+        made = hook(whole_gradient(gradient))
+        if made is None or not isinstance(gradient, DTensor):
+            return made
+        replicated: DTensor = _Replicated.apply(made, self._spec)  # type: ignore[no-untyped-call]
+        return replicated
+
+    def keep(self, gradient: torch.Tensor) -> None:
+        """Add to `.grad`."""
+        known = vars(self).get("_grad")
+        vars(self)["_grad"] = gradient.detach().clone() if known is None else known + gradient
 
     @property
     def _local_tensor(self) -> torch.Tensor:
@@ -119,7 +193,7 @@ class Absent(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if _looks(func):
+        if _looks(func, _name(func)):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         found = next(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Absent))
@@ -157,12 +231,11 @@ def split_output(
 
 
 class _Gathered(torch.autograd.Function):
-    """Gathers an output. Its gradient is the same on all ranks, of which each takes its part."""
+    """Gathers an output. Its gradient is the same on all ranks."""
 
     @staticmethod
     def forward(ctx: Any, split: Output) -> torch.Tensor:
-        ctx.spec, ctx.part = split._spec, vars(split)["_part"]
-        local = split._local_tensor
+        ctx.spec, local = split._spec, split._local_tensor
         whole = full_tensor(DTensor(local, split._spec, requires_grad=False))  # type: ignore[no-untyped-call]
         if whole.untyped_storage()._cdata == local.untyped_storage()._cdata:  # of axes with one rank
             return whole.clone()
@@ -170,8 +243,35 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> DTensor:
-        local = ctx.part(gradient.detach())
-        return DTensor(local, ctx.spec, requires_grad=False)  # type: ignore[no-untyped-call]
+        made: DTensor = _Replicated.apply(gradient, ctx.spec)  # type: ignore[no-untyped-call]
+        return made
+
+
+class _Followed(torch.autograd.Function):
+    """An output where it is split, computed of where it is whole. Its memory is not looked at."""
+
+    @staticmethod
+    def forward(ctx: Any, split: Output, whole: torch.Tensor) -> Output:
+        ctx.mark_dirty(split)
+        return split
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, whole_gradient(gradient)
+
+
+class _Replicated(torch.autograd.Function):
+    """A gradient that all ranks have whole, of a DTensor with a specification. Nothing is sent for it."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: torch.Tensor, spec: Any) -> DTensor:
+        places, meta = (Replicate(),) * spec.mesh.ndim, spec.tensor_meta
+        of_all = _spec(spec.mesh, places, meta.shape, meta.stride, gradient.dtype)
+        return DTensor(gradient.detach(), of_all, requires_grad=False)  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return whole_gradient(gradient), None
 
 
 class _Split(torch.autograd.Function):
@@ -185,7 +285,7 @@ class _Split(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return (full_tensor(gradient) if isinstance(gradient, DTensor) else gradient), None, None
+        return whole_gradient(gradient), None, None
 
 
 def shortened(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
@@ -228,10 +328,13 @@ def is_view(tensor: torch.Tensor) -> bool:
     return tensor._is_view()
 
 
-def _looks(func: Any) -> bool:
-    if func.__name__ in ("__get__", "__set__", "__delete__"):
-        return func.__name__ == "__get__" and getattr(func.__self__, "__name__", "") not in VALUES
-    return func.__name__ in LOOKS
+def _name(func: Any) -> str:
+    """Of a function, or of an attribute that is read or set."""
+    return str(func.__self__.__name__ if func.__name__ in ACCESSES else func.__name__)
+
+
+def _looks(func: Any, name: str) -> bool:
+    return name not in VALUES if func.__name__ == "__get__" else func.__name__ in LOOKS
 
 
 def current(value: Any) -> Any:
@@ -241,24 +344,39 @@ def current(value: Any) -> Any:
     return value
 
 
-def _is_as_gathered(output: Output) -> bool:
-    """Whether nothing was written into an output that was gathered, if it was."""
-    whole = vars(output)["_whole"]
-    return whole is None or isinstance(whole.grad_fn, _Gathered._backward_cls)
+def whole_gradient(gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient, gathered if it is split."""
+    return full_tensor(gradient) if isinstance(gradient, DTensor) else gradient
 
 
 def _differentiated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A function of autograd that is given outputs. One whose gradient is asked for is asked where it is split, too:
-    only there comes what others bring that the program computes of it, which their hooks see."""
+    """A function that asks for gradients, of outputs or from there."""
     call = inspect.signature(func).bind(*args, **kwargs)
-    given = call.arguments.pop("inputs", None)
+    asked = call.arguments.pop("inputs", None)
     call.arguments = pytree.tree_map_only(DTensor, _whole, call.arguments)
-    if given is not None:
-        inputs = pytree.tree_leaves(given, is_leaf=lambda x: isinstance(x, GradientEdge))
-        edges = [get_gradient_edge(x) for x in inputs if isinstance(x, Output) and x.requires_grad]
-        call.arguments["inputs"] = (*pytree.tree_map_only(DTensor, _whole, inputs), *edges)
-    results = func(*call.args, **call.kwargs)
-    return None if results is None else results[: len(inputs)]
+    if asked is None:
+        return func(*call.args, **call.kwargs)
+    inputs = pytree.tree_leaves(asked, is_leaf=lambda x: isinstance(x, GradientEdge))
+    split = [x for x in inputs if isinstance(x, Output) and x.requires_grad and not x.is_written]
+    places = [get_gradient_edge(x) if any(x is one for one in split) else current(x) for x in inputs]
+    call.arguments["inputs"] = tuple(places)
+    if func is not torch.autograd.grad:
+        kept = [x.register_hook(x.keep) for x in split if not x.retains_grad]  # type: ignore[no-untyped-call]
+        try:
+            return func(*call.args, **call.kwargs)
+        finally:
+            for hook in kept:
+                hook.remove()
+    fills = bool(split) and call.arguments.pop("materialize_grads", False)
+    if fills:
+        call.arguments["allow_unused"] = True
+    found = func(*call.args, **call.kwargs)
+    results = [
+        g if g is None or not isinstance(x, Output) else whole_gradient(g) for x, g in zip(inputs, found, strict=True)
+    ]
+    return tuple(
+        torch.zeros_like(_whole(x)) if g is None and fills else g for x, g in zip(inputs, results, strict=True)
+    )
 
 
 def _whole(dtensor: DTensor) -> torch.Tensor:

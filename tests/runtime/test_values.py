@@ -164,6 +164,17 @@ ASKED: dict[str, tuple[bool, Callable[..., Any]]] = {
     "of what was written": (True, lambda module, h, of: torch.autograd.grad((h.mul_(2) + of).sum(), h)),
     "of the other": (True, lambda module, h, of: torch.autograd.grad((h + of).square().sum(), of)),
     "of parameters": (True, lambda module, h, of: torch.autograd.grad((h * of).sum(), list(module.parameters()))),
+    "of parameters, from outputs": (
+        True,
+        lambda module, h, of: torch.autograd.grad([h, of], list(module.parameters()), [torch.ones_like(of)] * 2),
+    ),
+    "of parameters, into .grad": (
+        True,
+        lambda module, h, of: (
+            h.backward(torch.ones_like(of), inputs=list(module.parameters())),
+            *(p.grad for p in module.parameters()),
+        )[1:],
+    ),
 }
 
 
@@ -192,6 +203,7 @@ def asked_of_split_outputs() -> dict[str, str]:
     of.to_local().sum().backward()
     found = {"not asked": repr(h)}
     for case, (right, ask) in ASKED.items():
+        module.zero_grad(), model.zero_grad()
         try:
             ours = ask(module, *module(X))
         except ValueError as error:

@@ -1,0 +1,201 @@
+"""What people do with outputs that no rank has whole: gradients are those of eager, or asking for them is an error."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import whole
+from ranks import run
+from torch import nn
+from torch.autograd import forward_ad
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+import autopar
+
+SIZE = 4
+X = torch.linspace(-1, 1, 32, dtype=torch.float64).reshape(8, SIZE).sin()
+V = torch.linspace(0, 2, 32, dtype=torch.float64).reshape(8, SIZE).cos()
+
+Case = Callable[[nn.Module, torch.Tensor], Any]
+"""Something done with a module and its input; what it returns is compared, with the gradients of both."""
+
+
+class Square(torch.autograd.Function):
+    """Takes outputs without asking them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x * gradient
+
+
+class Watched(nn.Module):
+    """A layer with a hook that takes its input through a function of autograd's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(SIZE, dtype=torch.float64))
+        self.register_full_backward_hook(lambda *_: None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    layers = (nn.Linear(SIZE, SIZE, dtype=torch.float64) for _ in range(2))
+    return nn.Sequential(next(layers), nn.Tanh(), next(layers))
+
+
+def done(*steps: Any) -> Any:
+    """What the last of these gave."""
+    return steps[-1]
+
+
+def kept(y: torch.Tensor, loss: Callable[[torch.Tensor], torch.Tensor], times: int = 1) -> torch.Tensor | None:
+    y.retain_grad()
+    for left in reversed(range(times)):
+        loss(y).backward(retain_graph=left > 0)
+    return y.grad
+
+
+def in_inference(y: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        return y.mean()
+
+
+def leaf(module: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
+    with torch.no_grad():
+        y = module(x)
+    y.requires_grad_()
+    (Square.apply(y) + y).sum().backward()
+    return y.grad
+
+
+def seen(y: torch.Tensor, factor: float = 2.0) -> torch.Tensor:
+    y.register_hook(lambda gradient: factor * gradient)
+    return y
+
+
+def chained(module: nn.Module, x: torch.Tensor, look: Callable[[torch.Tensor, torch.Tensor], Any]) -> Any:
+    h = module(x)
+    return look(h, module(h))
+
+
+def penalty(y: torch.Tensor) -> torch.Tensor:
+    (gradient,) = torch.autograd.grad(y.pow(3).sum(), y, create_graph=True)
+    return gradient.square().sum()
+
+
+grad = torch.autograd.grad
+
+RIGHT: dict[str, Case] = {
+    "parameters from an output": lambda m, x: grad(m(x), list(m.parameters()), V),
+    "parameters from an output, backward": lambda m, x: m(x).backward(V, inputs=list(m.parameters())),
+    "an output and parameters": lambda m, x: (lambda y: y.square().sum().backward(inputs=[y, *m.parameters()]))(m(x)),
+    "an unread one, as zeros": lambda m, x: grad(x.sum(), [m(x), x], materialize_grads=True),
+    "metrics first, within inference_mode": lambda m, x: (
+        lambda y: done(in_inference(y), (y.square().mean() + m(2 * x).mean()).backward())
+    )(m(x)),
+    "a function of what was written": lambda m, x: Square.apply(m(x).mul_(3)).sum().backward(),
+    "a function of what is hooked": lambda m, x: Square.apply(seen(m(x))).sum().backward(),
+    "a function of what keeps its gradient": lambda m, x: kept(m(x), lambda y: Square.apply(y).sum()),
+    "a function of what is asked for": lambda m, x: (lambda y: grad(Square.apply(y).sum(), y))(m(x)),
+    "a function of a leaf": leaf,
+    "a function of what was detached": lambda m, x: (
+        lambda y: (lambda total: (Square.apply(y.detach_()) + total).sum().backward())(y.sum())
+    )(m(x)),
+    "checkpoints of what was written": lambda m, x: (
+        checkpoint(torch.sin, m(x).mul_(3), use_reentrant=True).sum().backward()
+    ),
+    "a hooked layer of what was written": lambda m, x: Watched()(m(x).mul_(3)).sum().backward(),
+    "a hook after a second call": lambda m, x: chained(m, x, lambda h, y: done(seen(h), y.square().sum().backward())),
+    "a gradient kept after a second call": lambda m, x: chained(m, x, lambda h, y: kept(h, lambda h: (h + y).sum())),
+    "asked for after a second call": lambda m, x: chained(m, x, lambda h, y: grad((y + h).sum(), h)),
+    "asked for through a second call": lambda m, x: chained(m, x, lambda h, y: grad(y.sum(), h)),
+    "into .grad after a second call": lambda m, x: chained(
+        m, x, lambda h, y: done((y + h).sum().backward(inputs=[h]), h.grad)
+    ),
+    "gradients that add up": lambda m, x: kept(m(x), lambda y: y.square().sum(), times=2),
+    "kept, then written": lambda m, x: kept(m(x), lambda y: y.mul_(3).square().sum()),
+    "hooked, then written, then hooked": lambda m, x: seen(seen(m(x)).mul_(3), 5.0).square().sum().backward(),
+    "asked for once written": lambda m, x: (lambda y: grad(Square.apply(y).sum() + y.sum(), y))(m(x).mul_(3)),
+    "a penalty on its gradient": lambda m, x: penalty(m(x)).backward(),
+    "a second derivative of a loss": lambda m, x: (lambda y: grad(penalty(y), y))(m(x)),
+}
+
+functional = torch.autograd.functional
+
+
+def dual(module: nn.Module, x: torch.Tensor) -> Any:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(module(forward_ad.make_dual(x.detach(), V))).tangent
+
+
+def twice(module: nn.Module, x: torch.Tensor, inputs: Any) -> Any:
+    (gradient,) = grad(module(x).square().sum(), x, create_graph=True)
+    return gradient.square().sum().backward(inputs=inputs)
+
+
+AGAIN: dict[str, Case] = {
+    "hessian": lambda m, x: functional.hessian(lambda x: m(x).square().sum(), x),
+    "hvp": lambda m, x: functional.hvp(lambda x: m(x).square().sum(), x, V),
+    "jvp": lambda m, x: functional.jvp(m, x, V),
+    "a gradient's gradient": lambda m, x: twice(m, x, [x]),
+    "a gradient's gradient of parameters": lambda m, x: twice(m, x, list(m.parameters())),
+    "forward-mode": dual,
+}
+"""Second derivatives, which are refused by name."""
+
+
+def compared(refused: bool) -> dict[str, str]:
+    """Of each case "" if it is as in eager, the error, or how it differs."""
+    ranks = torch.distributed.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("a",))
+    beside, x = model(), X.clone().requires_grad_()
+    module = autopar.parallelize(copy.deepcopy(beside), mesh, (x,), solver="fsdp")
+    found = {}
+    for name, case in (AGAIN if refused else RIGHT).items():
+        made = []
+        for one in (module, beside):
+            one.zero_grad()
+            given = X.clone().requires_grad_()
+            try:
+                result = case(one, given)
+            except ValueError as error:
+                made.append(str(error))
+                continue
+            tensors = torch.utils._pytree.tree_leaves((result, [p.grad for p in one.parameters()], given.grad))
+            made.append([None if t is None else whole(t).detach() for t in tensors])
+        ours, eager = made
+        if isinstance(ours, str):
+            found[name] = ours
+            continue
+        pairs = [*zip(ours, eager, strict=True)]
+        is_same = all(a is b or (a is not None and b is not None and torch.allclose(a, b)) for a, b in pairs)
+        found[name] = "" if is_same else str(pairs)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gradients_are_those_of_eager(ranks: int) -> None:
+    for found in run(ranks, compared, False):
+        assert found == dict.fromkeys(RIGHT, "")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_second_derivatives_are_refused(ranks: int) -> None:
+    for found in run(ranks, compared, True):
+        for name, said in found.items():
+            what = "has a tangent" if name == "forward-mode" else "cannot be differentiated again"
+            assert what in said, name
