@@ -263,7 +263,7 @@ class ProgramStep(torch.autograd.Function):
             return results
         # the caller asked for a graph of the gradients
         present = [index for index, value in enumerate(results) if value is not None]
-        once = (results[index].detach().requires_grad_() for index in present)
+        once = (value.detach().requires_grad_() for value in results if value is not None)
         computed_of = (*ctx.sources, *(g for g in gradients if g is not None))
         marked = _Once.apply(len(present), *once, *computed_of)  # type: ignore[no-untyped-call]
         by_index = dict(zip(present, marked, strict=True))

@@ -10,6 +10,7 @@ read before gradients are handed out. A rank that is about to do something new w
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -55,6 +56,9 @@ HEAD: Mapping[str, tuple[str, Callable[[int], str]]] = {
 """The numbers that must be equal on all ranks, in the order in which they are compared: what is wrong where they are
 not, and what is said of each rank's number."""
 _WANTS = [*HEAD].index("wants")
+
+GATHERS = "gathers "
+"""What ranks say before the path of an output that they gather."""
 
 NOTES_SECONDS = 1.0
 """How long a rank that fails waits for what the others say."""
@@ -130,6 +134,24 @@ class Handshake:
                 raise intent.error
             self.defers = intent.defers
             return
+        now = self._tell(intent, self.digests.of(intent.tensors), self.channel.group)
+        self.backwards = self.reductions = 0
+        if now != self.before or not intent.has_program or intent.reads or intent.error is not None:
+            self.settle()
+        self.before = now
+
+    def gathers(self, output: str) -> None:
+        """Tell the others that this rank is about to gather an output of the last call, and wait for what they say.
+        Raises ValueError on all ranks if they do something else."""
+        self.settle()
+        if self.channel is not None:
+            text = f"{GATHERS}{output}"
+            intent = Intent(number=1 << 61 | zlib.crc32(text.encode()), text=text, defers=self.defers, tensors={})
+            self._tell(intent, [0] * 2 * INPUTS_MOST, self.channel.group)
+            self.settle()
+
+    def _tell(self, intent: Intent, digests: Sequence[int], group: dist.ProcessGroup) -> tuple[int, ...]:
+        """Begin an exchange; what others must have the same of, whichever call it is."""
         head = {
             "program": self.program,
             "failures": self.failures,
@@ -139,18 +161,13 @@ class Handshake:
             "backwards": self.backwards,
             "reductions": self.reductions,
         }
-        self.backwards = self.reductions = 0
-        digests = self.digests.of(intent.tensors)
         words = torch.cat([torch.tensor([*head.values(), *digests, int(intent.defers)]), _words(intent.text)])
         rows = torch.empty(len(self.ranks) * len(words), dtype=torch.int64)
-        work = all_gather_single(rows, words, self.channel.group)
+        work = all_gather_single(rows, words, group)
         self.exchange = _Exchange(
             call=self.calls, work=work, rows=rows, paths=tuple(intent.tensors), sent=words, error=intent.error
         )
-        now = tuple(number for name, number in head.items() if name != "calls")
-        if now != self.before or not intent.has_program or intent.reads or intent.error is not None:
-            self.settle()
-        self.before = now
+        return tuple(number for name, number in head.items() if name != "calls")
 
     def settle(self) -> None:
         """Wait for the exchange of the last call. Raises ValueError, on all ranks, if they did not do the same."""
@@ -218,6 +235,9 @@ class Handshake:
             return f"{what or kind} (on {self._named(failed)} of {len(texts)})"
         for name, (advice, described) in HEAD.items():
             if len(set(head[name])) > 1:
+                if name == "wants" and any(text.startswith(GATHERS) for text in texts):
+                    advice = "an operator that reads an output gathers it on all ranks at once, and they do not all"
+                    advice += " read it: read it on every rank, in one order, or take what a rank has (out.to_local())"
                 return f"{advice}: {self._by_value(texts if name == 'wants' else [*map(described, head[name])])}"
         for slot in range(INPUTS_MOST):
             shards, digests = rows[:, len(HEAD) + 2 * slot : len(HEAD) + 2 * slot + 2].T.tolist()

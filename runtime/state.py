@@ -233,13 +233,14 @@ class State:
                 results.append(unviewed(local))
             else:
                 split = self._output(local, output)
-                results.append(split.full_tensor() if self.module.whole_outputs else split)
+                results.append(full_tensor(split) if self.module.whole_outputs else split)
         return tuple(results)
 
     def _output(self, local: torch.Tensor, output: ProgramOutput) -> Output:
         assert output.meta is not None
         place, shape = self.values.whole_place(output.layout), output.meta.shape
-        return split_output(place.unpadded(local, shape).detach(), *place.form(shape), place.part)
+        begin = partial(self.module.handshake.gathers, output.target)
+        return split_output(place.unpadded(local, shape).detach(), *place.form(shape), place.part, begin)
 
     @cached_property
     def asked_by(self) -> Mapping[str, frozenset[str]]:

@@ -52,7 +52,10 @@ def backward_running() -> int:
 
 def has_tangent(tensor: torch.Tensor) -> bool:
     """Whether forward-mode derivatives are computed of it."""
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
+    if forward_ad._current_level < 0:
+        return False
+    _, tangent = forward_ad.unpack_dual(tensor)  # type: ignore[no-untyped-call]
+    return tangent is not None
 
 
 def is_observed(tensor: torch.Tensor, own: int = 0) -> bool:

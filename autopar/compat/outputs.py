@@ -160,6 +160,8 @@ class Output(DTensor):
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
         """The whole tensor, in memory of its own."""
         whole = vars(self)["_whole"]
+        if whole is None:
+            vars(self)["_begin"]()
         made: torch.Tensor = _Gathered.apply(self) if whole is None else whole.clone()  # type: ignore
         return made
 
@@ -220,13 +222,15 @@ def split_output(
     shape: torch.Size,
     stride: tuple[int, ...],
     part: Callable[[torch.Tensor], torch.Tensor],
+    begin: Callable[[], None],
 ) -> Output:
-    """The output of which this rank holds `local`, which is what `part` gives of a whole one."""
+    """The output of which this rank holds `local`, which is what `part` gives of a whole one. What gathers it calls
+    `begin` before, on all ranks at once."""
     if (dynamo := sys.modules.get("torch._dynamo.config")) is not None:
         dynamo.nontraceable_tensor_subclasses.add(Output)  # what torch.compile makes has operators see it as it is
     spec = _spec(mesh, tuple(placements), shape, stride, local.dtype)
     made = Output(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
-    vars(made).update(_whole=None, _part=part)
+    vars(made).update(_whole=None, _part=part, _begin=begin)
     return made
 
 
@@ -299,7 +303,8 @@ def shortened(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
         return tensor
     shape = torch.Size((*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]))
     local, stride = tensor._local_tensor.narrow(dim, 0, size), torch.empty(shape, device="meta").stride()
-    return split_output(local, tensor.device_mesh, tensor.placements, shape, stride, vars(tensor)["_part"])
+    part, begin = vars(tensor)["_part"], vars(tensor)["_begin"]
+    return split_output(local, tensor.device_mesh, tensor.placements, shape, stride, part, begin)
 
 
 def lengthened(gradient: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
