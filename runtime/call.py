@@ -248,6 +248,8 @@ class ProgramStep(torch.autograd.Function):
         call: _Call = ctx.call
         state = call.state
         handshake = state.module.handshake
+        if state.splits:
+            handshake.differentiates()
         handshake.backwards += 1
         handshake.reductions += state.module.pending.reduces
         creates_graph = torch.is_grad_enabled()

@@ -143,12 +143,16 @@ class Handshake:
     def gathers(self, output: str) -> None:
         """Tell the others that this rank is about to gather an output of the last call, and wait for what they say.
         Raises ValueError on all ranks if they do something else."""
+        self.differentiates(f"{GATHERS}{output}")
+        self.settle()
+
+    def differentiates(self, text: str = "backward()") -> None:
+        """Tell the others of what follows a call: of a backward, if they may gather outputs before."""
         self.settle()
         if self.channel is not None:
-            text = f"{GATHERS}{output}"
-            intent = Intent(number=1 << 61 | zlib.crc32(text.encode()), text=text, defers=self.defers, tensors={})
+            number = 1 << 61 | zlib.crc32(text.encode())
+            intent = Intent(number=number, text=text, defers=self.defers, tensors={})
             self._tell(intent, [0] * 2 * INPUTS_MOST, self.channel.group)
-            self.settle()
 
     def _tell(self, intent: Intent, digests: Sequence[int], group: dist.ProcessGroup) -> tuple[int, ...]:
         """Begin an exchange; what others must have the same of, whichever call it is."""

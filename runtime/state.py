@@ -119,6 +119,8 @@ class State:
         outputs = [(i, o) for i, o in enumerate(self.results) if o.role == "output" and o.name is not None]
         self.output_indices = tuple(i for i, _ in outputs)
         self.output_paths = tuple(o.target for _, o in outputs)
+        self.splits = any(not is_replicated(o.layout) for _, o in outputs) and not self.module.whole_outputs
+        """Whether the caller may gather outputs."""
         self.output_shapes = {o.target: o.meta.shape for _, o in outputs if o.meta is not None}
         written = [(i, o) for i, o in enumerate(self.results) if o.role == "mutation" and o.name is not None]
         self.mutations = tuple(written)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from models import whole
-from ranks import run
+from ranks import outcomes, run
 from torch import nn
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
@@ -199,3 +199,45 @@ def test_second_derivatives_are_refused(ranks: int) -> None:
         for name, said in found.items():
             what = "has a tangent" if name == "forward-mode" else "cannot be differentiated again"
             assert what in said, name
+
+
+class Two(nn.Module):
+    """Outputs of one shape, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = (nn.Linear(SIZE, SIZE, dtype=torch.float64) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        a, b = self.a(x), self.b(x)
+        return {"a": a, "b": b, "loss": (a * b).sum()}
+
+
+def apart(case: str) -> None:
+    """Ranks that read different outputs."""
+    mesh, rank = init_device_mesh("cpu", (2,), mesh_dim_names=("a",)), torch.distributed.get_rank()
+    module = autopar.parallelize(Two(), mesh, (X,), solver="fsdp")
+    for _ in range(2):  # the first call is new, and the second is not
+        output = module(X)
+        output["loss"].backward()
+    output = module(X)
+    if case == "in another order":
+        for name in "ab" if rank == 0 else "ba":
+            output[name].norm()
+    elif case == "one rank alone, before backward":
+        if rank == 0:
+            output["a"].norm()
+        output["loss"].backward()
+    else:
+        output["loss"].backward()
+        if rank == 0:
+            output["a"].norm()
+        module(X)
+
+
+@pytest.mark.parametrize("case", ["in another order", "one rank alone, before backward", "one rank alone, at the end"])
+def test_ranks_that_read_different_outputs_are_told_so(case: str) -> None:
+    for outcome in outcomes(2, apart, case):
+        assert "gathers it on all ranks at once" in str(outcome.error)
+        assert "rank 0: gathers output.a" in str(outcome.error)
