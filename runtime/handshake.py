@@ -141,7 +141,7 @@ class Handshake:
         self.before = now
 
     def gathers(self, output: str) -> None:
-        """Tell the others that this rank is about to gather an output of the last call, and wait for what they say.
+        """Tell the others that this rank is about to gather an output of a call, and wait for what they say.
         Raises ValueError on all ranks if they do something else."""
         self.differentiates(f"{GATHERS}{output}")
         self.settle()

@@ -241,7 +241,8 @@ class State:
     def _output(self, local: torch.Tensor, output: ProgramOutput) -> Output:
         assert output.meta is not None
         place, shape = self.values.whole_place(output.layout), output.meta.shape
-        begin = partial(self.module.handshake.gathers, output.target)
+        handshake = self.module.handshake
+        begin = partial(handshake.gathers, f"{output.target} of call {handshake.calls}")
         return split_output(place.unpadded(local, shape).detach(), *place.form(shape), place.part, begin)
 
     @cached_property

@@ -63,6 +63,15 @@ def is_observed(tensor: torch.Tensor, own: int = 0) -> bool:
     return len(tensor._backward_hooks or ()) > own or bool(tensor.retains_grad and not tensor.is_leaf)
 
 
+def is_within(function: Any) -> bool:
+    """Whether this thread is within a function that Python runs."""
+    code = getattr(function, "__func__", function).__code__
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
+
+
 def is_asked(tensor: torch.Tensor) -> bool:
     """Whether a `torch.autograd.grad` that runs is to return its gradient. Looked for in all threads: on a GPU,
     backward has its own."""

@@ -13,6 +13,7 @@ import torch.utils._pytree as pytree
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.tensor import DTensor, Replicate
 
+from .calls import is_within
 from .distributed import _spec
 from .redistributing import full_tensor, redistributed
 
@@ -28,7 +29,8 @@ VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 LOOKS = frozenset(
     {
         *("size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "get_device", "__len__"),
-        *("is_floating_point", "is_complex", "is_signed", "is_contiguous", "is_inference", "__hash__"),
+        *("is_floating_point", "is_complex", "is_signed", "is_contiguous", "is_inference", "is_same_size"),
+        *("is_pinned", "is_shared", "__hash__", "__dir__"),
     }
 )
 """Methods of tensors, and functions, that read no element."""
@@ -71,6 +73,7 @@ class Output(DTensor):
 
         def whole(dtensor: DTensor) -> torch.Tensor:
             if isinstance(dtensor, Output):
+                dtensor.refuse_late()
                 outputs.append(dtensor)
             return _whole(dtensor)
 
@@ -98,13 +101,28 @@ class Output(DTensor):
         whole = vars(self)["_whole"]
         return whole is not None and (whole.grad_fn, whole.requires_grad) != vars(self)["_gathered"]
 
+    @property
+    def is_followed(self) -> bool:
+        """Whether where it is split knows of all that was written where it is whole."""
+        whole = vars(self)["_whole"]
+        return whole is None or (whole.grad_fn, whole.requires_grad) == vars(self)["_seen"]
+
+    def refuse_late(self) -> None:
+        """What views wrote is seen when an operator reads it next, which is too late within a function of autograd's
+        own. Raises ValueError there."""
+        if not self.is_followed and not torch.is_grad_enabled() and is_within(torch.autograd.Function.apply):
+            raise ValueError(
+                "an output that was written through a view of it is given to a torch.autograd.Function: write it by a "
+                "method of its own (output.mul_(...)), or give a clone() of it"
+            )
+
     def follow(self) -> None:
         """Where it is split is computed of where it is whole, once that was written: functions of autograd's own take
         it there."""
         whole = vars(self)["_whole"]
-        if (seen := (whole.grad_fn, whole.requires_grad)) == vars(self)["_seen"]:
+        if self.is_followed:
             return
-        vars(self)["_seen"] = seen
+        vars(self)["_seen"] = whole.grad_fn, whole.requires_grad
         with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
             if whole.requires_grad:
                 _Followed.apply(self, whole)  # type: ignore[no-untyped-call]
@@ -141,7 +159,7 @@ class Output(DTensor):
     def keep(self, gradient: torch.Tensor) -> None:
         """Add to `.grad`."""
         known = vars(self).get("_grad")
-        vars(self)["_grad"] = gradient.detach().clone() if known is None else known + gradient
+        vars(self)["_grad"] = gradient.clone() if known is None else known + gradient
 
     @property
     def _local_tensor(self) -> torch.Tensor:

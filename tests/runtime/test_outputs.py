@@ -158,6 +158,16 @@ AGAIN: dict[str, Case] = {
 """Second derivatives, which are refused by name."""
 
 
+def written_by_a_view() -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+    y = autopar.parallelize(model(), mesh, (X,), solver="fsdp")(X)
+    y[0].mul_(3)
+    with pytest.raises(ValueError, match=r"written through a view of it is given to a torch\.autograd\.Function"):
+        Square.apply(y)
+    y.sum()  # an operator sees it
+    Square.apply(y).sum().backward()
+
+
 def compared(refused: bool) -> dict[str, str]:
     """Of each case "" if it is as in eager, the error, or how it differs."""
     ranks = torch.distributed.get_world_size()
@@ -191,6 +201,10 @@ def compared(refused: bool) -> dict[str, str]:
 def test_gradients_are_those_of_eager(ranks: int) -> None:
     for found in run(ranks, compared, False):
         assert found == dict.fromkeys(RIGHT, "")
+
+
+def test_a_function_of_what_a_view_wrote_is_refused() -> None:
+    run(2, written_by_a_view)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -240,4 +254,4 @@ def apart(case: str) -> None:
 def test_ranks_that_read_different_outputs_are_told_so(case: str) -> None:
     for outcome in outcomes(2, apart, case):
         assert "gathers it on all ranks at once" in str(outcome.error)
-        assert "rank 0: gathers output.a" in str(outcome.error)
+        assert "rank 0: gathers output.a of call 3" in str(outcome.error)
