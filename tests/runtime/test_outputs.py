@@ -13,6 +13,8 @@ from ranks import outcomes, run
 from torch import nn
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import autopar
@@ -255,3 +257,34 @@ def test_ranks_that_read_different_outputs_are_told_so(case: str) -> None:
     for outcome in outcomes(2, apart, case):
         assert "gathers it on all ranks at once" in str(outcome.error)
         assert "rank 0: gathers output.a of call 3" in str(outcome.error)
+
+
+class Gathers(TorchDispatchMode):  # type: ignore[misc]
+    """Counts tensors that are gathered, beside what programs send."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented
+        self.count += "all_gather" in func.__name__
+        return func(*args, **(kwargs or {}))
+
+
+def gathered() -> tuple[int, int, int]:
+    """Of a call, a loss that reads two of its outputs, and backward."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+    module = autopar.parallelize(Two(), mesh, (X,), solver="fsdp")
+    with Gathers() as call:
+        outputs = module(X)
+    with Gathers() as reads:
+        loss = (outputs["a"] * outputs["b"]).sum() + outputs["a"].sum()
+    with Gathers() as backward:
+        loss.backward()
+    return call.count, reads.count, backward.count
+
+
+def test_an_output_that_is_read_is_gathered_once_and_its_gradient_never() -> None:
+    assert run(2, gathered) == [(0, 2, 0)] * 2
