@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils.hooks import unserializable_hook
 
 from autopar.compat import calls
-from autopar.compat.calls import backward_running, is_asked, is_observed, receiver
+from autopar.compat.calls import backward_running, is_asked, is_observed, own_hooks, receiver
 from autopar.compat.outputs import Absent, lengthened, shortened
 from autopar.compat.tensors import is_real, storage_span
 from autopar.compat.watching import hook_gradient, hooks_gradient, require_gradient
@@ -239,7 +239,8 @@ class ProgramStep(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved)
         call.awaits_backward()
-        ctx.call, ctx.sources = call, differentiable
+        # what is computed is not kept alive: it may be written with what is computed of it
+        ctx.call, ctx.sources = call, [x if x.is_leaf else weakref.ref(x) for x in differentiable]
         return outputs
 
     @staticmethod
@@ -262,11 +263,19 @@ class ProgramStep(torch.autograd.Function):
             if i.target in state.captured.hooked and gradient is not None:
                 whole_gradient(i.target, node.variable).expect(storage_of(gradient))
         if not torch.is_grad_enabled():
+            if not calls.keeps_graph():
+                ctx.sources = ()
             return results
         # the caller asked for a graph of the gradients
         present = [index for index, value in enumerate(results) if value is not None]
         once = (value.detach().requires_grad_() for value in results if value is not None)
-        computed_of = (*ctx.sources, *(g for g in gradients if g is not None))
+        sources = [x() if isinstance(x, weakref.ref) else x for x in ctx.sources]
+        if any(x is None for x in sources):
+            raise ValueError(
+                "gradients that can be differentiated again (create_graph) are asked for, and an input of the module, "
+                "of which they are computed, is gone: keep it until then"
+            )
+        computed_of = (*sources, *(g for g in gradients if g is not None))
         marked = _Once.apply(len(present), *once, *computed_of)  # type: ignore[no-untyped-call]
         by_index = dict(zip(present, marked, strict=True))
         return tuple(by_index.get(index) for index in range(len(results)))
@@ -459,6 +468,8 @@ class _Wanted:
 
     inner: Mapping[str, Collection[str]]
     outputs: Mapping[str, weakref.ref[torch.Tensor]]
+    hooks: dict[str, Mapping[int, Any]] = field(default_factory=dict)
+    """On each of these, this one among them."""
     backward: int = -1
     """The number of the backward that runs."""
     wanted: dict[str, str] = field(default_factory=dict)
@@ -472,6 +483,7 @@ class _Wanted:
             if path in watched and (tensor := output()) is not None:
                 hook = unserializable_hook(partial(self._reach, path))  # type: ignore[no-untyped-call]
                 hook_gradient(tensor, [hook])  # of which `torch.save` does not warn
+                self.hooks[path] = own_hooks(tensor)
 
     def _reach(self, path: str, gradient: torch.Tensor | None) -> None:
         """A gradient, or word that none comes."""
@@ -491,7 +503,7 @@ class _Wanted:
     def _look(self) -> None:
         there = {path: tensor for path, output in self.outputs.items() if (tensor := output()) is not None}
         for path in there.keys() & self.inner.keys():
-            if is_observed(there[path], own=1):
+            if len(self.hooks[path]) > 1 or there[path].retains_grad:
                 self.wanted[path] = "has a hook or retain_grad()"
             elif is_asked(there[path]):
                 self.wanted[path] = "is given to torch.autograd.grad"

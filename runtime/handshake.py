@@ -1,4 +1,5 @@
 """The handshake that begins each call: every rank tells the others what it calls, and what differs is an error on all.
+So does a backward, and an operator that gathers an output.
 
 A program's collectives meet only if all ranks run the same one. A rank that evaluates alone, that swallowed an error
 and went on, or that has other data would hang the others, or spoil their numbers in silence. So each call begins with
@@ -59,6 +60,8 @@ _WANTS = [*HEAD].index("wants")
 
 GATHERS = "gathers "
 """What ranks say before the path of an output that they gather."""
+
+BACKWARD = "backward()"
 
 NOTES_SECONDS = 1.0
 """How long a rank that fails waits for what the others say."""
@@ -141,13 +144,17 @@ class Handshake:
         self.before = now
 
     def gathers(self, output: str) -> None:
-        """Tell the others that this rank is about to gather an output of a call, and wait for what they say.
-        Raises ValueError on all ranks if they do something else."""
-        self.differentiates(f"{GATHERS}{output}")
+        """Tell the others that this rank is about to gather an output of a call, and wait for what they say. Raises
+        ValueError on all ranks if they do something else."""
+        self._say(f"{GATHERS}{output}")
         self.settle()
 
-    def differentiates(self, text: str = "backward()") -> None:
-        """Tell the others of what follows a call: of a backward, if they may gather outputs before."""
+    def differentiates(self) -> None:
+        """Tell the others of a backward, which may gather outputs instead."""
+        self._say(BACKWARD)
+
+    def _say(self, text: str) -> None:
+        """Tell the others what follows a call."""
         self.settle()
         if self.channel is not None:
             number = 1 << 61 | zlib.crc32(text.encode())
@@ -239,6 +246,8 @@ class Handshake:
             return f"{what or kind} (on {self._named(failed)} of {len(texts)})"
         for name, (advice, described) in HEAD.items():
             if len(set(head[name])) > 1:
+                if name == "wants" and BACKWARD in texts:
+                    advice = HEAD["backwards"][0]
                 if name == "wants" and any(text.startswith(GATHERS) for text in texts):
                     advice = "an operator that reads an output gathers it on all ranks at once, and they do not all"
                     advice += " read it: read it on every rank, in one order, or take what a rank has (out.to_local())"

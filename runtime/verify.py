@@ -285,7 +285,8 @@ class StepCheck:
             return f"The ranks do not compute the captured graph: {report}"
         graph = self._graph()
         gradients = self._at_rest(graph.gradients(tangents)) if role in ("gradient", "update") else {}
-        expected = {"output": _cut(graph.outputs, {target: actual}), "gradient": gradients}.get(role, graph.buffers)
+        outputs = _cut(graph.outputs, {target: actual}) if role == "output" else {}
+        expected = {"output": outputs, "gradient": gradients}.get(role, graph.buffers)
         if target in expected and difference(actual, expected[target], 0.0) <= limit:
             return f"The ranks compute the captured graph, and that is not the model: {report}"
         return f"The ranks do not compute the captured graph: {report}"

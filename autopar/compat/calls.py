@@ -45,6 +45,11 @@ def receiver(node: Any) -> tuple[bool, torch.Tensor | None]:
     return runs, getattr(node, "variable", None)
 
 
+def keeps_graph() -> bool:
+    """Whether the backward that runs may be followed by another one through the same graph."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
 def backward_running() -> int:
     """The number of the backward that runs, each of which has its own; -1 outside."""
     return int(torch._C._current_graph_task_id())
@@ -60,7 +65,13 @@ def has_tangent(tensor: torch.Tensor) -> bool:
 
 def is_observed(tensor: torch.Tensor, own: int = 0) -> bool:
     """Whether somebody wants to see its gradient: by a hook beside `own` ones, or by `retain_grad()`."""
-    return len(tensor._backward_hooks or ()) > own or bool(tensor.retains_grad and not tensor.is_leaf)
+    return len(own_hooks(tensor)) > own or bool(tensor.retains_grad and not tensor.is_leaf)
+
+
+def own_hooks(tensor: torch.Tensor) -> Mapping[int, Any]:
+    """The hooks on its gradient; of an output those where it is split. A write leaves them where they were."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor._backward_hooks or {}
 
 
 def is_within(function: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -73,7 +74,7 @@ class Output(DTensor):
 
         def whole(dtensor: DTensor) -> torch.Tensor:
             if isinstance(dtensor, Output):
-                dtensor.refuse_late()
+                dtensor.check()
                 outputs.append(dtensor)
             return _whole(dtensor)
 
@@ -88,49 +89,83 @@ class Output(DTensor):
         attributes = vars(self)
         if attributes["_whole"] is None:
             with torch.inference_mode(self.is_inference()), torch.enable_grad():
-                whole = attributes["_whole"] = self.full_tensor()
-            attributes["_gathered"] = attributes["_seen"] = whole.grad_fn, whole.requires_grad
+                attributes["_whole"] = self.full_tensor()
+            attributes["_gathered"], attributes["_seen"] = self._now, self._state
+            attributes["_edge"] = self._split_edge
         gathered: torch.Tensor = attributes["_whole"]
         return gathered
+
+    @property
+    def _now(self) -> tuple[Any, bool]:
+        """Its place in the graph of autograd where it is whole."""
+        whole = vars(self)["_whole"]
+        return whole.grad_fn, whole.requires_grad
+
+    @property
+    def _state(self) -> tuple[Any, bool, int]:
+        """That, and how often it was written there."""
+        whole = vars(self)["_whole"]
+        return *self._now, 0 if whole.is_inference() else whole._version
+
+    @property
+    def _split_edge(self) -> Any:
+        """Its node in the graph of autograd where it is split."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.grad_fn
 
     # ---- its place in the graph of autograd: where it is split, which all that reads it comes to, until it is written
 
     @property
     def is_written(self) -> bool:
         """Whether an operator of autograd wrote into it. It stands where it is whole, then."""
-        whole = vars(self)["_whole"]
-        return whole is not None and (whole.grad_fn, whole.requires_grad) != vars(self)["_gathered"]
+        return vars(self)["_whole"] is not None and self._now != vars(self)["_gathered"]
 
     @property
     def is_followed(self) -> bool:
         """Whether where it is split knows of all that was written where it is whole."""
-        whole = vars(self)["_whole"]
-        return whole is None or (whole.grad_fn, whole.requires_grad) == vars(self)["_seen"]
+        return vars(self)["_whole"] is None or self._state == vars(self)["_seen"]
 
-    def refuse_late(self) -> None:
-        """What views wrote is seen when an operator reads it next, which is too late within a function of autograd's
-        own. Raises ValueError there."""
-        if not self.is_followed and not torch.is_grad_enabled() and is_within(torch.autograd.Function.apply):
+    def check(self) -> None:
+        """Raises ValueError for what cannot be seen in time: what views wrote, which an operator sees next, within a
+        function of autograd's own; and what such a function wrote."""
+        if vars(self)["_whole"] is None:
+            return
+        functions = torch.autograd.Function.apply, torch.autograd.function.BackwardCFunction.apply
+        if not self.is_followed and not torch.is_grad_enabled() and any(map(is_within, functions)):
             raise ValueError(
                 "an output that was written through a view of it is given to a torch.autograd.Function: write it by a "
                 "method of its own (output.mul_(...)), or give a clone() of it"
+            )
+        if self._split_edge is not vars(self)["_edge"]:
+            raise ValueError(
+                "an output was written by a torch.autograd.Function, which marks it dirty: give it a clone() of the "
+                "output, and use what it returns"
             )
 
     def follow(self) -> None:
         """Where it is split is computed of where it is whole, once that was written: functions of autograd's own take
         it there."""
-        whole = vars(self)["_whole"]
+        attributes, whole = vars(self), vars(self)["_whole"]
         if self.is_followed:
             return
-        vars(self)["_seen"] = whole.grad_fn, whole.requires_grad
+        moved = self._now != attributes["_seen"][:2]
+        attributes["_seen"] = self._state
         with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
-            if whole.requires_grad:
+            if not moved:
+                torch.autograd.graph.increment_version(self)
+            elif whole.requires_grad:
                 _Followed.apply(self, whole)  # type: ignore[no-untyped-call]
             elif self.requires_grad:
                 self.detach_()
-        if (retained := vars(self).pop("_retained", None)) is not None:
+        attributes["_edge"] = self._split_edge
+        if not moved:
+            return
+        if (retained := attributes.pop("_retained", None)) is not None:
             retained.remove()
-            whole.retain_grad()
+            if whole.requires_grad:
+                whole.retain_grad()
+        if (known := attributes.pop("_grad", None)) is not None:
+            whole.grad = known
 
     def of_graph(self, func: Any, name: str, args: tuple[Any, ...]) -> Any:
         """One of `OF_GRAPH`, with gradients that are whole."""
@@ -139,27 +174,16 @@ class Output(DTensor):
             return attributes.get("_grad") if func.__name__ == "__get__" else attributes.update(_grad=(*args, None)[1])
         if name == "retains_grad":
             return "_retained" in attributes
-        if name == "retain_grad" and self.requires_grad:
-            if "_retained" not in attributes:
-                attributes["_retained"] = self.register_hook(self.keep)  # type: ignore[no-untyped-call]
-            return None
         with torch._C.DisableTorchFunctionSubclass():
-            return func(self, partial(self._hooked, args[1])) if name == "register_hook" else func(*args)
-
-    def _hooked(self, hook: Hook, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """What a person's hook makes of a gradient, if there is one."""
-        if gradient is None:
-            return None
-        made = hook(whole_gradient(gradient))
-        if made is None or not isinstance(gradient, DTensor):
+            if name not in ("register_hook", "retain_grad") or not self.requires_grad:
+                return func(*args)
+            made = None if name == "retain_grad" else func(self, partial(_hooked, args[1]))
+            if made is None or "_retained" in attributes:  # it keeps what is left of a gradient by all hooks
+                if (before := attributes.pop("_retained", None)) is not None:
+                    before.remove()
+                keep = partial(_hooked, partial(_keep, weakref.ref(self)))
+                attributes["_retained"] = torch.Tensor.register_hook(self, keep)  # type: ignore[no-untyped-call]
             return made
-        replicated: DTensor = _Replicated.apply(made, self._spec)  # type: ignore[no-untyped-call]
-        return replicated
-
-    def keep(self, gradient: torch.Tensor) -> None:
-        """Add to `.grad`."""
-        known = vars(self).get("_grad")
-        vars(self)["_grad"] = gradient.clone() if known is None else known + gradient
 
     @property
     def _local_tensor(self) -> torch.Tensor:
@@ -203,6 +227,24 @@ class Output(DTensor):
             f"Output({list(self.shape)}, {self.dtype}, of which this rank holds {list(self._local_tensor.shape)}, "
             f"placed {list(self.placements)}: print its full_tensor(), on all ranks at once)"
         )
+
+
+def _hooked(hook: Hook, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """What a person's hook makes of a gradient, if there is one."""
+    if gradient is None:
+        return None
+    made = hook(whole_gradient(gradient))
+    if made is None or not isinstance(gradient, DTensor):
+        return made
+    replicated: DTensor = _Replicated.apply(made, gradient._spec)  # type: ignore[no-untyped-call]
+    return replicated
+
+
+def _keep(output: weakref.ref[Output], gradient: torch.Tensor) -> None:
+    """Add to an output's `.grad`, if it is there."""
+    if (kept := output()) is not None:
+        known = vars(kept).get("_grad")
+        vars(kept)["_grad"] = gradient.clone() if known is None else known + gradient
 
 
 class Absent(torch.Tensor):
@@ -353,7 +395,7 @@ def is_view(tensor: torch.Tensor) -> bool:
 
 def _name(func: Any) -> str:
     """Of a function, or of an attribute that is read or set."""
-    return str(func.__self__.__name__ if func.__name__ in ACCESSES else func.__name__)
+    return str(getattr(func.__self__, "__name__", "") if func.__name__ in ACCESSES else func.__name__)
 
 
 def _looks(func: Any, name: str) -> bool:
@@ -380,16 +422,16 @@ def _differentiated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if asked is None:
         return func(*call.args, **call.kwargs)
     inputs = pytree.tree_leaves(asked, is_leaf=lambda x: isinstance(x, GradientEdge))
-    split = [x for x in inputs if isinstance(x, Output) and x.requires_grad and not x.is_written]
-    places = [get_gradient_edge(x) if any(x is one for one in split) else current(x) for x in inputs]
-    call.arguments["inputs"] = tuple(places)
+    outputs = [x for x in inputs if isinstance(x, Output) and x.requires_grad and not x.is_written]
+    split = [] if call.arguments.get("is_grads_batched") else outputs  # functions of ours have no rule for a batch
+    call.arguments["inputs"] = tuple(
+        get_gradient_edge(x) if any(x is one for one in split) else x.whole() if isinstance(x, Output) else x
+        for x in inputs
+    )
     if func is not torch.autograd.grad:
-        kept = [x.register_hook(x.keep) for x in split if not x.retains_grad]  # type: ignore[no-untyped-call]
-        try:
-            return func(*call.args, **call.kwargs)
-        finally:
-            for hook in kept:
-                hook.remove()
+        for x in split:
+            x.retain_grad()  # as autograd does
+        return func(*call.args, **call.kwargs)
     fills = bool(split) and call.arguments.pop("materialize_grads", False)
     if fills:
         call.arguments["allow_unused"] = True

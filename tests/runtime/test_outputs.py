@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -76,6 +78,12 @@ def in_inference(y: torch.Tensor) -> torch.Tensor:
         return y.mean()
 
 
+def within_inference(module: nn.Module) -> torch.Tensor:
+    with torch.inference_mode():
+        y = module(X)
+        return y.add_(1).mean() + y.sum()
+
+
 def leaf(module: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
     with torch.no_grad():
         y = module(x)
@@ -129,6 +137,17 @@ RIGHT: dict[str, Case] = {
         m, x, lambda h, y: done((y + h).sum().backward(inputs=[h]), h.grad)
     ),
     "gradients that add up": lambda m, x: kept(m(x), lambda y: y.square().sum(), times=2),
+    "kept, then hooked": lambda m, x: (lambda y: (y.retain_grad(), seen(y), y.square().sum().backward(), y.grad)[-1])(
+        m(x)
+    ),
+    "into .grad, then on": lambda m, x: (
+        lambda y, loss: (loss(y).backward(inputs=[y, y], retain_graph=True), loss(y).backward(), y.grad)[-1]
+    )(m(x), lambda y: y.square().sum()),
+    "kept, then come, then written": lambda m, x: (lambda y: (kept(y, lambda y: y.sum(), 2), y.mul_(2), y.grad)[-1])(
+        m(x)
+    ),
+    "of a batch": lambda m, x: (lambda y: grad(y.square(), y, torch.stack([V, V]), is_grads_batched=True))(m(x)),
+    "within inference_mode": lambda m, x: within_inference(m),
     "kept, then written": lambda m, x: kept(m(x), lambda y: y.mul_(3).square().sum()),
     "hooked, then written, then hooked": lambda m, x: seen(seen(m(x)).mul_(3), 5.0).square().sum().backward(),
     "asked for once written": lambda m, x: (lambda y: grad(Square.apply(y).sum() + y.sum(), y))(m(x).mul_(3)),
@@ -160,6 +179,19 @@ AGAIN: dict[str, Case] = {
 """Second derivatives, which are refused by name."""
 
 
+class Dirty(torch.autograd.Function):
+    """Writes what it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(3)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return 3 * gradient
+
+
 def written_by_a_view() -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
     y = autopar.parallelize(model(), mesh, (X,), solver="fsdp")(X)
@@ -168,6 +200,45 @@ def written_by_a_view() -> None:
         Square.apply(y)
     y.sum()  # an operator sees it
     Square.apply(y).sum().backward()
+    y = autopar.parallelize(model(), mesh, (X,), solver="fsdp")(X)
+    with pytest.raises((ValueError, RuntimeError), match="dirty"):
+        y.sum()
+        Dirty.apply(y)
+        y.sum()
+    y = autopar.parallelize(model(), mesh, (X,), solver="fsdp")(X)
+    squares = Square.apply(y)
+    with torch.no_grad():
+        y.mul_(3)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squares.sum().backward()
+
+
+def is_let_go(look: Callable[[torch.Tensor], Any], differentiate: bool) -> bool:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+    x = X.clone().requires_grad_()
+    y = autopar.parallelize(model(), mesh, (x,), solver="fsdp")(x)
+    kept = weakref.ref(y), weakref.ref(y.grad_fn)
+    look(y)
+    if differentiate:
+        y.square().sum().backward()
+    del y
+    gc.collect()
+    return kept[0]() is None and kept[1]() is None
+
+
+def let_go() -> list[bool]:
+    looks = (
+        lambda y: None,
+        lambda y: y.retain_grad(),
+        lambda y: y.register_hook(lambda gradient: 2 * gradient),
+        lambda y: y.mul_(2),
+    )
+    return [is_let_go(look, differentiate) for look in looks for differentiate in (False, True)]
+
+
+def test_outputs_are_let_go_with_what_backward_keeps() -> None:
+    for found in run(2, let_go):
+        assert all(found), found
 
 
 def compared(refused: bool) -> dict[str, str]:
