@@ -18,7 +18,7 @@ from autopar.compat.calls import uncompiled
 from autopar.compat.optimizing import fused_steps_on_shards
 from autopar.compat.outputs import Absent
 from autopar.compat.rebinding import HOOKS_OF_STATES, rebind_state_hooks
-from autopar.compat.redistributing import anomalies_of_shards
+from autopar.compat.redistributing import numbers_of_shards
 from autopar.compat.stages import whole_states_in_stages
 from autopar.compat.tensors import is_real
 from autopar.compat.waiting import name_waits
@@ -111,7 +111,7 @@ class ParallelModule(ValuesMixin, MirrorModule):
         super().__init__()
         checkpoints_of(ParallelModule)
         fused_steps_on_shards()
-        anomalies_of_shards()
+        numbers_of_shards()
         whole_states_in_stages()
         name_waits(alone)
         follow_world_timeout(mesh)

@@ -143,10 +143,12 @@ def _redistribute_undecodable() -> None:
     redistribution.generate_graph_based_transform_infos = transforms
 
 
-def anomalies_of_shards() -> None:
-    """Have `torch.autograd.set_detect_anomaly` look at DTensors, in all of the process: torch has no rule for what it
-    asks of each gradient. All ranks look at the whole."""
+def numbers_of_shards() -> None:
+    """Have Python read numbers of whole DTensors, in all of the process, which all ranks do at once: torch gives each
+    rank that of its own part (`p.norm().item()`, `bool((p > 0).all())`), and has no rule for what
+    `torch.autograd.set_detect_anomaly` asks of each gradient."""
     from torch.distributed.tensor import DTensor
 
     handlers: MutableMapping[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    handlers.setdefault(torch.ops.aten._is_any_true.default, lambda op, args, kwargs: op(full_tensor(args[0])))
+    for read in (torch.ops.aten._is_any_true.default, torch.ops.aten._local_scalar_dense.default):
+        handlers.setdefault(read, lambda op, args, kwargs: op(full_tensor(args[0])))

@@ -359,3 +359,35 @@ def gathered() -> tuple[int, int, int]:
 
 def test_an_output_that_is_read_is_gathered_once_and_its_gradient_never() -> None:
     assert run(2, gathered) == [(0, 2, 0)] * 2
+
+
+NUMBERS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "norm": lambda p: p.norm().item(),
+    "sum": lambda p: float(p.sum()),
+    "count": lambda p: int((p > 0).sum()),
+    "least": lambda p: p.min().item(),
+    "any": lambda p: bool((p > 0.47).any()),
+    "all": lambda p: bool((p < 0.47).all()),
+    "finite": lambda p: bool(p.isfinite().all()),
+    "compared": lambda p: bool(p.norm() > 1),
+}
+
+
+def numbers() -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """That Python reads of each parameter, and of that of eager."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+    beside = model()
+    with torch.no_grad():
+        next(beside.parameters())[-1, -1] = torch.inf  # in the part of one rank
+    module = autopar.parallelize(copy.deepcopy(beside), mesh, (X,), solver="fsdp")
+
+    def read(parameter: torch.Tensor) -> dict[str, Any]:
+        return {name: number(parameter.detach()) for name, number in NUMBERS.items()}
+
+    return [(read(p), read(q)) for p, q in zip(module.parameters(), beside.parameters(), strict=True)]
+
+
+def test_numbers_of_parameters_are_those_of_the_whole_on_every_rank() -> None:
+    for found in run(2, numbers):
+        for ours, eager in found:
+            assert ours == pytest.approx(eager)
