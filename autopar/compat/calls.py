@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from itertools import chain
 from types import FrameType
 from typing import Any
 
@@ -77,10 +78,7 @@ def own_hooks(tensor: torch.Tensor) -> Mapping[int, Any]:
 def is_within(function: Any) -> bool:
     """Whether this thread is within a function that Python runs."""
     code = getattr(function, "__func__", function).__code__
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back
-    return frame is not None
+    return any(frame.f_code is code for frame in _callers(sys._getframe(1)))
 
 
 def is_asked(tensor: torch.Tensor) -> bool:
@@ -88,15 +86,19 @@ def is_asked(tensor: torch.Tensor) -> bool:
     backward has its own."""
     edge = tensor.grad_fn, tensor.output_nr
     frames = sys._current_frames() | {threading.get_ident(): sys._getframe(1)}  # one that held itself would stay alive
-    for frame in frames.values():
-        at: FrameType | None = frame
-        while at is not None:
-            if at.f_code is torch.autograd.grad.__code__:
-                given = at.f_locals.get("inputs_tuple", at.f_locals["inputs"])
-                if any(x is tensor or (isinstance(x, GradientEdge) and x[:2] == edge) for x in given):
-                    return True
-            at = at.f_back
+    for frame in chain.from_iterable(map(_callers, frames.values())):
+        if frame.f_code is torch.autograd.grad.__code__:
+            given = frame.f_locals.get("inputs_tuple", frame.f_locals["inputs"])
+            if any(x is tensor or (isinstance(x, GradientEdge) and x[:2] == edge) for x in given):
+                return True
     return False
+
+
+def _callers(frame: FrameType | None) -> Iterator[FrameType]:
+    """A frame of Python's, and those that called it, the innermost first."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def computed_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, frozenset[str]]:

@@ -233,7 +233,7 @@ def _hooked(hook: Hook, gradient: torch.Tensor | None) -> torch.Tensor | None:
     """What a person's hook makes of a gradient, if there is one."""
     if gradient is None:
         return None
-    made = hook(whole_gradient(gradient))
+    made = hook(gathered_gradient(gradient))
     if made is None or not isinstance(gradient, DTensor):
         return made
     replicated: DTensor = _Replicated.apply(made, gradient._spec)  # type: ignore[no-untyped-call]
@@ -321,7 +321,7 @@ class _Followed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
-        return None, whole_gradient(gradient)
+        return None, gathered_gradient(gradient)
 
 
 class _Replicated(torch.autograd.Function):
@@ -335,7 +335,7 @@ class _Replicated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return whole_gradient(gradient), None
+        return gathered_gradient(gradient), None
 
 
 class _Split(torch.autograd.Function):
@@ -349,7 +349,7 @@ class _Split(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return whole_gradient(gradient), None, None
+        return gathered_gradient(gradient), None, None
 
 
 def shortened(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
@@ -409,7 +409,7 @@ def current(value: Any) -> Any:
     return value
 
 
-def whole_gradient(gradient: torch.Tensor) -> torch.Tensor:
+def gathered_gradient(gradient: torch.Tensor) -> torch.Tensor:
     """A gradient, gathered if it is split."""
     return full_tensor(gradient) if isinstance(gradient, DTensor) else gradient
 
@@ -436,12 +436,14 @@ def _differentiated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if fills:
         call.arguments["allow_unused"] = True
     found = func(*call.args, **call.kwargs)
-    results = [
-        g if g is None or not isinstance(x, Output) else whole_gradient(g) for x, g in zip(inputs, found, strict=True)
+    gradients = [
+        g if g is None or not isinstance(x, Output) else gathered_gradient(g)
+        for x, g in zip(inputs, found, strict=True)
     ]
-    return tuple(
-        torch.zeros_like(_whole(x)) if g is None and fills else g for x, g in zip(inputs, results, strict=True)
-    )
+    if not fills:
+        return tuple(gradients)
+    zeros = (torch.zeros_like(x.whole() if isinstance(x, Output) else x) for x in inputs)
+    return tuple(zero if g is None else g for zero, g in zip(zeros, gradients, strict=True))
 
 
 def _whole(dtensor: DTensor) -> torch.Tensor:

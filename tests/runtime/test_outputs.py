@@ -113,7 +113,7 @@ RIGHT: dict[str, Case] = {
     "parameters from an output": lambda m, x: grad(m(x), list(m.parameters()), V),
     "parameters from an output, backward": lambda m, x: m(x).backward(V, inputs=list(m.parameters())),
     "an output and parameters": lambda m, x: (lambda y: y.square().sum().backward(inputs=[y, *m.parameters()]))(m(x)),
-    "an unread one, as zeros": lambda m, x: grad(x.sum(), [m(x), x], materialize_grads=True),
+    "unread ones, as zeros": lambda m, x: grad(x.sum(), [m(x), x, V.clone().requires_grad_()], materialize_grads=True),
     "metrics first, within inference_mode": lambda m, x: (
         lambda y: done(in_inference(y), (y.square().mean() + m(2 * x).mean()).backward())
     )(m(x)),
