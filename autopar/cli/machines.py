@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 import statistics
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,11 +16,12 @@ import typer
 from autopar.cluster import library
 from autopar.cluster.library import write
 from autopar.cluster.links import KINDS, interpolated
+from autopar.planning.request import says
 from autopar.planning.texts import short_bytes, short_seconds
 from autopar.report.sections import Grid, Lines, Part, Row
 from autopar.report.telling import notes
 
-from .common import AsJson, deliver, integers, progress, reports_bad_input, say, titled
+from .common import AsJson, Typed, asks, deliver, integers, progress, reports_bad_input, say, titled
 from .later import Deferred
 
 if TYPE_CHECKING:
@@ -45,71 +46,88 @@ SMALL_BYTES = 1 << 18
 SHOWN_BYTES = 1 << 20
 
 
-@reports_bad_input
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Emulated:
+    """The cluster that this machine pretends to be, as a person types it."""
+
+    nodes: int = field(
+        default=1, metadata=says(help="Nodes; with one, all ranks are behind equal links.", range="[1, inf)", typed=int)
+    )
+    ranks: int = field(default=2, metadata=says(help="Ranks in a node.", range="[1, inf)", typed=int))
+    inter: str = field(default="400mbit", metadata=says(help="Rate of the link of a node."))
+    intra: str = field(default="6gbit", metadata=says(help="Rate of the link of a rank."))
+    levels: str | None = field(
+        default=None,
+        metadata=says(help="Instead: levels from the outermost in, such as 2:100mbit,2:1gbit,2:6gbit."),
+    )
+    cluster: str | None = field(
+        default=None, metadata=says(help="Instead: a cluster of the library or a TOML file, divided by --scale.")
+    )
+    sizes: str | None = field(
+        default=None, metadata=says(help="With --cluster: children to take of each of its levels, such as 2,2.")
+    )
+    scale: str = field(
+        default="auto",
+        metadata=says(help="With --cluster: what its rates are divided by; auto measures this machine."),
+    )
+    dtype: str = field(default="bfloat16", metadata=says(help="With --cluster: the dtype that is trained in there."))
+    threads: int = field(default=1, metadata=says(help="Threads of a rank.", range="[1, inf)", typed=int))
+
+    def shape(self) -> lab.Shape:
+        """The links between ranks. Raises ValueError for what is none."""
+        if self.cluster is not None:
+            return self._part_of(library.named_cluster(self.cluster))
+        if self.sizes is not None:
+            raise ValueError("--sizes goes with --cluster: give --nodes and --ranks, or --levels")
+        if self.levels is not None:
+            return lab.Shape(tuple(map(_level, self.levels.split(","))))
+        return (
+            lab.flat(self.ranks, self.intra)
+            if self.nodes == 1
+            else lab.nodes(self.nodes, self.ranks, self.inter, self.intra)
+        )
+
+    def _part_of(self, cluster: Cluster) -> lab.Shape:
+        if self.sizes is not None:
+            parts = integers(self.sizes, "--sizes")
+        elif cluster.devices <= 8:
+            parts = tuple(level.size for level in cluster.levels)
+        else:
+            names = ", ".join(f"{level.name} ({level.size})" for level in cluster.levels)
+            raise ValueError(
+                f"cluster {cluster.name} has {cluster.devices} devices: say with --sizes how many of {names}"
+            )
+        if self.scale != "auto":
+            return lab.part_of(cluster, parts, _number(self.scale, "--scale"))
+        lab.check_part(cluster, parts)
+        flat, each = lab.flat(math.prod(parts), "10gbit"), operators.matmul_flops_per_second
+        here = statistics.median(lab.run(flat, each, threads=self.threads, timeout_seconds=120.0))
+        divisor = lab.divisor(cluster, here, self.dtype)
+        notes().print(f"{here / 1e9:.3g} GFLOP/s a rank here: rates divided by {divisor:.4g}")
+        return lab.part_of(cluster, parts, divisor)
+
+
+def _level(text: str) -> lab.Links:
+    size, colon, rate = text.partition(":")
+    if not colon or not size.strip().isdecimal():
+        raise ValueError(f"--levels has {text!r}: write SIZE:RATE for each level, such as 2:400mbit,2:6gbit")
+    return lab.Links(size=int(size), bytes_per_second=lab.rate(rate))
+
+
+@asks(machine=Emulated)
 def lab_command(
     command: Annotated[list[str], typer.Argument(help="What each rank runs, after --.", metavar="-- COMMAND")],
-    nodes: Annotated[int, typer.Option(help="Nodes; with one, all ranks are behind equal links.")] = 1,
-    ranks: Annotated[int, typer.Option(help="Ranks in a node.")] = 2,
-    inter: Annotated[str, typer.Option(help="Rate of the link of a node.")] = "400mbit",
-    intra: Annotated[str, typer.Option(help="Rate of the link of a rank.")] = "6gbit",
-    levels: Annotated[
-        str | None, typer.Option(help="Instead: levels from the outermost in, such as 2:100mbit,2:1gbit,2:6gbit.")
-    ] = None,
-    cluster: Annotated[
-        str | None, typer.Option(help="Instead: a cluster of the library or a TOML file, divided by --scale.")
-    ] = None,
-    sizes: Annotated[
-        str | None, typer.Option(help="With --cluster: children to take of each of its levels, such as 2,2.")
-    ] = None,
-    scale: Annotated[
-        str, typer.Option(help="With --cluster: what its rates are divided by; auto measures this machine.")
-    ] = "auto",
-    dtype: Annotated[str, typer.Option(help="With --cluster: the dtype that is trained in there.")] = "bfloat16",
-    threads: Annotated[int, typer.Option(help="Threads of a rank.")] = 1,
+    machine: Typed,
 ) -> None:
     """Run a command on the ranks of a cluster that this machine pretends to be.
 
     Each rank has a network namespace of its own, behind links as slow as the options say. Needs
     root, ip and tc. Example: autopar lab --nodes 2 --ranks 2 -- python train.py
     """
-    shape = _shape(nodes, ranks, inter, intra, levels)
-    if cluster is not None:
-        shape = _emulated(cluster, sizes, scale, dtype, threads)
-    elif sizes is not None:
-        raise ValueError("--sizes goes with --cluster: give --nodes and --ranks, or --levels")
+    emulated = Emulated(**machine)
+    shape = emulated.shape()
     notes().print(f"lab of {shape.ranks} ranks: {shape}")
-    raise typer.Exit(lab.launch(shape, command, threads=threads))
-
-
-def _shape(nodes: int, ranks: int, inter: str, intra: str, levels: str | None) -> lab.Shape:
-    if levels is not None:
-        links = []
-        for level in levels.split(","):
-            size, colon, rate = level.partition(":")
-            if not colon or not size.strip().isdecimal():
-                raise ValueError(f"--levels has {level!r}: write SIZE:RATE for each level, such as 2:400mbit,2:6gbit")
-            links.append(lab.Links(size=int(size), bytes_per_second=lab.rate(rate)))
-        return lab.Shape(tuple(links))
-    return lab.flat(ranks, intra) if nodes == 1 else lab.nodes(nodes, ranks, inter, intra)
-
-
-def _emulated(name: str, sizes: str | None, scale: str, dtype: str, threads: int) -> lab.Shape:
-    cluster = library.named_cluster(name)
-    if sizes is not None:
-        parts = integers(sizes, "--sizes")
-    elif cluster.devices <= 8:
-        parts = tuple(level.size for level in cluster.levels)
-    else:
-        names = ", ".join(f"{level.name} ({level.size})" for level in cluster.levels)
-        raise ValueError(f"cluster {cluster.name} has {cluster.devices} devices: say with --sizes how many of {names}")
-    if scale != "auto":
-        return lab.part_of(cluster, parts, _number(scale, "--scale"))
-    lab.check_part(cluster, parts)
-    flat = lab.flat(math.prod(parts), "10gbit")
-    here = statistics.median(lab.run(flat, operators.matmul_flops_per_second, threads=threads, timeout_seconds=120.0))
-    divisor = lab.divisor(cluster, here, dtype)
-    notes().print(f"{here / 1e9:.3g} GFLOP/s a rank here: rates divided by {divisor:.4g}")
-    return lab.part_of(cluster, parts, divisor)
+    raise typer.Exit(lab.launch(shape, command, threads=emulated.threads))
 
 
 def _number(text: str, option: str) -> float:

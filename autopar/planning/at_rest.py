@@ -1,7 +1,6 @@
 """The best decisions with parameters at rest in given layouts: those of a module in another mode or with inputs of
 another form, or a checkpoint."""
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,10 +12,8 @@ from autopar.passes.space.sites import Region, Site
 from autopar.passes.space.space import Space
 
 from .constraints import Pins
-from .options import taken, unique_sites
+from .options import Options, taken, unique_sites
 from .search import Search
-
-logger = logging.getLogger("autopar")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +74,7 @@ def best_at_rest(
     Raises ValueError for a layout that a parameter cannot have.
     """
     space = with_layouts(space, at_rest)
-    search = Search(ProblemBuilder(space), "dp", None, logger.info, pins=pins)
+    search = Search(ProblemBuilder(space), "dp", Options(space, pins))
     if near is None or sum(ranks > 1 for ranks in space.mesh) < 2:
         best = search.run(bounded=False).assignment
     else:

@@ -4,8 +4,9 @@ A descent fixes all axes but one and solves that one exactly (bytes, shapes and 
 after axis until nothing improves.
 """
 
+import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import cycle
 
 from autopar.passes.space.choices import SiteChoice
@@ -14,7 +15,9 @@ from autopar.solve.solvers import SOLVERS, TooWide
 
 from .options import Options, slowest_first, taken
 from .progress import Stage
-from .solving import Solved, Solves
+from .solving import Solved, Solves, Ways
+
+logger = logging.getLogger("autopar")
 
 DESCENT_SOLVER = "dp"
 """Steps of a descent are many and small; the solver that was asked for solves what they end with."""
@@ -23,16 +26,8 @@ DESCENT_SOLVER = "dp"
 class Descent:
     """Descents over one space. `steps` solves their steps, `solver` what is one problem."""
 
-    def __init__(
-        self,
-        options: Options,
-        solves: Solves,
-        solver: str,
-        *,
-        effort: Effort,
-        log: Callable[[str], None],
-    ) -> None:
-        self.options, self.solve, self.space, self.log = options, solves, options.space, log
+    def __init__(self, options: Options, solves: Solves, solver: str, effort: Effort) -> None:
+        self.options, self.solve, self.space = options, solves, options.space
         self.solver, self.steps = solver, DESCENT_SOLVER if SOLVERS[solver].exact else solver
         self.effort = effort
 
@@ -51,9 +46,9 @@ class Descent:
         axis, beside = self.axes()[0], taken(self.space, best.assignment)
         allowed = self._allowed(beside, axis)
         try:
-            solved = self.solve(allowed, self.solver, bounded=False, last_resort=False, purse=purse)
+            solved = self.solve(allowed, self.solver, bounded=False, ways="own", purse=purse)
         except TooWide as error:
-            self.log(f"{error}: {self.solver} checks nothing")
+            logger.info("%s: %s checks nothing", error, self.solver)
             return best
         return min(best, solved, key=lambda one: one.score.objective)
 
@@ -103,7 +98,7 @@ class Descent:
             try:
                 return self._solved(self._allowed(beside, axis), price, purse, is_first=best is None)
             except TooWide as error:
-                self.log(f"{error}: this axis stays as it is beside {sum(map(len, beside.values()))} choices")
+                logger.info("%s: this axis stays as it is beside %d choices", error, sum(map(len, beside.values())))
         return best or self._held(current, axis, price, purse)
 
     def _held(self, current: dict[str, list[SiteChoice]], axis: int, price: float, purse: Purse) -> Solved:
@@ -114,11 +109,12 @@ class Descent:
             try:
                 return self._solved(narrower, price, purse, is_first=True)
             except TooWide as error:
-                self.log(f"{error}: sites of {most} options and more stay as they are")
+                logger.info("%s: sites of %d options and more stay as they are", error, most)
         return self._solved(current, price, purse, is_first=True)
 
     def _allowed(self, beside: Mapping[str, Iterable[SiteChoice]], axis: int) -> dict[str, list[SiteChoice]]:
         return {n: self.options.free(self.options.sites[n], choices, axis) for n, choices in beside.items()}
 
     def _solved(self, allowed: Mapping[str, list[SiteChoice]], price: float, purse: Purse, is_first: bool) -> Solved:
-        return self.solve(allowed, self.steps, price=price, bounded=False, last_resort=is_first, purse=purse)
+        ways: Ways = "any" if is_first else "own"
+        return self.solve(allowed, self.steps, price=price, bounded=False, ways=ways, purse=purse)

@@ -6,6 +6,7 @@ a limit on the sum, and corrects that limit by the excess of the solution, until
 computes the exact peak of the answer.
 """
 
+import logging
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -20,8 +21,10 @@ from .descent import Descent
 from .options import taken
 from .progress import WHOLE, Stage
 from .shortfall import DoesNotFit
-from .solving import Solved
+from .solving import Solved, Ways
 from .steps import EXACT, NEAR, ROUGH, Evaluate
+
+logger = logging.getLogger("autopar")
 
 PRICE_DIGITS = 9
 """Of a price of memory that a pool gives: prices that differ by rounding lead to the same solves."""
@@ -32,24 +35,22 @@ SolveAt = Callable[[float, Solved, Purse], Solved]
 
 class Limit:
     """A limit on the peak of an assignment; if nothing can `evaluate` it, on its sum of bytes. Without a limit the plan
-    is `cheapest`; `allowed` says that the options of sites are restricted. `quick` mixes the options of the cheapest
-    plan, and looks at no others if that keeps the limit."""
+    is the `cheapest`, given with what solves at a price; `allowed` says that the options of sites are restricted.
+    `quick` mixes the options of the cheapest plan, and looks at no others if that keeps the limit."""
 
     def __init__(
         self,
         descent: Descent,
         limit_bytes: float,
         evaluate: Evaluate | None,
-        cheapest: Solved,
-        solve_at: SolveAt,
+        cheapest: tuple[Solved, SolveAt],
         *,
         quick: bool,
         allowed: Allowed | None,
-        log: Callable[[str], None],
         stage: Stage = WHOLE,
     ) -> None:
-        self.cheapest, self.solve_at, self.allowed = cheapest, solve_at, allowed
-        self.descent, self.quick, self.log, self.stage = descent, quick, log, stage
+        (self.cheapest, self.solve_at), self.allowed = cheapest, allowed
+        self.descent, self.quick, self.stage = descent, quick, stage
         self.effort, self.evaluate = descent.effort, evaluate
         self.bytes_limit = self.aim = limit_bytes
         """`aim` is the limit on estimates, so that the exact peak keeps `bytes_limit`."""
@@ -80,7 +81,7 @@ class Limit:
         for left in reversed(range(self.effort.confirmations)):
             if (true := self._true_peak(best)) <= self.bytes_limit:
                 return best
-            self.log(f"estimated peak {self._peak(best):.0f} bytes, exact peak {true:.0f}")
+            logger.info("estimated peak %.0f bytes, exact peak %.0f", self._peak(best), true)
             self.aim = min(self.aim, self.bytes_limit - (true - self._peak(best))) - (true - self.bytes_limit)
             if left:
                 best = self.best(sure=True)
@@ -110,7 +111,7 @@ class Limit:
             if pool.add(smallest):
                 kept = self._mixed(pool, self._excess(smallest), self.descent.purse(self.effort.limit))
         best = min(kept, key=lambda solved: solved.score.objective) if kept else self._smallest(pool, sure=sure)
-        self.log(f"within {self.aim:.0f} bytes: {best.score.seconds * 1e3:.3f} ms, {self._peak(best):.0f} bytes")
+        logger.info("within %.0f bytes: %.3f ms, %.0f", self.aim, best.score.seconds * 1e3, self._peak(best))
         return replace(best, lower_bound=min(bound, best.score.objective))
 
     def _generate(self, pool: "_Pool", purse: Purse, *, sure: bool) -> tuple[float, float]:
@@ -186,7 +187,7 @@ class Limit:
                 kept.append(solved)
                 most_kept = row
             if solved is not None:
-                self.log(f"at most {row:.0f} bytes in sum: a peak of {self._peak(solved):.0f}, of {limit:.0f}")
+                logger.info("at most %.0f bytes in sum: a peak of %.0f, of %.0f", row, self._peak(solved), limit)
                 row = limit - self._excess(solved)
             if self._is_spent(purse) and kept:
                 break
@@ -275,7 +276,7 @@ class _Pool:
             purse = descent.purse(descent.effort.limit)
             try:
                 solve, steps = descent.solve, descent.steps
-                return [solve(options, steps, price=self.price, bounded=False, narrow=True, purse=purse)]
+                return [solve(options, steps, price=self.price, bounded=False, ways="narrow", purse=purse)]
             except TooWide:
                 continue
         return []
@@ -292,7 +293,8 @@ class _Pool:
             if count == 1 and len(self.solutions) > 1:
                 purse = descent.purse(descent.effort.limit)
             try:
-                solved = descent.solve(options, solver, bytes_limit=row, bounded=False, narrow=count > 1, purse=purse)
+                ways: Ways = "narrow" if count > 1 else "any"
+                solved = descent.solve(options, solver, bytes_limit=row, bounded=False, ways=ways, purse=purse)
             except TooWide:
                 continue
             except Infeasible:

@@ -72,8 +72,8 @@ class Options:
     """The joint options that constraints leave to the sites of a space. Under a `bytes_limit`, parameters may be
     gathered again in backward."""
 
-    def __init__(self, space: Space, pins: Pins, bytes_limit: float | None) -> None:
-        self.space, self.pins, self.bytes_limit = space, pins, bytes_limit
+    def __init__(self, space: Space, pins: Pins | None = None, bytes_limit: float | None = None) -> None:
+        self.space, self.pins, self.bytes_limit = space, pins or {}, bytes_limit
         self.sites = unique_sites(space)
 
     @cached_property

@@ -53,7 +53,7 @@ from .bound import least_step_seconds
 from .constraints import Pins, matches, pins
 from .description import Subject
 from .micro import in_sequence
-from .options import policies, taken, unique_sites
+from .options import Options, policies, taken, unique_sites
 from .pieces import ForwardPieces, pieces
 from .plan import Plan
 from .presets import PRESETS
@@ -415,7 +415,7 @@ class Pipelines:
         seen: list[Assignment] = []
         parts = RECOMPUTED if limit is not None and on.training.recompute == "auto" and any(again) else ()
         for preset in [request.preset] if request.preset else [None, *(PRESETS if request.solver == AUTO else ())]:
-            search = Search(builder, request.exact_solver, None, logger.info, pins=pinned, effort=on.effort)
+            search = Search(builder, request.exact_solver, Options(space, pinned), effort=on.effort)
             try:
                 allowed = None if preset is None else self._of_preset(on, preset, pinned)
                 solved: Solved = on.seconds.timed("search", search.explore, allowed, bounded=False)
@@ -491,9 +491,8 @@ class Pipelines:
             return Size(self.devices * self._bytes(on, assignment))
 
         search = Search(
-            ProblemBuilder(on.space), request.exact_solver, self.devices * limit, logger.info, pins=look.pinned,
-            evaluate=sized, effort=on.effort,
-            recompute=on.training.recompute == "auto", stage=request.stage,
+            ProblemBuilder(on.space), request.exact_solver, Options(on.space, look.pinned, self.devices * limit),
+            evaluate=sized, effort=on.effort, recompute=on.training.recompute == "auto", stage=request.stage,
         )  # fmt: skip
         try:
             search.explore(allowed, bounded=False, known=look.solved)

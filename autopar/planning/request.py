@@ -302,7 +302,8 @@ def parsed(settings: Mapping[str, str]) -> dict[str, Any]:
 # --------------------------------------------------------------------------------------------------------- the options
 
 
-def _says(**about: Any) -> Mapping[str, Option]:
+def says(**about: Any) -> Mapping[str, Option]:
+    """The metadata of a field that is an option: what it says of itself (`Option`)."""
     return {"option": Option(**about)}
 
 
@@ -359,22 +360,22 @@ class Request:
     """
 
     cluster: str | Cluster | None = field(
-        default=None, metadata=_says(help="A name of the library (see autopar clusters), or a TOML file.")
+        default=None, metadata=says(help="A name of the library (see autopar clusters), or a TOML file.")
     )
     solver: str = field(
         default=AUTO,
-        metadata=_says(
+        metadata=says(
             help=f"One of {', '.join(NAMES['solver'])}; or a preset: {', '.join(NAMES['preset'])}.",
             names=("solver", "preset"),
         ),
     )
     cost: str = field(
         default="analytical",
-        metadata=_says(help=f"What the plan minimizes: {', '.join(NAMES['cost'])}.", names=("cost",)),
+        metadata=says(help=f"What the plan minimizes: {', '.join(NAMES['cost'])}.", names=("cost",)),
     )
     memory_limit_bytes: float | None = field(
         default=None,
-        metadata=_says(
+        metadata=says(
             help="Memory of a rank at a step's peak. Default: device memory less the cluster's reserve and headroom.",
             kinds=(Real,),
             range="(0, inf]",
@@ -386,7 +387,7 @@ class Request:
     )
     headroom: float | None = field(
         default=None,
-        metadata=_says(
+        metadata=says(
             help=f"Part of device memory to keep free beyond the cluster's reserve. Default: {HEADROOM}.",
             kinds=(Real,),
             range="[0, 1)",
@@ -396,14 +397,14 @@ class Request:
     )
     optimizer: str | float | Optimizer = field(
         default="adamw",
-        metadata=_says(
+        metadata=says(
             help=f"Its states count as memory: {', '.join(NAMES['optimizer'])}; or bytes per element.",
             read=lambda text: float(text) if re.fullmatch(NUMBER, text) else text,
         ),
     )
     constraints: Constraints | None = field(
         default=None,
-        metadata=_says(
+        metadata=says(
             help="Placements of parameters and inputs that are fixed, and modules that are kept off an axis.",
             check=check_constraints,
             flag="pin",
@@ -414,7 +415,7 @@ class Request:
     )
     effort: float | None = field(
         default=None,
-        metadata=_says(
+        metadata=says(
             help="Time budget of the search in seconds; returns the best plan found. Default: run to completion.",
             kinds=(int, float),
             range="(0, inf]",
@@ -425,7 +426,7 @@ class Request:
     )
     recompute: Recompute = field(
         default="auto",
-        metadata=_says(
+        metadata=says(
             help="What backward makes again: auto (the planner chooses), asked (what torch.utils.checkpoint marks), "
             "none.",
             names=("recompute",),
@@ -435,7 +436,7 @@ class Request:
     )
     offload: bool = field(
         default=False,
-        metadata=_says(
+        metadata=says(
             help="Let what is kept for backward wait in the host's memory, where that makes the step shorter within "
             "the limit.",
             kinds=(bool,),
@@ -445,7 +446,7 @@ class Request:
     )
     micro_batches: int | Literal["auto"] = field(
         default=1,
-        metadata=_says(
+        metadata=says(
             help="Calls of a step, each of a batch like the example; gradients are reduced once. With an axis of "
             "stages: parts of the example, which is a step's whole batch; 1 and auto: chosen.",
             check=check_micro_batches,
@@ -455,7 +456,7 @@ class Request:
     )
     pipeline: str | None = field(
         default=None,
-        metadata=_says(
+        metadata=says(
             help=f"The mesh axis of pipeline stages, the outermost. Default: {STAGES}, if the mesh has it.",
             kinds=(str,),
             give=f"the name of a mesh axis, such as {STAGES!r}, or None",
@@ -463,13 +464,13 @@ class Request:
     )
     schedule: str = field(
         default=AUTO,
-        metadata=_says(
+        metadata=says(
             help=f"Of a pipeline: auto (the shortest step), {', '.join(NAMES['schedule'])}.", check=check_schedule
         ),
     )
     precision: Precision | None = field(
         default=None,
-        metadata=_says(
+        metadata=says(
             help="The dtypes in which parameters are used and gathered and gradients reduced. Default: the model's.",
             parts={
                 "param_dtype": "What parameters are cast to in use; they rest in --dtype, as masters.",
@@ -480,7 +481,7 @@ class Request:
     )
     imbalance: float | Sequence[float] = field(
         default=1.0,
-        metadata=_says(
+        metadata=says(
             help="How unevenly rows fall on experts: the rows of the fullest rank over the mean of all.",
             check=check_imbalance,
             read=imbalance_of,
@@ -489,14 +490,14 @@ class Request:
     )
     compile: bool | str = field(
         default=False,
-        metadata=_says(
+        metadata=says(
             help=f"Whether ranks run compiled programs, in a mode of torch.compile: {', '.join(COMPILED)}.",
             check=check_compile,
         ),
     )
     profiles: str | Path | None = field(
         default=None,
-        metadata=_says(
+        metadata=says(
             help="The database of what was measured; the user's own if not given.",
             kinds=(str, Path),
             give="the path of a profile database, or None",
@@ -505,7 +506,7 @@ class Request:
     )
     within: str | Path | Mapping[str, str] | None = field(
         default=None,
-        metadata=_says(
+        metadata=says(
             help=f"Plan inside what a library can express: {', '.join(NAMES['library'])}; or inside what a plan of one "
             "says, a file of names and styles.",
             kinds=(str, Path, Mapping),
@@ -514,7 +515,7 @@ class Request:
     )
     lengths: Lengths | None = field(
         default=None,
-        metadata=_says(
+        metadata=says(
             help="Lengths (dim 1) that batches are padded to, each planned, with one placement of parameters at rest.",
             check=check_lengths,
             read=lengths_of,
@@ -580,25 +581,23 @@ class Source:
     """How the command line builds the model again: what `autopar plan` was given."""
 
     model: str = field(
-        metadata=_says(
+        metadata=says(
             help="module:callable, hf:ConfigClass such as hf:LlamaConfig, or a config.json of Hugging Face or its "
             "folder."
         )
     )
     settings: Mapping[str, str] = field(
         default_factory=dict,
-        metadata=_says(
+        metadata=says(
             help="KEY=VALUE of the configuration, or of the callable. Repeatable.",
             flag="set",
             typed=list[str],
             read=settings_of,
         ),
     )
-    batch: Size = field(default=8, metadata=_says(help="Global batch size.", range="[1, inf)", typed=int))
-    sequence: Size = field(
-        default=128, metadata=_says(help="Sequence length.", range="[1, inf)", typed=int, flag="seq")
-    )
-    dtype: str = field(default="float32", metadata=_says(help="The model's, such as float32, bfloat16 or float16."))
+    batch: Size = field(default=8, metadata=says(help="Global batch size.", range="[1, inf)", typed=int))
+    sequence: Size = field(default=128, metadata=says(help="Sequence length.", range="[1, inf)", typed=int, flag="seq"))
+    dtype: str = field(default="float32", metadata=says(help="The model's, such as float32, bfloat16 or float16."))
 
 
 def options_of(record: Any) -> dict[str, Option]:

@@ -7,7 +7,6 @@ optimum, wider ones to within a percent (`solve.relax`). The search proves no op
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from autopar.passes.space.problem import Allowed, Assignment, ProblemBuilder
@@ -16,7 +15,6 @@ from autopar.solve.effort import EFFORT, Effort
 from autopar.solve.problem import Score
 
 from .account import account
-from .constraints import Pins
 from .descent import Descent
 from .limit import Limit, SolveAt
 from .options import Options, joint, taken
@@ -37,29 +35,27 @@ class SearchResult:
 
 
 class Search:
-    """A search over one space. `bytes_limit` bounds the peak of an assignment; if nothing can `evaluate` it, its
-    sum of bytes."""
+    """A search over one space. The limit of its options bounds the peak of an assignment; if nothing can `evaluate`
+    it, its sum of bytes."""
 
     def __init__(
         self,
         builder: ProblemBuilder,
         solver: str,
-        bytes_limit: float | None,
-        log: Callable[[str], None],
-        pins: Pins | None = None,
+        options: Options | None = None,
         evaluate: Evaluate | None = None,
         effort: Effort = EFFORT,
         recompute: bool = True,
         stage: Stage = WHOLE,
     ) -> None:
-        """Of the space of a builder, whose tables several searches share. `recompute`: copies of segments may be."""
-        self.space = space = builder.space
-        self.bytes_limit, self.evaluate, self.log, self.effort = bytes_limit, evaluate, log, effort
-        self.options, self.stage = Options(space, pins or {}, bytes_limit), stage
-        self.sites = self.options.sites
-        recompute = recompute and bytes_limit is not None and evaluate is not None
-        self.solve = Solves(builder, log, effort, recompute=recompute)
-        self.descent = Descent(self.options, self.solve, solver, effort=effort, log=log)
+        """Of the space of a builder, whose tables several searches share, with these of its options (all, if none are
+        given). `recompute`: copies of segments may be."""
+        self.space, self.options = builder.space, options or Options(builder.space)
+        self.bytes_limit, self.sites = self.options.bytes_limit, self.options.sites
+        self.evaluate, self.effort, self.stage = evaluate, effort, stage
+        recompute = recompute and self.bytes_limit is not None and evaluate is not None
+        self.solve = Solves(builder, effort, recompute=recompute)
+        self.descent = Descent(self.options, self.solve, solver, effort)
         self.cheapest: tuple[Solved, SolveAt] | None = None
         """The cheapest solution without a limit, and a function that solves at a price of memory."""
         self.limited: tuple[Limit | None, Solved] | None = None
@@ -143,7 +139,7 @@ class Search:
         """What needs the fewest bytes of the options of the `cheapest` of those `allowed`."""
         self.explore(allowed, bounded=False, known=cheapest)
         assert self.cheapest is not None
-        return self._limit(*self.cheapest, quick=True).smallest()
+        return self._limit(self.cheapest, quick=True).smallest()
 
     def near(self, start: Solved | None, weighed: Space, *, fast_first: bool = False) -> Solved | None:
         """What one descent finds from a solution of another search of the space, or from all replicated, with slow axes
@@ -162,7 +158,7 @@ class Search:
             )
             if next(prices) > self.effort.near_price * next(prices):
                 return None
-        mixed = self._limit(found, descent.at_price, quick=True).first()
+        mixed = self._limit(self.cheapest, quick=True).first()
         if mixed is not None:
             seconds = (account(weighed, one.assignment).seconds for one in (mixed, start))
             if next(seconds) > self.effort.near_mixed * next(seconds):
@@ -184,23 +180,17 @@ class Search:
 
     def _limited(self, *, sure: bool, quick: bool = False) -> Solved:
         assert self.cheapest is not None
-        best, solve_at = self.cheapest
-        limit = None
+        best, limit = self.cheapest[0], None
         if self.bytes_limit is not None:
-            limit = self._limit(best, solve_at, quick=quick)
+            limit = self._limit(self.cheapest, quick=quick)
             best = limit.best(sure=sure)
         self.limited = limit, best
         return best
 
-    def _limit(self, cheapest: Solved, solve_at: SolveAt, *, quick: bool = False) -> Limit:
+    def _limit(self, cheapest: tuple[Solved, SolveAt], *, quick: bool = False) -> Limit:
         assert self.bytes_limit is not None
-        return Limit(
-            *(self.descent, self.bytes_limit, self.evaluate, cheapest, solve_at),
-            quick=quick,
-            allowed=self.allowed,
-            log=self.log,
-            stage=self.stage.limiting,
-        )
+        of_limit = self.descent, self.bytes_limit, self.evaluate, cheapest
+        return Limit(*of_limit, quick=quick, allowed=self.allowed, stage=self.stage.limiting)
 
     def _result(self, best: Solved, started: float) -> SearchResult:
         return SearchResult(

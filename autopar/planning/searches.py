@@ -1,6 +1,5 @@
 """The searches of one space: with pins and a limit, at other prices, and within presets."""
 
-import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -16,14 +15,13 @@ from autopar.solve.problem import Score
 
 from .account import unit_bytes
 from .constraints import Pins, pins
+from .options import Options
 from .presets import PRESETS, Preset, allowed_by
 from .request import Request
 from .search import Search, SearchResult
 from .solving import Solved
 from .steps import BUCKETS, Accuracy, Estimate, Steps
 from .training import Training
-
-logger = logging.getLogger("autopar")
 
 
 class Searches:
@@ -50,9 +48,7 @@ class Searches:
         return Search(
             self._builders.setdefault(id(space), ProblemBuilder(space)),
             request.exact_solver,
-            request.bytes_limit,
-            logger.info,
-            pins=given if pinned is None else pinned(space, given),
+            Options(space, given if pinned is None else pinned(space, given), request.bytes_limit),
             evaluate=self.evaluate(request),
             effort=self.effort.share(share),
             recompute=self.training.recompute == "auto" and request.within is None,  # libraries leave it to models

@@ -345,39 +345,32 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
     return result
 
 
-def stft(
-    input: Tensor,
-    n_fft: int,
-    hop_length: int | None = None,
-    win_length: int | None = None,
-    window: Tensor | None = None,
-    center: bool = True,
-    pad_mode: str = "reflect",
-    normalized: bool = False,
-    onesided: bool | None = None,
-    return_complex: bool | None = None,
-    align_to_window: bool | None = None,
-) -> Tensor:
+STFT = inspect.signature(torch.stft)
+
+
+def stft(*args: Any, **kwargs: Any) -> Tensor:
     """`torch.stft`, whose frames are windows by `unfold` and not by their addresses."""
-    length = n_fft if win_length is None else win_length
-    hop = n_fft // 4 if hop_length is None else hop_length
-    is_usual = 0 < length <= n_fft and hop > 0 and return_complex and align_to_window is None
+    asked = STFT.bind(*args, **kwargs)
+    asked.apply_defaults()
+    of = asked.arguments
+    input, n_fft, window, center = (of[name] for name in ("input", "n_fft", "window", "center"))
+    length = n_fft if of["win_length"] is None else of["win_length"]
+    hop = n_fft // 4 if of["hop_length"] is None else of["hop_length"]
+    is_usual = 0 < length <= n_fft and hop > 0 and of["return_complex"] and of.get("align_to_window") is None
     is_complex = input.is_complex() or (window is not None and window.is_complex())
     if not is_usual or input.dim() not in (1, 2) or (window is not None and window.shape != (length,)):
-        usual: Tensor = torch.stft(
-            input, n_fft, hop_length, win_length, window, center, pad_mode, normalized, onesided, return_complex,
-            align_to_window,
-        )  # fmt: skip
+        usual: Tensor = torch.stft(*args, **kwargs)
         return usual
     x = input.reshape(1, -1, input.shape[-1])
-    x = F.pad(x, (n_fft // 2, n_fft // 2), pad_mode) if center else x
+    x = F.pad(x, (n_fft // 2, n_fft // 2), of["pad_mode"]) if center else x
     frames = x.unfold(-1, n_fft, hop)
     if window is not None or length < n_fft:
         left = (n_fft - length) // 2
         weights = input.new_ones(length) if window is None else window
         frames = frames * F.pad(weights, (left, n_fft - length - left))
-    half = onesided if onesided is not None else not is_complex
-    spectrum: Tensor = (torch.fft.rfft if half else torch.fft.fft)(frames, norm="ortho" if normalized else "backward")
+    half = of["onesided"] if of["onesided"] is not None else not is_complex
+    transformed = torch.fft.rfft if half else torch.fft.fft
+    spectrum: Tensor = transformed(frames, norm="ortho" if of["normalized"] else "backward")
     return spectrum.transpose(-1, -2).reshape(*input.shape[:-1], spectrum.shape[-1], spectrum.shape[-2])
 
 

@@ -45,7 +45,7 @@ def forced(space: Space, *axes: Force) -> Assignment:
         per_axis = [force(site, site.choices[n]) for force, n in zip(axes, space.mesh, strict=True)]
         policy = KEEP if site.kind == "parameter" else ""
         allowed[name] = [SiteChoice(axes, policy) for axes in product(*per_axis)]
-    return Search(ProblemBuilder(space), "dp", None, lambda _: None).run(allowed).assignment
+    return Search(ProblemBuilder(space), "dp").run(allowed).assignment
 
 
 def splitting(*periods: int, avoid: str = "$^") -> Force:

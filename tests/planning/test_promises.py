@@ -219,7 +219,7 @@ def test_the_solvers_objective_is_the_accounts(solver: str) -> None:
     """At every depth: what is decided for a layer counts once for each of its copies."""
     for name in ("llama tied", "llama of 4 layers"):
         made = planner(name, {"a": 4})
-        found = Search(ProblemBuilder(made.space), solver, None, logging.getLogger("autopar").info).run()
+        found = Search(ProblemBuilder(made.space), solver).run()
         promised = account(made.space, found.assignment)
         assert promised.seconds == pytest.approx(found.score.seconds, rel=1e-9)
         assert promised.bytes == found.score.bytes
@@ -270,7 +270,7 @@ def test_exhaustive_search_agrees_on_real_problems(depth: int, ranks: int) -> No
     made = Planner(model, {"a": ranks}, (torch.randn(8, 8),), loss_fn=torch.sum)
     objectives = {}
     for solver in ("exhaustive", "ilp", "dp"):
-        search = Search(ProblemBuilder(made.space), solver, None, logging.getLogger("autopar").info)
+        search = Search(ProblemBuilder(made.space), solver)
         allowed = {
             name: [choice for choice in joint(site, [site.choices[ranks]], None) if made.space.option(site, choice)]
             for name, site in search.sites.items()

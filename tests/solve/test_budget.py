@@ -103,7 +103,7 @@ def test_what_was_solved_with_more_work_is_not_taken_for_what_less_finds() -> No
     made = planner()
 
     def found(*works: float) -> list[tuple[float, bool]]:
-        search = Search(ProblemBuilder(made.space), "dp", None, lambda _: None)
+        search = Search(ProblemBuilder(made.space), "dp")
         whole = {name: site.choices[2][:2] for name, site in search.sites.items()}
         allowed = {n: joint(search.sites[n], [c, c], None) for n, c in whole.items()}
         allowed = {n: [c for c in cs if made.space.option(search.sites[n], c) is not None] for n, cs in allowed.items()}

@@ -15,6 +15,7 @@ from autopar.ir.schedule import Schedule
 from autopar.passes.codegen.precision import written
 from autopar.passes.lower.stages import Staged, staged
 from autopar.passes.space.problem import Assignment, ProblemBuilder
+from autopar.planning.options import Options
 from autopar.planning.pipelines import time_pins
 from autopar.planning.planner import Planner
 from autopar.planning.presets.context import Context
@@ -60,7 +61,7 @@ def in_time(case: Case, stages: int, mesh: Mapping[str, int]) -> InTime:
     )  # fmt: skip
     assert planner.space.mesh == tuple(mesh.values())
     pins = time_pins(Context(planner.space, planner.searches.blocks()))
-    search = Search(ProblemBuilder(planner.space), "dp", None, lambda line: None, pins=pins)
+    search = Search(ProblemBuilder(planner.space), "dp", Options(planner.space, pins))
     assignment = search.run().assignment
     bound: Mapping[str, Any] = planner.captured.bind(args, kwargs)
     model = case.model

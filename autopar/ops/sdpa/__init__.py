@@ -76,7 +76,7 @@ def attention_backward(
     """The gradients of query, key and value. Output and logsumexp may be those of more keys than are given here."""
     call, offset = _call(attn_mask, dropout_mask, query_documents, key_documents, **named)
     if call.documents or offset:
-        return bands.backward(kernel_of, grad_out, query, key, value, out, logsumexp, call, offset)
+        return bands.backward(kernel_of, grad_out, (query, key, value), out, logsumexp, call, offset)
     return kernel_of(query, key, value, call).backward(grad_out, query, key, value, out, logsumexp, call)
 
 

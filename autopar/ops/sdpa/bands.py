@@ -73,23 +73,21 @@ def forward(
 def backward(
     kernel_of: KernelOf,
     gradient: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    operands: Triple,
     out: torch.Tensor,
     logsumexp: torch.Tensor,
     call: Attending,
     offset: int,
 ) -> Triple:
     """The gradients of query, key and value: sums over bands."""
-    of_all = gradients(query, key, value)
-    exact = wide(query.dtype)
-    dtypes = exact, *[exact if call.documents else key.dtype] * 2  # what is added to once needs no more
+    of_all = gradients(*operands)
+    exact = wide(operands[0].dtype)
+    dtypes = exact, *[exact if call.documents else operands[1].dtype] * 2  # what is added to once needs no more
     totals = [x.zero_().to(dtype) for x, dtype in zip(of_all, dtypes, strict=True)]
     logsumexp = logsumexp.masked_fill(logsumexp == -math.inf, 0.0)
-    for rows, columns, operands, of_band in _parts(query, key, value, call, offset):
-        given = gradient[..., rows, :], *operands, out[..., rows, :], logsumexp[..., rows].contiguous()
-        made = kernel_of(*operands, of_band).backward(*given, of_band)
+    for rows, columns, cut_up, of_band in _parts(*operands, call, offset):
+        given = gradient[..., rows, :], *cut_up, out[..., rows, :], logsumexp[..., rows].contiguous()
+        made = kernel_of(*cut_up, of_band).backward(*given, of_band)
         for total, cut, part in zip(totals, (rows, columns, columns), made, strict=True):
             total[..., cut, :] += part
         del made, part, of_band
