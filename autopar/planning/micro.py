@@ -16,6 +16,9 @@ from .training import Training
 
 Span = TypeVar("Span", Event, Stall)
 
+LATE = ("backward", "end of backward")
+"""The phases (`cost.memory`) after forward in which gradients of earlier micro-batches wait."""
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -28,19 +31,18 @@ class Part:
 
 
 def parts_of(program: Program, count: int, *, holds: bool) -> tuple[Part, ...]:
-    """What a step of `count` micro-batches of a program runs: the first ones, those between, and the last one, which
-    reduces. `holds`: what forward gathers is gathered once a step."""
+    """What a step of `count` micro-batches of a program runs: the first ones, those between (if any), and the last one,
+    which reduces. `holds`: what forward gathers is gathered once a step."""
     if count == 1:
         return (Part(program),)
     parts = accumulation(program)
     pending = sum(program.metas[name].bytes for name in parts.names)
     # those that wait are inputs of the last backward, which counts them itself
-    waiting = dict.fromkeys(("forward", "backward", "end of backward"), pending)
+    waiting = dict.fromkeys(("forward", *LATE), pending)
     if not holds:
         return Part(parts.micro, count - 1, waiting), Part(parts.last, 1, {"forward": pending})
     micro, last = held(parts.micro), held(parts.last)
-    between = (Part(micro.warm, count - 2, waiting),) * (count > 2)
-    return Part(micro.cold), *between, Part(last.warm, 1, {"forward": pending})
+    return Part(micro.cold), Part(micro.warm, count - 2, waiting), Part(last.warm, 1, {"forward": pending})
 
 
 def shortest(attempts: Sequence[Callable[[], Plan]]) -> Plan:

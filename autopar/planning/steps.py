@@ -19,7 +19,7 @@ from autopar.cost.timeline import Timeline
 from autopar.ir.program import Program
 from autopar.passes.flow import LOWERINGS
 from autopar.passes.lower.lowering import LIMIT_BYTES
-from autopar.passes.lower.shorten import KEPT, Short
+from autopar.passes.lower.shorten import KEPT, Run, Short
 from autopar.passes.space.problem import Assignment
 from autopar.passes.space.space import Space
 from autopar.profile.programs import Costs
@@ -27,7 +27,7 @@ from autopar.solve.effort import Effort
 
 from .account import Account, account
 from .bound import least_step_seconds
-from .micro import Part, in_sequence, parts_of
+from .micro import LATE, Part, in_sequence, parts_of
 from .timing import Timing, timing
 from .writer import LOOKED_AT, ProgramForm, Writer
 
@@ -144,12 +144,21 @@ class Estimate:
 
     @_timed("estimate")
     def bytes(self) -> float:
-        """Of a rank at the peak. (In a step of several micro-batches, what waits to be reduced is of all copies.)"""
+        """Of a rank at the peak."""
         short, steps = self._short, self.steps
-        if short is None or steps.space.micro_batches > 1:
+        if short is None:
             return self.peak.bytes
-        program, optimizer = self.program, steps.space.optimizer
-        return short.most(moments(program, optimizer, steps.kind_of_device, steps.memory), program, optimizer)
+        optimizer = steps.space.optimizer
+        of_step = optimizer, steps.kind_of_device, steps.memory
+        parts = steps.parts(self.program)
+        waits = [set(part.waiting) for part in parts]
+        if len(parts) > 1:
+            waits[-1].update(LATE)  # the last backward is given them
+        runs = [
+            Run(part.program, moments(part.program, *of_step, part.waiting), waiting, part.times)
+            for part, waiting in zip(parts, waits, strict=True)
+        ]
+        return short.most(runs, optimizer)
 
     @_timed("peak")
     def peak(self) -> Peak:
@@ -158,7 +167,7 @@ class Estimate:
         if not self.is_exact:
             return steps.evaluate(self.assignment, EXACT, None, (self.bucket_bytes,)).peak
         of_step = steps.space.optimizer, steps.kind_of_device, steps.memory
-        peaks = (peak(part.program, *of_step, part.waiting) for part in steps.parts(self.program))
+        peaks = (peak(part.program, *of_step, part.waiting) for part in steps.parts(self.program) if part.times)
         return max(peaks, key=lambda one: one.bytes)
 
     @property
@@ -169,7 +178,8 @@ class Estimate:
 
     def _simulated(self, form: ProgramForm) -> list[tuple[Timeline, Part]]:
         cluster, operators = self.steps.space.cluster, self.steps.operators
-        return [(timeline(part.program, cluster, operators), part) for part in self.steps.parts(self._written(form))]
+        parts = [part for part in self.steps.parts(self._written(form)) if part.times]
+        return [(timeline(part.program, cluster, operators), part) for part in parts]
 
     def _written(self, form: ProgramForm) -> Program:
         of_program = self.bucket_bytes, self.accuracy.copies, form, self.offload_bytes

@@ -10,6 +10,7 @@ import pytest
 
 from autopar.cli.loading import load
 from autopar.planning.planner import Planner
+from autopar.planning.request import Gathers
 from autopar.planning.steps import BUCKETS, EXACT, NEAR, PARTED
 from autopar.testing.plans import random_assignment
 
@@ -26,9 +27,10 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
 
 
 @cache
-def planner(config: str) -> Planner:
+def planner(config: str, micro_batches: int = 1) -> Planner:
     model = load(f"hf:{config}", {"vocab_size": 8192, **CONFIGS[config]}, batch=64, sequence=128, dtype="bfloat16")
-    return Planner(model.model, {"a": 2, "b": 2}, model.args, model.kwargs, cluster="dgx-h100")
+    of = model.model, {"a": 2, "b": 2}, model.args, model.kwargs
+    return Planner(*of, cluster="dgx-h100", micro_batches=micro_batches)
 
 
 @pytest.mark.parametrize(("bucket_bytes", "step", "peak"), [(1, 0.01, 0.001), (BUCKETS[0], 0.03, 0.03)])
@@ -45,6 +47,18 @@ def test_an_estimate_from_few_copies_is_near_what_the_program_of_all_says(
     assert quick.seconds == pytest.approx(exact.seconds, rel=step)
     assert near.bytes == pytest.approx(exact.bytes, rel=peak)
     assert exact.bytes == exact.peak.bytes and not (near.is_exact or quick.is_exact)
+
+
+@pytest.mark.parametrize("gathers", ["each", "once"])
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("config", ["LlamaConfig", "MixtralConfig"])
+def test_the_peak_of_several_micro_batches_is_told_by_few_copies(config: str, count: int, gathers: Gathers) -> None:
+    """Gradients of all copies wait, and what forward gathers is held of all."""
+    made = planner(config, count).gathering(gathers)
+    for seed in range(3):
+        assignment = random_assignment(made.space, seed, alike=True)
+        near, exact = (made.evaluate(assignment, how) for how in (NEAR, EXACT))
+        assert near.bytes == pytest.approx(exact.bytes, rel=0.025) and not near.is_exact
 
 
 def test_an_estimate_is_made_once_and_is_exact_where_no_copy_is_left_out() -> None:
