@@ -35,6 +35,9 @@ from .traced import arrived, started
 RING = "s"
 """The factor that splits queries and keys together."""
 
+SCORE = 32.0
+"""Scores are mostly smaller: beside numbers whose digits are farther apart they count for nothing."""
+
 LONG = 4
 """A sequence of so many times its heads' features, or more, may go around in a ring. Attention is then a third of a
 layer's work (of 12 features squared a token)."""
@@ -265,24 +268,31 @@ def forward(local: LocalCall) -> Results:
     query, documents = local.args[0], "key_documents" in _roles(local)
     made: list[tuple[Tensor, Tensor]] = []
     above: list[Tensor] = []
+    alike: list[Tensor] = []
     blind = False
 
     def visit(places: Places, block: Block) -> Sequence[Tensor]:
         nonlocal blind
         mask, kept, named = _masks(local, places, block)
         output, sums = local.result(query, block["key"], block["value"], mask, kept, **named)
-        if mask is not None and local.splits.keys() & {"k", RING}:
+        level = mask.amax(-1) if mask is not None and local.splits.keys() & {"k", RING} else None
+        if level is not None:
             # the op says 0 for queries that see no key
-            sums = sums.masked_fill(mask.amax(-1) == -math.inf, -math.inf)
+            sums = sums.masked_fill(level == -math.inf, -math.inf)
         blind = blind or mask is not None or named["is_causal"] or documents
         if RING in local.splits and "attn_mask" in _roles(local):
-            # beside the large negative numbers of a mask, a logsumexp has no digits left for how many keys there are
             highest = sums.clamp(min=torch.finfo(sums.dtype).min)
             if made:
                 highest = torch.maximum(above[0], highest)
                 made[:] = [(made[0][0], made[0][1] + (above[0] - highest))]
             above[:] = [highest]
             sums = sums - highest
+        if level is not None and mask is not None and "attn_mask" in _roles(local):
+            equal = _log_of_equal(mask, level, sums, block["key"].shape[2])
+            if above:
+                sums = sums + equal
+            else:
+                alike[:] = [equal]
         made[:] = [joined(made[0], (output, sums)) if made else (output, sums)]
         return ()
 
@@ -299,13 +309,22 @@ def forward(local: LocalCall) -> Results:
     if blind:
         nowhere = highest == -math.inf
         highest = highest.masked_fill(nowhere, 0.0)
-    powers = torch.exp(sums - highest)
+    powers = torch.exp(sums - highest + alike[0] if alike else sums - highest)
     total = all_reduce(powers, "sum", local.splits["k"])
     if blind:
         total = total.masked_fill(nowhere, 1.0)
     part = output * (powers / total).unsqueeze(-1)
     sums = highest + torch.log(total)
     return part.to(dtype), sums.masked_fill(nowhere, -math.inf) if documents else sums
+
+
+def _log_of_equal(mask: Tensor, level: Tensor, sums: Tensor, keys: int) -> Tensor:
+    """What logsumexps lack where a mask leaves a query nothing but numbers beside which scores have no digits: it sees
+    the keys of the largest, its `level`, alike, and their part of the sum is their count, of so many `keys`. 0 for all
+    other queries."""
+    equal = (mask == level.unsqueeze(-1)).to(sums.dtype).sum(-1) * (keys // mask.shape[-1])
+    no_digits = level < -SCORE / torch.finfo(sums.dtype).eps
+    return torch.where(no_digits, torch.log(equal), torch.zeros_like(equal))
 
 
 def backward(local: LocalCall) -> Results:

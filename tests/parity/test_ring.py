@@ -31,6 +31,9 @@ SEQUENCE, HEADS, WIDTH = 48, 2, 4
 """Long for its features, so that a ring is considered."""
 
 
+LOWEST = torch.finfo(torch.float32).min
+
+
 class Block(nn.Module):
     """Attention within a residual stream, to the loss of tokens."""
 
@@ -59,8 +62,11 @@ class Block(nn.Module):
         if self.form == "padding":
             return (tokens != 0)[:, None, None, :]
         if self.form == "lowest":
-            seen = (columns <= rows) & (tokens != 0).unsqueeze(1)
-            return torch.where(seen, 0.0, torch.finfo(torch.float32).min).unsqueeze(1)
+            seen = (columns <= rows) & (tokens % 2 != 0).unsqueeze(1)
+            return torch.where(seen, 0.0, LOWEST).unsqueeze(1)
+        if self.form == "lowest beside none":
+            later, empty = columns > rows, (tokens % 2 == 0)[:, None, None, :]
+            return torch.zeros(length, length).masked_fill(later, -math.inf) + torch.where(empty, LOWEST, 0.0)
         if self.form == "documents":
             starts = (tokens == 1).cumsum(1)
             return (starts.unsqueeze(1) == starts.unsqueeze(2)).unsqueeze(1) & (columns <= rows)
@@ -132,13 +138,15 @@ def test_what_goes_around_is_split_by_no_other_axis_alone(alone: str) -> None:
             assert space.option(site, SiteChoice((of[1], of[0]))) is None
 
 
+@pytest.mark.parametrize("form", ["lowest", "lowest beside none"])
+@pytest.mark.parametrize(("rows", "length"), [(2, SEQUENCE), (1, SEQUENCE + 3)])
 @pytest.mark.parametrize("mesh", [{"cp": 2}, {"cp": 4}, {"a": 2, "b": 2}])
-def test_rows_hidden_by_a_large_number(mesh: dict[str, int]) -> None:
-    """A query all of whose scores are the lowest number attends to all keys alike."""
+def test_rows_hidden_by_a_large_number(mesh: dict[str, int], rows: int, length: int, form: str) -> None:
+    """A query all of whose scores are the lowest number attends to all keys alike, wherever most of them lie."""
     torch.manual_seed(0)
-    given = batch()
-    given["tokens"][:, : SEQUENCE // 2] = 0
-    compared(EagerTrial(Block("lowest"), (), given, dtype=torch.float32), mesh, 0, SEQUENCE)
+    given = batch(rows, length)
+    given["tokens"][:, : length - 3] &= ~1
+    compared(EagerTrial(Block(form), (), given, dtype=torch.float32), mesh, 2, *range(length, length + 8))
 
 
 def test_narrow_numbers() -> None:
