@@ -142,11 +142,13 @@ def global_hooks() -> dict[str, dict[int, Any]]:
     }
 
 
-def _is_of_checkpoint(frame: FrameType | None) -> bool:
-    """Whether `torch.utils.checkpoint` sets a state of random numbers: that with which forward had run."""
+def _is_torchs_own(frame: FrameType | None) -> bool:
+    """Whether `torch.utils.checkpoint` sets a state of random numbers, which is that with which forward had run, or
+    Dynamo looks at torch's functions to know them by name."""
     while frame is not None and frame.f_globals.get("__name__") in ("torch.random", "contextlib"):
         frame = frame.f_back
-    return frame is not None and frame.f_globals.get("__name__") == "torch.utils.checkpoint"
+    name: str = "" if frame is None else frame.f_globals.get("__name__", "")
+    return name == "torch.utils.checkpoint" or name.startswith("torch._dynamo")
 
 
 @contextlib.contextmanager
@@ -158,7 +160,7 @@ def seeding(seeded: Callable[[], None]) -> Iterator[None]:
         """The generator, to whoever asks it for a method."""
 
         def __getattribute__(self, name: str) -> Any:
-            if name in ("manual_seed", "seed", "set_state") and not _is_of_checkpoint(sys._getframe(1)):
+            if name in ("manual_seed", "seed", "set_state") and not _is_torchs_own(sys._getframe(1)):
                 seeded()
             return getattr(generator, name)
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from models import Case, assert_same, eager, simulated
 from torch import Tensor, nn
+from torch._dynamo import trace_rules
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
@@ -128,6 +129,22 @@ def test_a_mask_function_is_a_mask_or_an_argument(make: Maker, heads: int | None
         if assignment is not None:
             program = codegen(planner.space, assignment)
             assert_same(simulated(program, planner.captured, case, seed), eager(plain, seed), 1e-9)
+
+
+class CompilesItsMask(Attends):
+    def forward(self, x: Tensor, document: Tensor) -> Tensor:
+        q = self.qkv(x).unflatten(-1, (-1, 4)).transpose(1, 2)
+        blocks = flex.create_block_mask(packed(document), len(x), None, x.shape[1], x.shape[1], x.device, _compile=True)
+        return self.out(COMPILED(*[q[:, :4]] * 3, block_mask=blocks).transpose(1, 2).flatten(2)).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:_compile flag")
+def test_a_mask_that_dynamo_would_compile_is_one_as_well() -> None:
+    """Dynamo asks torch's generator for its methods, to know them by name, the first time in a process."""
+    trace_rules.get_torch_obj_rule_map.cache_clear()
+    graph = Planner(CompilesItsMask(packed, False).double(), {"a": 2}, *example()).captured.graph
+    (call,) = (call_of(node, graph.metas) for node in graph.nodes if node.op == ATTENTION)
+    assert call.argument("is_causal") and call.argument("attn_mask") is None
 
 
 class Refused(nn.Module):
