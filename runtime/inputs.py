@@ -57,7 +57,7 @@ class Inputs:
     ) -> Inputs:
         """`named` are the keyword arguments whose order forward does not see, and `identities` says whether it sees
         which tensors are one object. Raises ValueError for an input that is neither a tensor nor a constant."""
-        first = sorted(name for name in kwargs if name in named)
+        first = (name for name in named if name in kwargs)
         pairs, spec = flatten("", (tuple(args), {name: kwargs[name] for name in dict.fromkeys((*first, *kwargs))}))
         pairs = [(path, current(value)) for path, value in pairs]
         same = repeated(pairs) if identities else {}
@@ -98,11 +98,11 @@ def each(
     return {path: made[id(tensor)] for path, tensor in tensors.items()}
 
 
-def declared(model: nn.Module) -> frozenset[str]:
-    """The keyword arguments that forward declares: it does not see in which order a call gives them. (A decorator that
-    takes `**kwargs` does.)"""
+def declared(model: nn.Module) -> tuple[str, ...]:
+    """The keyword arguments that forward declares, in its order: it does not see in which order a call gives them. (A
+    decorator that takes `**kwargs` does.)"""
     parameters = signature(model.forward, follow_wrapped=False).parameters.values()
-    return frozenset(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+    return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
 
 
 class Names:

@@ -29,7 +29,7 @@ from autopar.planning.account import gathered_once
 from autopar.planning.at_rest import Decided, best_at_rest
 from autopar.planning.capturing import captured_for_planning
 from autopar.planning.meshes import mesh_of
-from autopar.planning.pipelines import time_pins
+from autopar.planning.pipelines import divisors, time_pins
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
 from autopar.planning.presets.context import Context
@@ -193,8 +193,6 @@ class Modes:
                     planner = Planner(
                         self.model, self.sizes, args, kwargs, loss_fn=loss_fn, captured=captured, request=self.request
                     )
-            if planner is not None and self.pipelined is not None:
-                planner = planner.in_time(min(self.pipelined.staged.micro_batches, planner.batch))
         all_equal(
             serving, self.mesh, f"the ranks captured different models for {mode}: give every rank the same versions"
         )
@@ -203,8 +201,9 @@ class Modes:
         assert planner is not None
         near = None if inputs.form == self.form else self.decided
         with self.once.said():
-            assignment = on_first_rank(partial(self._assigned, planner, near), self.mesh)
+            count, assignment = on_first_rank(partial(self._assigned, planner, near), self.mesh)
         with together(self.mesh, ValueError), self.once.said():
+            planner = planner.in_time(count)
             program = (
                 planner.writer.written(assignment) if self.pipelined is None else self._staged(planner, assignment)
             )
@@ -214,11 +213,23 @@ class Modes:
         """Whether the program of a step keeps what another one returns: a pipeline that trains keeps little."""
         return self.pipelined is None or bool(trained_by(other)) == bool(trained_by(captured))
 
-    def _assigned(self, planner: Planner, near: Decided | None) -> Assignment:
+    def _assigned(self, planner: Planner, near: Decided | None) -> tuple[int, Assignment]:
+        """The number of micro-batches, and the decisions: as many as there were or, where a batch cannot be cut so, the
+        next ones that divide it; in the end it is not cut. Raises what the first number does if none leads to any."""
         if self.pipelined is None:
-            return planner.assignment_at(self.at_rest, near)
-        pins = time_pins(Context(planner.space, planner.searches.blocks()))
-        return best_at_rest(planner.space, self.at_rest, near, pins)
+            return planner.training.micro_batches, planner.assignment_at(self.at_rest, near)
+        most = min(self.pipelined.staged.micro_batches, planner.batch)
+        errors: list[ValueError] = []
+        for count in dict.fromkeys((most, *(n for n in divisors(planner.batch) if n > most), 1)):
+            on = planner.in_time(count)
+            try:
+                pins = time_pins(Context(on.space, on.searches.blocks()))
+                assignment = best_at_rest(on.space, self.at_rest, near, pins)
+                self._staged(on, assignment)
+                return count, assignment
+            except ValueError as error:
+                errors.append(error)
+        raise errors[0]
 
     def _staged(self, planner: Planner, assignment: Assignment) -> Pipelined:
         """In the stages that there are, by the schedule that there is; a batch of fewer samples than that has

@@ -170,6 +170,11 @@ def is_auto(request: Request) -> bool:
     return request.micro_batches in (AUTO, 1)
 
 
+def divisors(batch: int) -> list[int]:
+    """The numbers of micro-batches that divide a batch, the smallest first."""
+    return [n for n in range(1, batch + 1) if batch % n == 0]
+
+
 def first_count(request: Request, batch: int, stages: int) -> int:
     """How many micro-batches there are, if that is said, or those to begin with. Raises ValueError for too many."""
     if is_auto(request):
@@ -343,8 +348,15 @@ class Pipelines:
         searched until the stages of one keep it."""
         counts = self._counts() if is_auto(request) else [self.planner.training.micro_batches]
         looks: list[Look] = []
+        errors: list[Infeasible] = []
         for count, _ in zip(counts, request.stage.part(0.0, 0.4).parts(len(counts)), strict=True):
-            looks += self._looks(self.planner.in_time(count), request, limit, _quickest(looks, limit))
+            try:
+                looks += self._looks(self.planner.in_time(count), request, limit, _quickest(looks, limit))
+            except Infeasible as error:
+                logger.info("%d micro-batches: %s", count, error)
+                errors.append(self._uncut(count) or error)
+        if not looks:
+            raise errors[0]
         # where micro-batches need one another in all assignments, stages refuse by name
         looks = [look for look in looks if look.seconds * self.devices < NEVER_SECONDS] or looks[:1]
         return self._best_of(looks, request, limit, None) if limit is None else self._kept(looks, request, limit)
@@ -386,13 +398,24 @@ class Pipelines:
                 stage.found(best.step.seconds)
         return best
 
+    def _uncut(self, count: int) -> Infeasible | None:
+        """Why a batch cannot be cut into so many micro-batches, if they do not divide it."""
+        batch = self.planner.batch
+        if batch % count == 0:
+            return None
+        numbers = ", ".join(str(n) for n in divisors(batch) if n > 1)
+        return Infeasible(
+            f"{self.planner.facts.name} cannot cut its batch of {batch} into {count} micro-batches, which do not "
+            f"divide it: some layer joins samples with another dim. Give micro_batches one of {numbers}"
+        )
+
     def _counts(self) -> list[int]:
         """Numbers of micro-batches: a batch's divisors near the stages, twice as many, and so on; first those whose
         samples more of the other axes can share evenly."""
         batch, counts = self.planner.batch, list[int]()
         sizes = [size for axis, size in self.planner.mesh.items() if axis != self.axis]
         shares = {math.prod(some) for count in range(len(sizes) + 1) for some in combinations(sizes, count)}
-        shared = {n: max(d for d in shares if batch % (n * d) == 0) for n in range(1, batch + 1) if batch % n == 0}
+        shared = {n: max(d for d in shares if batch % (n * d) == 0) for n in divisors(batch)}
         wanted = self.devices
         while wanted <= batch:
             away = {n: abs(math.log2(n / wanted)) for n in shared}

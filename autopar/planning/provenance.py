@@ -7,7 +7,8 @@ same inputs give the same file. The command line adds the command as it was type
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
@@ -19,6 +20,7 @@ from autopar.cluster.library.write import cluster_toml
 from autopar.cluster.machine import Cluster
 from autopar.files.kinds import Count
 from autopar.ir.graph import JointGraph, TensorMeta
+from autopar.ir.layout import Shape
 from autopar.ops.rule import call_of
 from autopar.ops.rules import rule_of
 from autopar.passes.capture.captured import Captured
@@ -114,9 +116,7 @@ class ModelFacts:
     @property
     def batch(self) -> int:
         """The samples of the example."""
-        graph = self.captured.graph
-        shapes = (graph.metas[i.name].shape for i in graph.inputs if i.role == "input")
-        return next((shape[0] for shape in shapes if shape), 1)
+        return samples(meta.shape for meta in input_metas(self.captured).values())
 
     def provenance(self, cluster: Cluster, ranks: int) -> Provenance:
         graph = self.captured.graph
@@ -197,7 +197,13 @@ def work_of(captured: Captured) -> tuple[str, int]:
     for name, meta in metas.items():
         if name.rpartition(".")[2] in TOKENS and not meta.dtype.is_floating_point and len(meta.shape) == 2:
             return "tokens", meta.shape[0] * meta.shape[1]
-    return "samples", next((meta.shape[0] for meta in metas.values() if meta.shape), 1)
+    return "samples", samples(meta.shape for meta in metas.values())
+
+
+def samples(shapes: Iterable[Shape]) -> int:
+    """The usual first dim of inputs, the first of those that are equally usual: not that of a mask of places or a table
+    among them. 1 where none has a dim."""
+    return next(iter(Counter(shape[0] for shape in shapes if shape).most_common(1)), (1, 0))[0]
 
 
 def _most(weighed: Sequence[tuple[str, int]]) -> str:

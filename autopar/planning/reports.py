@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -11,7 +10,7 @@ from autopar.passes.capture.captured import Captured
 from autopar.passes.capture.errors import listed
 from autopar.passes.space.space import Space
 
-from .provenance import input_metas
+from .provenance import input_metas, samples
 from .texts import pattern, starred
 
 logger = logging.getLogger("autopar")
@@ -73,9 +72,8 @@ def report_captured(captured: Captured) -> None:
 
 def report_rows(captured: Captured, devices: int) -> None:
     """Warns of a batch that is no match for the devices on which meshes are searched, before the search."""
-    sizes = Counter(meta.shape[0] for meta in input_metas(captured).values() if meta.shape)
-    rows = sizes.most_common(1)[0][0] if sizes else devices
-    if rows < devices:
+    shapes = [meta.shape for meta in input_metas(captured).values() if meta.shape]
+    if shapes and (rows := samples(shapes)) < devices:
         logger.warning(
             "the batch has %s rows, and the search is over meshes of %s devices, of which %s or more share a row: give "
             "a number of devices, or a larger batch",

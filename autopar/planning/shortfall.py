@@ -7,7 +7,6 @@ the batch, with the ranks, and with the optimizer. A plan for the changed step m
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,6 +20,7 @@ from autopar.passes.space.space import Space
 from autopar.solve.problem import Infeasible
 
 from .checks import RANKS_MOST
+from .provenance import samples
 from .steps import Estimate
 from .texts import bytes_text
 
@@ -228,8 +228,7 @@ class Shortfall:
     @cached_property
     def _batch_size(self) -> int:
         """The usual first dim of the inputs."""
-        sizes = Counter(i.meta.shape[0] for i in self._batch_inputs)
-        return sizes.most_common(1)[0][0] if sizes else 1
+        return samples(i.meta.shape for i in self._batch_inputs)
 
     def _batches(self) -> Iterator[int]:
         """Smaller batches, the largest first: those that the ranks divide which divide this one."""

@@ -27,6 +27,7 @@ from autopar.planning.account import gathered_once
 from autopar.planning.pieces import ForwardPieces, pieces
 from autopar.planning.plan import Plan
 from autopar.planning.planner import Planner
+from autopar.planning.provenance import samples
 from autopar.planning.request import Request
 from autopar.runtime.pipeline import StageRun, simulate_pipeline
 from autopar.runtime.simulate import simulate_step
@@ -396,3 +397,10 @@ def test_an_axis_that_only_looks_like_one_of_stages(caplog: pytest.LogCaptureFix
 
 def test_an_axis_of_one_rank_is_none() -> None:
     assert planner({"pp": 1, "dp": 2}, solver="ddp").plan().pipeline is None
+
+
+def test_a_batch_is_as_long_as_most_inputs() -> None:
+    """A mask of places, or a table of them, may come first; of equally many, the first input says."""
+    assert samples([(8, 8), (4, 8), (4,)]) == 4
+    assert samples([(4, 8), (8, 8)]) == 4 and samples([(8, 8), (4, 8)]) == 8
+    assert samples([(), ()]) == samples([]) == 1

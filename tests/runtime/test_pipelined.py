@@ -207,6 +207,54 @@ def test_people_name_an_axis_and_train(tmp_path: Path) -> None:
         assert all(value < 1e-9 for value in found.values()), found
 
 
+class Heads(nn.Module):
+    """Layers that lay out samples and heads as one dim, under a mask that is an input as long as two batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8, dtype=torch.float64)
+        self.layers = nn.ModuleList(nn.MultiheadAttention(8, 2, dtype=torch.float64) for _ in range(3))
+
+    def forward(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens).transpose(0, 1)
+        for layer in self.layers:
+            x = x + layer(x, x, x, attn_mask=mask, need_weights=True)[0].tanh()
+        return x.square().mean()
+
+
+def _of_heads() -> list[float]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    torch.manual_seed(0)
+    plain, mask = Heads(), torch.zeros(8, 8, dtype=torch.float64).masked_fill(torch.ones(8, 8).triu(1) > 0, -1e9)
+    tokens = torch.randint(16, (4, 8))
+    given = {"tokens": tokens, "mask": mask}
+    parallel = autopar.parallelize(copy.deepcopy(plain), mesh, kwargs=given, micro_batches=2)
+    found = []
+    for rows in (4, 3, 1):
+        losses = [model(tokens[:rows], mask) for model in (parallel, plain)]
+        for model, loss in zip((parallel, plain), losses, strict=True):
+            model.zero_grad()
+            loss.backward()
+        found += [float((losses[0] - losses[1]).abs()), _difference_of_gradients(parallel, plain)]
+        with torch.no_grad():
+            one, other = (model(mask=mask, tokens=tokens[:rows]) for model in (parallel, plain))
+        found.append(float((one - other).abs()))
+    return found
+
+
+def _difference_of_gradients(parallel: nn.Module, plain: nn.Module) -> float:
+    pairs = [[p.grad for p in model.parameters()] for model in (parallel, plain)]
+    whole = ((full_tensor(a) if isinstance(a, DTensor) else a, b) for a, b in zip(*pairs, strict=True))
+    return max(float((a - b).abs().max()) for a, b in whole)
+
+
+def test_a_batch_that_cannot_be_cut_into_as_many_is_cut_into_more() -> None:
+    """A last batch of three where layers join samples with heads; and calls that train nothing, in which an input as
+    long as something else is no batch."""
+    for found in ranks.run(2, _of_heads):
+        assert max(found) < 1e-12, found
+
+
 def _asks(what: str) -> str:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
     case, parallel = module("GPT-2", mesh, 2, "gpipe", 1)

@@ -12,6 +12,7 @@ from autopar.passes.space.reached import Reached, reached
 from autopar.passes.space.sites import Site
 from autopar.passes.space.space import Space
 from autopar.planning.options import unique_sites
+from autopar.planning.provenance import samples
 
 Starts = Callable[["Context", int], Iterator[tuple[str, Split]]]
 """Roots with splits over so many ranks."""
@@ -47,7 +48,7 @@ class Context:
 
     @cached_property
     def batch(self) -> int:
-        return self.inputs[0].meta.shape[0] if self.inputs and self.inputs[0].meta else 0
+        return samples(site.meta.shape for site in self.inputs if site.meta)
 
     @cached_property
     def sequence(self) -> int:
