@@ -3,7 +3,7 @@
 Constraints are names with placements on mesh axes: `{"lm_head.weight": {"tp": "S(0)"}, "input_ids": {"dp": "S(0)"},
 "model.layers.*.self_attn": {"tp": "R"}}`. A name is that of a parameter, an input or a module, with `*` and `?` as in a
 shell; a module's name stands for all that lies in it. `S(d)` splits dim d of a parameter at rest, or of an input, along
-the axis. `R` replicates on the axis, and no operator of a module so named is split along it.
+the axis, and `S(d%p)` in periods of p elements alone. `R` replicates on the axis, and no operator of a module so named is split along it.
 """
 
 import re
@@ -19,7 +19,7 @@ from autopar.passes.space.space import Space
 from .texts import around
 
 Constraints = Mapping[str, Mapping[str, str]]
-"""Pattern -> mesh axis -> "R" or "S(d)"."""
+"""Pattern -> mesh axis -> "R", "S(d)" or "S(d%p)"."""
 
 Pins = Mapping[str, Mapping[int, tuple[AxisChoice, ...]]]
 """Name of a site -> mesh axis -> the choices that constraints leave there."""
@@ -58,11 +58,20 @@ def pins(space: Space, constraints: Constraints) -> Pins:
 class _Constraint:
     pattern: str
     axis: str
-    dim: int | None
-    """None: replicated."""
+    text: str
+
+    @property
+    def dim(self) -> int | None:
+        """None: replicated."""
+        return None if self.text == "R" else int(self.text[2:-1].partition("%")[0])
+
+    @property
+    def period(self) -> int | None:
+        """None: any."""
+        return int(self.text[2:-1].partition("%")[2]) if "%" in self.text else None
 
     def __str__(self) -> str:
-        return f"{self.pattern!r}: {self.axis}={'R' if self.dim is None else f'S({self.dim})'}"
+        return f"{self.pattern!r}: {self.axis}={self.text}"
 
 
 def _parsed(space: Space, pattern: str, axis: str, text: str | int) -> _Constraint:
@@ -71,13 +80,12 @@ def _parsed(space: Space, pattern: str, axis: str, text: str | int) -> _Constrai
             f"constraint {pattern!r} is about mesh axis {axis!r}{nearest(axis, space.axes)}, and the mesh has "
             f"{', '.join(space.axes)}"
         )
-    match = re.fullmatch(r"R|S\((\d+)\)", text) if isinstance(text, str) else None
-    if match is None:
+    if not isinstance(text, str) or not re.fullmatch(r"R|S\(\d+(%\d+)?\)", text):
         raise ValueError(
-            f"constraint {pattern!r}: {axis}={text!r} is no placement: give R (replicated) or S(d) (dim d split); a "
-            f"number is a stage, on an axis of stages"
+            f"constraint {pattern!r}: {axis}={text!r} is no placement: give R (replicated), S(d) (dim d split) or "
+            f"S(d%p) (in periods of p); a number is a stage, on an axis of stages"
         )
-    return _Constraint(pattern, axis, None if text == "R" else int(match[1]))
+    return _Constraint(pattern, axis, text)
 
 
 def names_of(space: Space, region: Region, site: Site) -> Iterator[str]:
@@ -115,14 +123,14 @@ def matches(name: str, pattern: str) -> bool:
 def _left(space: Space, constraint: _Constraint, site: Site, axis: int) -> tuple[AxisChoice, ...]:
     if constraint.dim is None or space.mesh[axis] == 1:
         return (REPLICATED,)
-    choices = site.choices[space.mesh[axis]]
-    left = tuple(c for c in choices if c.splits and c.factor == constraint.dim)
+    splits = [c for c in site.choices[space.mesh[axis]] if c.splits]
+    left = tuple(c for c in splits if c.factor == constraint.dim and constraint.period in (None, c.period))
     if not left:
-        dims = sorted({c.factor for c in choices if c.splits})
         shape = site.meta.shape if site.meta else ()
+        may = {f"S({c.factor})" if constraint.period is None else f"S({c.factor}%{c.period})": None for c in splits}
         raise ValueError(
             f"constraint {constraint}: {_of(site)} of shape {tuple(shape)} can be split along "
-            f"{', '.join(f'S({d})' for d in dims) or 'no dim'} on {space.mesh[axis]} ranks"
+            f"{', '.join(sorted(may)) or 'no dim'} on {space.mesh[axis]} ranks"
         )
     return left
 

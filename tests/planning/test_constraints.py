@@ -46,6 +46,13 @@ def test_parameters_and_inputs_lie_where_they_are_pinned() -> None:
     models.assert_same(models.simulated(made.program(plan), made.captured, case), models.eager(case))
 
 
+def test_a_pin_says_periods_as_plans_do() -> None:
+    space = on({"dp": 2, "tp": 2}).space
+    (head,) = pins(space, {HEAD: {"tp": "S(0)"}}).values()
+    assert list(pins(space, {HEAD: {"tp": "S(0%64)"}}).values()) == [head]
+    assert {choice.period for choice in head[1]} == {64}
+
+
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_a_module_is_kept_off_an_axis(mesh: dict[str, int]) -> None:
     made = on(mesh).on(mesh, models.without_latency())
@@ -107,8 +114,10 @@ def test_presets_and_limits_keep_constraints() -> None:
         ({HEAD: {"tpp": "R"}}, r"about mesh axis 'tpp' \(did you mean 'tp'\?\), and the mesh has dp, tp"),
         ({"model.layers.*.mlp.act_fn": {"tp": "S(0)"}}, r"S\(0\) names nothing: no parameter and no input lies in it"),
         ({HEAD: {"pp": "R"}}, r"about mesh axis 'pp', and the mesh has dp, tp"),
-        ({HEAD: {"tp": "shard"}}, r"tp='shard' is no placement: give R \(replicated\) or S\(d\)"),
+        ({HEAD: {"tp": "shard"}}, r"tp='shard' is no placement: give R \(replicated\), S\(d\) \(dim d split\)"),
         ({HEAD: {"tp": "S(2)"}}, r"lm_head.weight of shape \(64, 32\) can be split along S\(0\), S\(1\) on 2 ranks"),
+        ({HEAD: {"tp": "S(0%3)"}}, r"can be split along S\(0%64\), S\(1%32\) on 2 ranks"),
+        ({HEAD: {"tp": "S(0%)"}}, r"tp='S\(0%\)' is no placement: .* S\(d%p\) \(in periods of p\)"),
         ({HEAD: {"tp": "R"}, "lm_head": {"tp": "S(0)"}}, r"'lm_head.weight': tp=R and 'lm_head': tp=S\(0\) contradict"),
         ({"model.layers.0": {"tp": "R"}}, r"names 1 of 2 copies of a repeated layer .* name all of them"),
     ],
