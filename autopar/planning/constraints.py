@@ -3,7 +3,8 @@
 Constraints are names with placements on mesh axes: `{"lm_head.weight": {"tp": "S(0)"}, "input_ids": {"dp": "S(0)"},
 "model.layers.*.self_attn": {"tp": "R"}}`. A name is that of a parameter, an input or a module, with `*` and `?` as in a
 shell; a module's name stands for all that lies in it. `S(d)` splits dim d of a parameter at rest, or of an input, along
-the axis, and `S(d%p)` in periods of p elements alone. `R` replicates on the axis, and no operator of a module so named is split along it.
+the axis, and `S(d%p)` in periods of p elements alone. `R` replicates on the axis, and no operator of a module so named
+is split along it.
 """
 
 import re
