@@ -1,6 +1,6 @@
 """The mission alone: what a model does in a step, split over the ranks of a mesh.
 
-    model, example --trace--> Graph --strategies--> Space --search--> Assignment --codegen--> Program --Ranks--> a step
+    model, example --trace--> Graph --space_of--> Space --search--> Assignment --codegen--> Program --Ranks--> a step
 
 Each arrow is a function of what stands before it, and each noun can be printed. All else that autopar knows (what
 Python did besides, layers that repeat, memory limits, presets, measured prices, overlap) stands around these steps and
