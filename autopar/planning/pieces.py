@@ -180,12 +180,13 @@ class _Pieces:
         )  # fmt: skip
 
     def _starts(self, crossing: Sequence[float], seconds: Sequence[float], wanted: Collection[int]) -> list[int]:
-        """Where pieces begin: at the first operator that serves a node of the graph."""
+        """Where pieces begin: at the first operator that serves a node of the graph, if a stage computes something of
+        that node. What lays values out before it is done where it is read."""
         firsts: dict[str, int] = {}
         for place, node in enumerate(self.program.forward):
             firsts.setdefault(node.serves, place)
-        places = [at for name, at in firsts.items() if name and self.kinds.is_of_stage(self.program.forward[at])]
-        places = [at for at in sorted(places) if at]
+        served = {node.serves for node in self.program.forward if self.kinds.is_of_stage(node)}
+        places = sorted({firsts[name] for name in served if name and firsts[name]})
         if len(places) > PLACES:
             around = [math.inf, *(crossing[at] for at in places), math.inf]
             dips = [at for k, at in enumerate(places) if around[k] > around[k + 1] <= around[k + 2]]

@@ -17,12 +17,14 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from models import assert_close
+from models import Case, assert_close
+from staging import difference, in_time
 from torch import nn
 
 import autopar
 from autopar.cost.streams import alone_seconds
 from autopar.passes.capture.captured import Captured
+from autopar.passes.lower.stages import staged
 from autopar.planning.account import gathered_once
 from autopar.planning.pieces import ForwardPieces, pieces
 from autopar.planning.plan import Plan
@@ -31,6 +33,7 @@ from autopar.planning.provenance import samples
 from autopar.planning.request import Request
 from autopar.runtime.pipeline import StageRun, simulate_pipeline
 from autopar.runtime.simulate import simulate_step
+from autopar.solve import schedules
 from autopar.solve.cuts import AS_LONG, Chain, cut
 
 CLUSTER = "dgx-h100"
@@ -104,6 +107,31 @@ def parts_of_gpt2() -> tuple[Planner, ForwardPieces]:
     program = made.program(plan)
     seconds = alone_seconds(program, made.cluster, made.operators)
     return made, pieces(program, seconds, made.space, gathered_once(made.space, made.assignment(plan)))
+
+
+class Stack(nn.Module):
+    """Layers that reshape what they read, and a loss that reshapes labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return nn.functional.mse_loss(x, y)
+
+
+@pytest.mark.parametrize("mesh", [{"pp": 2, "dp": 1}, {"pp": 2, "dp": 2}])
+def test_a_stage_may_begin_at_every_operator_that_computes(mesh: dict[str, int]) -> None:
+    batch = torch.randn(8, 3, 4), torch.randn(8, 3, 4)
+    made = in_time(Case(model=Stack(), batch=lambda step: (batch, {})), 2, mesh)
+    parts = pieces(made.program, {}, made.planner.space, ())
+    assert parts.names[1:] == ("tanh", "addmm_1", "tanh_1", "addmm_2", "tanh_2", "mse_loss")
+    wanted = made.whole()
+    for name in parts.names[1:]:
+        cut_up = staged(made.program, (name,))
+        assert difference(made.piped(cut_up, schedules.one_f_one_b(2, 2)), wanted) < 1e-12, name
 
 
 def test_stages_take_what_their_pieces_were_estimated_to_take() -> None:
@@ -347,7 +375,7 @@ def test_options_that_a_given_plan_contradicts_are_an_error() -> None:
     ("mesh", "options", "said"),
     [
         ({"pp": 2}, {"micro_batches": 100}, "has 8 samples: give at most 8"),
-        ({"pp": 100}, {"micro_batches": 2}, "can be cut into 31 pieces"),
+        ({"pp": 100}, {"micro_batches": 2}, "can be cut into 60 pieces"),
         ({"dp": 2}, {"micro_batches": "auto"}, "the mesh has no axis of stages"),
         ({"dp": 2}, {"schedule": "1f1b"}, "the mesh has no axis of stages"),
         ({"pp": 2}, {"schedule": "1f2b"}, "did you mean '1f1b'"),
