@@ -21,19 +21,21 @@ if TYPE_CHECKING:
 READS = frozenset(
     {
         *("item", "tolist", "__float__", "__int__", "__bool__", "__index__", "__complex__"),
-        *("is_nonzero", "equal", "allclose"),
+        *("is_nonzero", "equal", "allclose", "argmax", "argmin"),
     }
 )
-"""Functions and methods whose result is a number, not a tensor."""
+"""Functions and methods that are computed of whole tensors on the ranks of all stages: those whose result is a number,
+and indices, whose handler in DTensor fails on a rank that has no part."""
 
 ACROSS_STAGES = frozenset({"__get__", "__set__", "backward", "grad"})
 """What takes tensors of several stages and computes nothing of them together."""
 
 
 class StageTensor(DTensor):
-    """A DTensor on the mesh of one stage. Operators run on the ranks of the stage. A number that Python reads, and the
-    whole tensor, go to the ranks of all stages, which ask for it at once. Lists of tensors are computed stage by stage;
-    any other operator on tensors of several stages raises a ValueError, on all ranks alike."""
+    """A DTensor on the mesh of one stage. Operators run on the ranks of the stage. A number that Python reads, what
+    `argmax` and `argmin` give, and the whole tensor go to the ranks of all stages, which ask for it at once. Lists of
+    tensors are computed stage by stage; any other operator on tensors of several stages raises a ValueError, on all
+    ranks alike."""
 
     @classmethod
     def __torch_function__(

@@ -145,6 +145,8 @@ def _reads() -> dict[str, float]:
             "redistribute": (weight.redistribute(placements=[Replicate()]).to_local().norm(), true.norm()),
             "item": (weight.norm().item(), true.norm().item()),
             "float": (float(weight.grad.sum()), float(true.grad.sum())),  # type: ignore[union-attr]
+            "argmax": (weight.argmax(), true.argmax()),
+            "argmin of a dim": (torch.argmin(weight.grad, 1).sum(), torch.argmin(true.grad, 1).sum()),  # type: ignore
             "tolist": (weight.sum(1).tolist()[0], true.sum(1).tolist()[0]),
         }
         found |= {f"{what} of {name}": abs(float(one) - float(other)) for what, (one, other) in pairs.items()}
