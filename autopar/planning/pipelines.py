@@ -144,7 +144,9 @@ def axis_of_stages(request: Request, mesh: Mapping[str, int]) -> str:
     needs one."""
     axis = request.pipeline or (STAGES if STAGES in mesh else "")
     if axis and axis not in mesh:
-        raise ValueError(f"pipeline is {axis!r}{nearest(axis, mesh)}, and the mesh has {', '.join(mesh)}")
+        raise ValueError(
+            f"pipeline is {axis!r}{nearest(axis, mesh)}, and the mesh has {', '.join(mesh)}: give its outermost axis"
+        )
     axis = axis if mesh.get(axis, 1) > 1 else ""
     if axis and request.cost != "analytical":
         raise ValueError(

@@ -192,8 +192,7 @@ def micro_batches_of(text: str) -> int | str:
 
 def check_schedule(name: Any) -> None:
     if name != AUTO and (not isinstance(name, str) or name not in known("schedule")):
-        words = (AUTO, *known("schedule"))
-        raise ValueError(unknown("schedule", name, words) if isinstance(name, str) else f"schedule is {shown(name)}")
+        raise ValueError(unknown("schedule", name, (AUTO, *known("schedule"))))
 
 
 def imbalance_of(text: str) -> float | list[float]:
@@ -221,7 +220,7 @@ def check_constraints(constraints: Any) -> None:
             if not isinstance(axis, str) or not (isinstance(text, str) or is_stage):
                 raise ValueError(
                     f"constraint {pattern!r}: {axis!r}={text!r} is no placement: give R (replicated) or S(d) (dim "
-                    f"d split) as text, {example}"
+                    f"d split) as text, {example}, or on an axis of stages the number of one, such as 0"
                 )
 
 

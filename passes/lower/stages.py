@@ -134,9 +134,13 @@ def check_loss(of: JointGraph | Program) -> None:
     begins = {i.target: of.metas[i.name].shape for i in of.inputs if i.role == "tangent"}
     if len(begins) > 1 or any(begins.values()):
         found = ", ".join(f"{name} {[*shape]}" for name, shape in begins.items())
+        likely = min(begins, key=lambda name: len(begins[name]))
+        keys = (key if key.isdigit() else f'"{key}"' for key in likely.split(".")[1:])
+        loss = "".join(("output", *(f"[{key}]" for key in keys), ".mean()" if begins[likely] else ""))
+        others = ", or return the others detached" if len(begins) > 1 else ""
         raise ValueError(
             f"a pipeline begins backward from one number, the loss, and the model returns what gradients may come from "
-            f"as {found}: say which is the loss (loss_fn=lambda output: output[1]), or return the others detached"
+            f"as {found}: say what the loss is (loss_fn=lambda output: {loss}){others}"
         )
 
 

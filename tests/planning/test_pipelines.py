@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import random
+import re
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
@@ -349,11 +350,17 @@ class Outputs(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "given",
-    [lambda y: (y, y.square().mean()), lambda y: {"a": y.mean(), "b": y.square().mean()}, lambda y: y.mean(0)],
+    ("given", "said"),
+    [
+        (lambda y: (y, y.square().mean()), "output[1]), or return the others detached"),
+        (lambda y: {"a": y, "b": y.square().mean()}, 'output["b"]), or return the others detached'),
+        (lambda y: y.mean(0), "output.mean())"),
+        (lambda y: {"loss": y.mean().reshape(1)}, 'output["loss"].mean())'),
+    ],
 )
-def test_a_model_whose_loss_nobody_named_is_refused(given: Callable[[torch.Tensor], Any]) -> None:
-    with pytest.raises(ValueError, match="begins backward from one number, the loss"):
+def test_a_model_whose_loss_nobody_named_is_refused(given: Callable[[torch.Tensor], Any], said: str) -> None:
+    said = rf"begins backward from one number, the loss, .*\(loss_fn=lambda output: {re.escape(said)}$"
+    with pytest.raises(ValueError, match=said):
         autopar.plan(Outputs(given), {"pp": 2}, (torch.zeros(8, 8),), micro_batches=2, cluster=CLUSTER)
 
 
@@ -380,7 +387,9 @@ def test_options_that_a_given_plan_contradicts_are_an_error() -> None:
         ({"dp": 2}, {"schedule": "1f1b"}, "the mesh has no axis of stages"),
         ({"pp": 2}, {"schedule": "1f2b"}, "did you mean '1f1b'"),
         ({"pp": 2}, {"micro_batches": "some"}, "or, on a mesh with an axis of stages, 'auto'"),
-        ({"pp": 2}, {"pipeline": "stages"}, "and the mesh has pp"),
+        ({"pp": 2}, {"schedule": None}, "unknown schedule None; known: auto, gpipe, "),
+        ({"pp": 2}, {"pipeline": "stages"}, "and the mesh has pp: give its outermost"),
+        ({"pp": 2}, {"constraints": {"lm_head": {"pp": 1.0}}}, "on an axis of stages the number of one, such as 0"),
         ({"dp": 2, "pp": 2}, {}, "make it the outermost"),
         ({"pp": 2}, {"cost": "volume"}, "whose prices are 'analytical'"),
         ({"pp": 2}, {"cost": "profiled"}, "whose prices are 'analytical'"),
