@@ -51,10 +51,14 @@ class ProgramKey:
 
     mode: Mode
     form: Form
+    frozen: tuple[str, ...] = field(default=(), compare=False)
+    """The parameters that are not trainable in this mode, for people."""
 
     @cached_property
     def text(self) -> str:
-        return f"{self.mode}, of {self.form}"
+        more = f" and {len(self.frozen) - 3} more" if len(self.frozen) > 3 else ""
+        frozen = f", {', '.join(self.frozen[:3])}{more} frozen" if self.frozen else ""
+        return f"{self.mode}{frozen}, of {self.form}"
 
     @cached_property
     def number(self) -> int:
@@ -130,7 +134,7 @@ class Versions:
         self.named, self.identities = declared(self.root), captured.reads.identities
 
         def key(captured: Captured) -> ProgramKey:
-            return ProgramKey(mode, Inputs.captured(captured, self.root).form)
+            return self._key(mode, Inputs.captured(captured, self.root).form)
 
         self.versions: list[_Version] = [
             *(self._version(key(one.captured), one.captured, None, one) for one in planned),
@@ -172,11 +176,15 @@ class Versions:
         if key is None:
             trainable = {name for name, trains in zip(self.parameters, trains, strict=True) if trains}
             mode = Mode(training=training, trainable=inside | trainable, gradients=gradients, autocast=cast)
-            made = ProgramKey(mode=mode, form=inputs.form)
+            made = self._key(mode, inputs.form)
             if len(self.keys) == KEYS_MOST:
                 self.keys = {}  # programs stay
             self.keys[now] = key = next((v.key for v in self.versions if v.key == made), made)
         return key
+
+    def _key(self, mode: Mode, form: Form) -> ProgramKey:
+        frozen = tuple(name for name in self.parameters if name not in mode.trainable)
+        return ProgramKey(mode=mode, form=form, frozen=frozen)
 
     def _serves(self, version: _Version, key: ProgramKey) -> bool:
         """Whether a program is of a key, whatever Python and inputs hold now."""

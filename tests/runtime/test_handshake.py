@@ -43,6 +43,13 @@ def evaluates_alone(module: ParallelModule) -> None:
     step(module)
 
 
+def freezes_alone(module: ParallelModule) -> None:
+    step(module)
+    if dist.get_rank() == ODD:
+        module.get_parameter("0.weight").requires_grad_(False)
+    step(module)
+
+
 def swallows_an_error(module: ParallelModule) -> None:
     """Between forward and backward, of its third step."""
     for number in range(5):
@@ -109,6 +116,9 @@ def is_stopped(module: ParallelModule) -> None:
 FAULTS: dict[str, tuple[Callable[[ParallelModule], None], str]] = {
     "evaluates alone": (
         evaluates_alone, r"different modes .* rank 0: training with gradients.*; rank 1: evaluation",
+    ),
+    "freezes a parameter alone": (
+        freezes_alone, r"rank 0: training with gradients, of .*; rank 1: training with gradients, 0.weight frozen, of",
     ),
     "swallows an error": (
         swallows_an_error, r"What the ranks say: rank 0 waited for others in the backward pass of call 5; "
