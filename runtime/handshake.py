@@ -63,6 +63,9 @@ GATHERS = "gathers "
 
 BACKWARD = "backward()"
 
+SAID, NOTHING = "What the ranks say", "The ranks have not heard of each other"
+"""How begins what is known of the ranks where an exchange did not come to its end."""
+
 NOTES_SECONDS = 1.0
 """How long a rank that fails waits for what the others say."""
 
@@ -203,7 +206,7 @@ class Handshake:
             yield
         except CollectiveError as error:
             self.failures += 1
-            if self.channel is None:
+            if self.channel is None or error.guess.startswith((SAID, NOTHING)):  # `settle` has told and asked
                 raise
             self._note(f"rank {dist.get_rank()} waited for others in the {what} of call {self.calls}")
             if (told := self._cause()) is None:
@@ -305,11 +308,11 @@ class Handshake:
                 return "; ".join(causes), True
             time.sleep(0.05)
         if not found:
-            return "The ranks have not heard of each other", False
+            return NOTHING, False
         said = "; ".join(note.split(" ", 2)[2] for _, note in sorted(found.items()))
         silent = [row for row, rank in enumerate(self.ranks) if rank not in found]
         nothing = f"; {self._named(silent)} said nothing: stopped, ended, or busy elsewhere" if silent else ""
-        return f"What the ranks say: {said}{nothing}", not silent
+        return f"{SAID}: {said}{nothing}", not silent
 
     def _read(self, ranks: Sequence[int]) -> dict[int, str]:
         """The notes of this call, and of those right before and after it."""

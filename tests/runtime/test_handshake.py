@@ -18,6 +18,8 @@ from ranks import outcomes
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
+from autopar.runtime.failures import CollectiveError
+from autopar.runtime.handshake import Handshake, Intent
 from autopar.runtime.module import ParallelModule
 
 TIMEOUT = timedelta(seconds=2)
@@ -165,3 +167,26 @@ def test_a_rank_that_does_something_else_ends_all(name: str) -> None:
             assert "died" not in str(outcome.error)
         if name == "is stopped" and rank != ODD:
             assert "rank 1 said nothing: stopped, ended, or busy elsewhere" in str(outcome.error)
+
+
+def ends_between_calls() -> str:
+    handshake = Handshake(init_device_mesh("cpu", (2,), mesh_dim_names=("a",)), "0" * 15)
+    for number in range(3):
+        if number == 2 and dist.get_rank() == ODD:
+            time.sleep(0.5)  # the other has heard of the calls before
+            os._exit(1)
+        handshake.begin(Intent(number=0, text="a call", tensors={}))
+    with pytest.raises(CollectiveError) as error, handshake.running("backward pass"):
+        handshake.settle()
+    return str(error.value)
+
+
+def test_what_the_ranks_say_stands_in_an_error_once() -> None:
+    found, _ = outcomes(2, ends_between_calls, timeout_seconds=40.0)
+    assert found.error is None, found.traceback
+    assert re.fullmatch(
+        r"rank 0 came to call 3 \(a call\) and lost the connection to another. What the ranks say: "
+        r"rank 0 came to call 3 \(a call\) and waited for the others; rank 1 said nothing: stopped, ended, or busy "
+        r"elsewhere",
+        found.value,
+    ), found
