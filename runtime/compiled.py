@@ -56,6 +56,17 @@ def clocked_by(clock: Waits | None) -> AbstractContextManager[None]:
 
 
 @contextmanager
+def waiting(kind: str, axis: str) -> Iterator[None]:
+    """Within it, this thread waits for collectives of a kind over a mesh axis: a clock, if there is one, takes the
+    time."""
+    if (clock := _clock.get()) is not None:
+        clock.begin()
+    yield
+    if clock is not None:
+        clock.end(kind, axis)
+
+
+@contextmanager
 def _during(variable: ContextVar[Any], value: Any) -> Iterator[None]:
     token = variable.set(value)
     try:
@@ -102,13 +113,9 @@ class ObservedSource(SourceWriter):
             watcher(self.lines_of["watched"][number], values)
 
         def clocked(number: int, pending: Pending) -> torch.Tensor:
-            clock = _clock.get()
-            assert clock is not None
             of = begun[self.lines_of["clocked"][number].args[0].name]
-            clock.begin()
-            result = wait(pending)
-            clock.end(str(of.collective), self.program.axes[of.args[-1]])
-            return result
+            with waiting(str(of.collective), self.program.axes[of.args[-1]]):
+                return wait(pending)
 
         self.bound |= {MARK: record_function, WATCH: watch, CLOCK: clocked}
         plain = super().functions(source)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any
@@ -28,6 +29,7 @@ from autopar.ir.schedule import (
 )
 from autopar.passes.lower.stages import TIME, Handed, Message, PipelineStage, Staged, check_loss, tells_time
 
+from .compiled import waiting
 from .execute import Executable, Groups
 from .failures import watched
 from .pipeline import StageRun, needs
@@ -163,7 +165,7 @@ class StageLine:
         assert work is not None
 
         def received() -> torch.Tensor:
-            with watched(f"receiving {what}", self.axis, self.group):
+            with self._waits(f"receiving {what}"):
                 work.wait()
             return value
 
@@ -172,16 +174,21 @@ class StageLine:
     def settle(self) -> None:
         """Waits until all is sent."""
         for what, work, _ in self.sending:
-            with watched(f"sending {what}", self.axis, self.group):
+            with self._waits(f"sending {what}"):
                 work.wait()
         self.sending = []
 
     def share(self, what: str, value: torch.Tensor, source: int) -> torch.Tensor:
         """What one rank has, which the others have memory for."""
         value = value.contiguous()
-        with watched(f"sharing {what}", self.axis, self.group):
+        with self._waits(f"sharing {what}"):
             dist.broadcast(value, group=self.group, group_src=source)
         return value
+
+    @contextmanager
+    def _waits(self, what: str) -> Iterator[None]:
+        with watched(what, self.axis, self.group), waiting("send", self.axis):
+            yield
 
 
 class StageRanks:

@@ -76,6 +76,21 @@ def test_a_step_counts_what_the_plan_says_of_it() -> None:
     run(2, counts)
 
 
+def stages() -> None:
+    mesh, found = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",)), []
+    module = autopar.parallelize(network(), mesh, (batch(),), loss_fn=mean_square, micro_batches=2, schedule="gpipe")
+    metrics = autopar.Metrics(module, every=2, to=found.append)
+    for _ in range(2):
+        stepped(module, metrics, (ROWS,))
+    (one,) = found
+    assert [(w.kind, w.axis) for w in one.waited] == [("send", "pp")]
+    assert 0 < one.exposed_seconds < one.seconds and one.predicted_exposed_seconds > 0
+
+
+def test_stages_wait_for_what_is_sent_to_them() -> None:
+    run(2, stages)
+
+
 def other_steps() -> None:
     module = parallel("ddp")
     metrics = autopar.Metrics(module, every=2)
