@@ -5,9 +5,9 @@ of both gradients; p devices, m micro-batches, v stages (chunks) a device. Devic
 """
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -370,6 +370,13 @@ class Scheduler:
     chunks: int | None = 1
     takes: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        if unknown := [word for word in self.takes if word not in TAKEN]:
+            raise ValueError(f"schedule {self.name!r} takes {', '.join(unknown)}: give some of {', '.join(TAKEN)}")
+
+
+TAKEN = ("chunks", "costs", "limit_bytes")
+"""What a function that makes a schedule may be given beside numbers of devices and micro-batches."""
 
 SCHEDULES: Table[Scheduler] = Table(
     "schedule",
@@ -417,5 +424,26 @@ def scheduled(name: str, devices: int, micro_batches: int, *, chunks: int = 1, *
     given = {"chunks": chunks} | given
     schedule = row.run(devices, micro_batches, **{key: given[key] for key in row.takes if key in given})
     if name in SCHEDULES.added:
-        schedule.check()
+        schedule = _checked(schedule, name, devices, micro_batches, chunks)
     return schedule
+
+
+def _checked(schedule: Any, name: str, devices: int, micro_batches: int, chunks: int) -> Schedule:
+    """What a function of another package gave, by the name that it is asked for. Raises ValueError if it is no schedule
+    of these devices, micro-batches and stages."""
+    if not isinstance(schedule, Schedule):
+        raise ValueError(f"schedule {name!r}: its run function returned a {type(schedule).__name__}: give a Schedule")
+    held = Counter(schedule.devices)
+    of_stages = {**dict.fromkeys(range(len(schedule.orders)), 0), **held}
+    said = {
+        "micro_batches": (schedule.micro_batches, micro_batches),
+        "stages of each device": (of_stages, dict.fromkeys(range(devices), chunks)),
+    }
+    for what, (given, wanted) in said.items():
+        if given != wanted:
+            raise ValueError(
+                f"schedule {name!r} of {devices} devices, {micro_batches} micro-batches and {chunks} stages on each "
+                f"has {given!r} as {what}: give {wanted!r}"
+            )
+    schedule.check()
+    return replace(schedule, name=name)

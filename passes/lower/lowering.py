@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, fields
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from autopar.cluster.machine import Cluster
 from autopar.cost.streams import TimelineCache, timeline
@@ -79,7 +79,7 @@ class Written(Rewrite):
     name = ""
 
     def __call__(self, program: Program, target: Target) -> Program:
-        return self.write(program, target)
+        return _checked(self.write(program, target), self.write)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +147,13 @@ def _takes(function: Callable[..., object], *names: str) -> bool:
     return True
 
 
+def _checked(written: Any, write: Callable[..., Any]) -> Program:
+    if not isinstance(written, Program):
+        name = getattr(write, "__qualname__", repr(write))
+        raise ValueError(f"{name}, which a lowering writes with, returned a {type(written).__name__}: give a Program")
+    return written
+
+
 def always(write: Rewrite | Write) -> Callable[[Program, Target], Adopted]:
     """Takes it, whatever the step comes to."""
     rewrite = write if isinstance(write, Rewrite) else Written(lambda program, target: write(program))
@@ -155,10 +162,12 @@ def always(write: Rewrite | Write) -> Callable[[Program, Target], Adopted]:
 
 def where_quicker(write: Write) -> Callable[[Program, Target], Adopted | None]:
     """Takes it where that makes the step shorter. What `write` raises `Refused` for is left as it is."""
+    if not callable(write):
+        raise ValueError(f"where_quicker is given {write!r}: give a function from program to program")
 
     def tried(program: Program, target: Target) -> Program:
         try:
-            return write(program)
+            return _checked(write(program), write)
         except Refused:
             return program
 

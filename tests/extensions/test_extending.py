@@ -326,6 +326,7 @@ def cost(space: Callable[[Any], Any]) -> Callable[[], object]:
         (lowering(without_first), r"lowering 'theirs' wrote a program in which \S+ reads \w+, which nothing makes"),
         (lowering(renamed), r"lowering 'theirs' made theirs by \S+, and the program's metas do not have it"),
         (lowering(unsaved), r"lowering 'theirs' wrote a program in which \S+ reads \w+, .* or save it for backward"),
+        (lowering(lambda program: None), "<lambda>, which a lowering writes with, returned a NoneType: give a Program"),  # type: ignore[arg-type, return-value]
         (cost(lambda space: None), "cost 'theirs': its space function returned a NoneType: give a Space"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -134,7 +135,17 @@ def test_a_package_adds_a_schedule_which_is_checked_and_from_which_the_search_st
 
     with scoped():
         register_schedule(Scheduler(name="mine", run=gpipe))
-        assert scheduled("mine", 2, 3) == scheduled("gpipe", 2, 3)
+        assert scheduled("mine", 2, 3) == replace(scheduled("gpipe", 2, 3), name="mine")
+        for given, words in (
+            (lambda d, m: gpipe(d, m - 1), "schedule 'other' of 2 devices, 3 .* has 2 as micro_batches: give 3"),
+            (lambda d, m: gpipe(d + 1, m), "has {0: 1, 1: 1, 2: 1} as stages of each device: give {0: 1, 1: 1}"),
+            (lambda d, m: None, "its run function returned a NoneType: give a Schedule"),
+        ):
+            with scoped(), pytest.raises(ValueError, match=words):
+                register_schedule(Scheduler(name="other", run=given))
+                scheduled("other", 2, 3)
+        with pytest.raises(ValueError, match="schedule 'other' takes cost: give some of chunks, costs, limit_bytes"):
+            Scheduler(name="other", run=gpipe, takes=("cost",))
         register_schedule(Scheduler(name="broken", run=broken))
         with pytest.raises(ValueError, match="broken: 0B0 is missing"):
             scheduled("searched", 1, 1, costs=equal_costs(1, 1, 1, 1))

@@ -1,9 +1,10 @@
 """What presets read off a model: where batch, sequence, classes and heads travel, and which values are weights."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 
+from autopar.extensions import unknown
 from autopar.ir.graph import TensorMeta
 from autopar.ir.layout import Split, periods_of
 from autopar.passes.blocks.block import Blocks, ParallelBlock
@@ -61,8 +62,9 @@ class Context:
         key = (self.space.mesh[axis], what)
         if key not in self._digits:
             ranks = key[0]
-            named = {"class": Context._classes, "heads": Context._heads, "feature": Context._features}
-            starts = what if callable(what) else named.get(what) or partial(Context._rows, what=what)
+            starts = what if callable(what) else DIGITS.get(what)
+            if starts is None:
+                raise ValueError(unknown("digit", what, tuple(DIGITS)))
             self._digits[key] = reached(self.space, ranks, list(starts(self, ranks)))
         return self._digits[key]
 
@@ -231,3 +233,13 @@ def _keeps_shape(site: Site) -> bool:
     if call is None or rule is None or rule.flops or len(call.outputs) != 1 or call.outputs[0] is None:
         return False
     return all(meta.numel == call.outputs[0].numel for meta in call.inputs)
+
+
+DIGITS: Mapping[str, Starts] = {
+    "batch": partial(Context._rows, what="batch"),
+    "sequence": partial(Context._rows, what="sequence"),
+    "class": Context._classes,
+    "heads": Context._heads,
+    "feature": Context._features,
+}
+"""What travels, by name."""
