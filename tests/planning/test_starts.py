@@ -17,6 +17,7 @@ from autopar.passes.space.problem import Assignment
 from autopar.planning.options import taken
 from autopar.planning.planner import Planner
 from autopar.planning.presets import PRESETS
+from autopar.planning.presets.context import Context
 from autopar.planning.request import Request
 from autopar.planning.steps import QUICK
 from autopar.solve.effort import Effort
@@ -124,3 +125,11 @@ def test_a_search_begins_where_the_readers_of_a_value_are_too_many(entries: int)
     limit = 0.9 * made.plan().bytes
     assert narrow.plan(memory_limit_bytes=limit).bytes <= limit
     assert narrow.plan().seconds > 0
+
+
+def test_a_digit_is_one_that_travels_and_no_other() -> None:
+    made = planner(1)
+    context = Context(made.space, made.searches.blocks())
+    assert context.digits(0, "batch").splits
+    with pytest.raises(ValueError, match=r"unknown digit 'features' \(did you mean 'feature'\?\); known: batch, "):
+        context.digits(0, "features")
