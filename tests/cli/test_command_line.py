@@ -97,7 +97,7 @@ def test_the_names_in_help_are_those_of_the_tables() -> None:
 
 def test_autopar_is_a_module_that_runs() -> None:
     done = subprocess.run([sys.executable, "-m", "autopar", "--version"], capture_output=True, text=True, check=False)
-    assert done.stdout == autopar_("--version").stdout == "autopar 0.1.0\n"
+    assert done.stdout == autopar_("--version").stdout == "autopar 0.2.0\n"
 
 
 def test_every_name_of_the_package_is_there() -> None:

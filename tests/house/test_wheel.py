@@ -147,7 +147,7 @@ def test_it_works_from_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[:2] == [str(site / "autopar/__init__.py"), "autopar 0.1.0"]
+    assert done.stdout.splitlines()[:2] == [str(site / "autopar/__init__.py"), "autopar 0.2.0"]
     assert "dgx-h100" in done.stdout and "0.weight: parameter" in done.stdout
     page = (empty / "plan.html").read_text()
     assert all((ROOT / "autopar/report/html" / name).read_text() in page for name in ("page.js", "page.css"))
