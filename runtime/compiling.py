@@ -73,6 +73,8 @@ class Inductor:
                 _filled([unit for _, unit in named.values()], self.mode, processes, told)
                 self._load(named, ticker)
                 return
+            with patiently(mesh), raised_together(mesh):
+                _folder()
             with patiently(mesh):
                 wanted = {key: unit for key, (_, unit) in named.items()}
                 with raised_together(mesh):  # the others wait for the first
@@ -127,13 +129,24 @@ def _compiled(unit: Unit, mode: str, fake_mode: Any, fuse: Any = inductor.fused)
     return fused
 
 
+def _folder() -> Path:
+    """Where it is noted what Inductor's folder has. Raises ValueError where nothing can be written there."""
+    try:
+        folder = inductor.folder() / "autopar"
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"compile= keeps what it compiled in Inductor's folder, which cannot be made ({error}): set "
+            f"TORCHINDUCTOR_CACHE_DIR to a folder that can be written"
+        ) from error
+    return folder
+
+
 def _mark(unit: Unit, mode: str) -> Path:
     """The file that says that Inductor's folder has a unit."""
     name = torch.cuda.get_device_name(unit.device) if unit.device.type == "cuda" else ""
     versions = (torch.__version__, sys.version, mode, torch.get_num_threads(), unit.key, name)
-    folder = inductor.folder() / "autopar"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder / hashlib.sha256(repr(versions).encode()).hexdigest()[:24]
+    return _folder() / hashlib.sha256(repr(versions).encode()).hexdigest()[:24]
 
 
 def _filled(units: Sequence[Unit], mode: str, processes: int, told: Callable[[int], None]) -> None:

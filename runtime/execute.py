@@ -211,11 +211,12 @@ class SourceWriter:
             return f"float({str(value)!r})"
         if isinstance(value, torch.device) and self.device is not None:
             value = self.device
-        return self.bind("constant_" + "".join(c if c.isalnum() else "_" for c in str(value)), value)
+        said = str(value).replace("-", "m")  # 1-2j is not 1+2j
+        return self.bind("constant_" + "".join(c if c.isalnum() else "_" for c in said), value)
 
     def bind(self, name: str, value: Any) -> str:
         bound = self.bound.setdefault(name, value)
-        assert bound is value or bound == value, name
+        assert repr(bound) == repr(value), name
         return name
 
     def local(self, name: str) -> str:

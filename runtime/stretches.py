@@ -68,10 +68,10 @@ class Unit:
 
     @cached_property
     def key(self) -> str:
-        """Equal for units of the same text, operands and device."""
+        """Equal for units of the same text, operands, device and default dtype, which products of integers have."""
         source, bound = self._written
         values = [(name, repr(value)) for name, value in bound.items() if not callable(value)]
-        text = f"{source}\n{values} {self.operands} {self.shared} {self.device.type}"
+        text = f"{source}\n{values} {self.operands} {self.shared} {self.device.type} {torch.get_default_dtype()}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def __call__(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:

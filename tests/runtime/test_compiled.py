@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -436,6 +437,50 @@ def test_processes_fill_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         kernels = compiler.kernels(unit)
         assert kernels is not None
         torch.testing.assert_close(kernels([x])[0], x.exp() * (1.5 + number))
+
+
+def _without_a_folder(bad: int) -> str:
+    """What a rank is told where one of them, or all (2), cannot write what is compiled."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+    if bad in (mesh.get_rank(), 2):
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = "/proc/nothing"
+    try:
+        autopar.parallelize(
+            nn.Sequential(nn.Linear(16, 16), nn.Tanh()), mesh, (torch.randn(8, 16),), loss_fn=torch.sum, compile=True
+        )
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("bad", [1, 2])
+def test_a_folder_that_cannot_be_made_is_one_error_on_all_ranks(bad: int) -> None:
+    said = ranks.run(2, _without_a_folder, bad)
+    assert all("'/proc/nothing'): set TORCHINDUCTOR_CACHE_DIR to a folder that can be written" in one for one in said)
+    assert said[0] == said[1] and ("(on rank 1 of 2)" in said[0]) == (bad == 1)
+
+
+def test_a_program_is_compiled_for_the_default_dtype_that_it_was_captured_with() -> None:
+    """Products of integers with numbers have it."""
+    nodes = op("mul.Tensor", "x", 0.5, out="a"), op("neg.default", "a", out="b")
+    integers = {"x": TensorMeta((4,), torch.int64)}
+    compiler, results = Inductor(processes=0), []
+    for dtype in (torch.float32, torch.float64):
+        torch.set_default_dtype(dtype)
+        try:
+            program = small(*nodes, results=("b",), **integers, **{name: TensorMeta((4,), dtype) for name in "ab"})
+            results.append(compiled_with(program, compiler).forward([torch.arange(4)])[0][0])
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert [x is not None and x.dtype for x in results] == [torch.float32, torch.float64]
+
+
+def test_constants_that_differ_in_a_sign_have_names_of_their_own() -> None:
+    m = TensorMeta((4,), torch.complex64)
+    nodes = op("mul.Tensor", "x", 1 + 2j, out="a"), op("mul.Tensor", "a", 1 - 2j, out="b")
+    x = torch.randn(4, dtype=torch.complex64)
+    (found,), _ = compile(small(*nodes, results=("b",), x=m, a=m, b=m), [None]).forward([x])
+    torch.testing.assert_close(found, x * 5)
 
 
 def test_equal_texts_of_other_shapes_are_other_units() -> None:
