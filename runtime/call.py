@@ -296,16 +296,22 @@ class ProgramStep(torch.autograd.Function):
         _refuse_written(call)
         arguments = [*ctx.saved_tensors]
         ctx.maybe_clear_saved_tensors()
-        arguments += [state.tangent(i, by_path.get(i.target)) for i in state.tangents]
-        given = len(arguments) - len(state.tangents)
+        given = len(arguments)
         pending = state.module.pending
         form, unreduced = pending.form(state, receivers)
         waiting: Receivers = {} if receivers is None or form == "step" else receivers
-        executable = state.executable
+        executable, absent = state.executable, frozenset[str]()
         if form != "step":
             executable = state.parts.micro if form == "micro" else state.parts.last
+        elif call.check is None:
+            absent = frozenset(i.name for i in state.tangents if by_path.get(i.target) is None)
+            if (lacking := state.without(absent)) is None:
+                absent = frozenset()
+            else:
+                executable = lacking
+        arguments += [state.tangent(i, by_path.get(i.target)) for i in state.tangents if i.name not in absent]
         # what backward drops is not kept for the look at it; tangents are, since the caller may hold other ones
-        seen = form, tuple(x.stride() for x in arguments[given:])
+        seen = form, absent, tuple(x.stride() for x in arguments[given:])
         look = seen not in state.overlapping
         kept = [(weakref.ref(x.untyped_storage()), storage_span(x)) for x in arguments] if look else []
         held = arguments[given:] if look else []

@@ -22,6 +22,7 @@ from autopar.ir.layout import Replicate, is_chunked, is_even, local_shape, pad
 from autopar.ir.program import Program, ProgramInput, ProgramOutput
 from autopar.ir.randomness import keys
 from autopar.passes.capture.captured import Captured
+from autopar.passes.lower.absent import without
 from autopar.passes.lower.accumulate import Accumulation, accumulation
 
 from .agreement import all_equal, together
@@ -101,6 +102,8 @@ class State:
         self.values, self.mesh, self.coordinate, self.device = values, values.mesh, values.coordinate, values.device
         self.groups = process_groups(self.mesh)
         self.nothing = torch.empty(0, device=self.device)
+        self.lacking: dict[frozenset[str], Executable | None] = {}
+        """What runs backward without some tangents."""
         self.executable = self.compiled(program, together=True) if pipelined is None else self._in_stages(pipelined)
         self.inputs = tuple(i for i in program.given if i.role != "seed")
         self.seeds = len(program.given) - len(self.inputs)
@@ -132,9 +135,9 @@ class State:
         self.called = False
         self.lost = False
         """Whether gradients that forward computes by a `backward()` of its own were never given."""
-        self.overlapping: dict[tuple[BackwardForm, tuple[tuple[int, ...], ...]], tuple[int, ...]] = {}
-        """Gradients to be copied, by the form of a backward and the strides of its tangents, once they have been looked
-        at (`overlapping`)."""
+        self.overlapping: dict[tuple[BackwardForm, frozenset[str], tuple[tuple[int, ...], ...]], tuple[int, ...]] = {}
+        """Gradients to be copied, by the form of a backward, the tangents that do not come and the strides of those
+        that do, once they have been looked at (`overlapping`)."""
         mutated = {o.target for _, o in written}
         self.mutated = tuple(k for k, i in enumerate(self.inputs) if i.role != "input" and i.target in mutated)
         """Which inputs the program writes."""
@@ -163,6 +166,13 @@ class State:
         for i in program.inputs:
             assert i.role != "parameter" or i.layout == self.values.layout(i.target), f"{i.target} is to be moved"
         return State(captured, program, self.module, pipelined)
+
+    def without(self, absent: frozenset[str]) -> Executable | None:
+        """What runs backward where no gradients of these tangents come; None where it takes zeros instead."""
+        if absent not in self.lacking:
+            program = without(self.program, absent) if absent and self.pipelined is None else None
+            self.lacking[absent] = None if program is None else self.compiled(program)
+        return self.lacking[absent]
 
     @cached_property
     def parts(self) -> Parts:

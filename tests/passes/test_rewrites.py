@@ -18,6 +18,7 @@ from autopar.ops.rules import rule_of
 from autopar.passes.checkpoints import checkpoints
 from autopar.passes.codegen.precision import with_casts
 from autopar.passes.flow import lowered
+from autopar.passes.lower.absent import without
 from autopar.passes.lower.accumulate import accumulation
 from autopar.passes.lower.hold import held
 from autopar.passes.masks import without_masks
@@ -303,3 +304,39 @@ def test_rows_sorted_by_expert_stand_in_the_order_of_tokens() -> None:
     )
     ordered = parsed_graph(text_of(graph).replace("aten.exp.default(r)", "aten.cumsum.default(r, 0)"))
     assert in_token_order(ordered, rule_of) == ordered, "the order matters to a sum over the rows before"
+
+
+def test_absent_gradients_are_zero_and_what_is_made_of_them_alone_is_not_computed() -> None:
+    program = parsed_program(
+        """
+        mesh tp=2
+        w = parameter w: float32[4] R
+        u = parameter u: float32[4] R
+        x = input x: float32[8, 4] R
+        t = tangent y: float32[8, 4] R
+        s = tangent z: float32[8, 4] R
+
+        forward
+        y = aten.mul.Tensor(x, w)
+        z = aten.mul.Tensor(x, u)
+
+        backward
+        a = aten.mul.Tensor(t, x)
+        b = aten.mul.Tensor(s, x)
+        c = aten.add.Tensor(a, b)
+        d = aten.sum.dim_IntList(c, [0])
+        e = aten.sum.dim_IntList(b, [0])
+
+        saved x
+        output y = y: float32[8, 4] R
+        output z = z: float32[8, 4] R
+        gradient w = d: float32[4] R
+        gradient u = e: float32[4] R
+        """
+    )
+    found = without(program, {"s"})
+    assert found is not None and [i.name for i in found.tangents] == ["t"]
+    assert found.forward == program.forward and found.saved == program.saved
+    assert [node.op.split(".")[1] for node in found.backward] == ["full", "full", "mul", "add", "sum"]
+    assert [o.name for o in found.gradients] == ["d", "e"]
+    assert {node.name: node.args[0] for node in found.backward[:2]} == {"b": (8, 4), "e": (4,)}

@@ -391,3 +391,55 @@ def test_numbers_of_parameters_are_those_of_the_whole_on_every_rank() -> None:
     for found in run(2, numbers):
         for ours, eager in found:
             assert ours == pytest.approx(eager)
+
+
+class Overflows(nn.Module):
+    """Outputs whose derivatives are no numbers, beside others; one of them is of all that the others are of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.below, self.above, self.beside = (nn.Linear(SIZE, SIZE, dtype=torch.float64) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        h = self.below(x)
+        infinite = (h * 1e4).exp()
+        return {"a": self.above(h).tanh(), "b": infinite, "c": infinite.log() + self.beside(h), "d": h.sum()}
+
+
+LOSSES: dict[str, Callable[[dict[str, torch.Tensor]], torch.Tensor]] = {
+    "one": lambda out: out["a"].sum(),
+    "two": lambda out: out["a"].sum() * out["d"],
+    "infinite": lambda out: out["b"].sum(),
+    "all but one": lambda out: out["a"].sum() + out["c"].sum() + out["d"],
+    "the same again": lambda out: out["a"].sum(),
+}
+
+
+def unread(solver: str) -> list[tuple[str, list[torch.Tensor | None], list[torch.Tensor | None]]]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+    torch.manual_seed(0)
+    beside = Overflows()
+    module = autopar.parallelize(copy.deepcopy(beside), mesh, (X,), solver=solver)
+    found = []
+    for name, loss in LOSSES.items():
+        for each in (module, beside):
+            each.zero_grad()
+            loss(each(X)).backward()
+        gradients = ([None if p.grad is None else whole(p.grad) for p in m.parameters()] for m in (module, beside))
+        found.append((name, *gradients))
+    return found
+
+
+@pytest.mark.parametrize("solver", ["ddp", "fsdp", "megatron"])
+def test_an_output_that_no_loss_reads_leaves_nothing_in_gradients(solver: str) -> None:
+    """Not even where its derivative is infinite, and zero times that is no number."""
+    for found in run(2, unread, solver):
+        for name, ours, eager in found:
+            assert [g is None for g in ours] == [g is None for g in eager], name
+            for one, other in zip(ours, eager, strict=True):
+                if one is not None and other is not None:
+                    torch.testing.assert_close(
+                        one, other, equal_nan=True, msg=lambda text, name=name: f"{name}: {text}"
+                    )
+        assert all(g is None or bool(g.isfinite().all()) for g in found[0][1])
+        assert any(g is not None and not g.isfinite().all() for g in found[2][1])
