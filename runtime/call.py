@@ -249,12 +249,15 @@ class ProgramStep(torch.autograd.Function):
         call: _Call = ctx.call
         state = call.state
         handshake = state.module.handshake
-        if state.splits:
-            handshake.differentiates()
+        carriers = state.carriers if state.pipelined is None else frozenset()
+        given = [path for path, g in zip(state.output_paths, gradients, strict=True) if g is not None]
+        if state.splits or len(carriers) > 1:
+            handshake.differentiates(sorted(carriers.difference(given)))
+        if len(carriers) > 1:  # ranks run the same backward, or none
+            handshake.settle()
         handshake.backwards += 1
         handshake.reductions += state.module.pending.reduces
         creates_graph = torch.is_grad_enabled()
-        given = [path for path, g in zip(state.output_paths, gradients, strict=True) if g is not None]
         call.unasked = state.unasked(given)
         with torch.no_grad(), handshake.running("backward pass"):
             results = ProgramStep.gradients(ctx, gradients, None if creates_graph else _receivers(ctx))

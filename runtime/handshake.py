@@ -152,9 +152,9 @@ class Handshake:
         self._say(f"{GATHERS}{output}")
         self.settle()
 
-    def differentiates(self) -> None:
-        """Tell the others of a backward, which may gather outputs instead."""
-        self._say(BACKWARD)
+    def differentiates(self, absent: Sequence[str]) -> None:
+        """Tell the others of a backward without gradients of some outputs; they may gather outputs instead."""
+        self._say(f"{BACKWARD} without {', '.join(absent)}" if absent else BACKWARD)
 
     def _say(self, text: str) -> None:
         """Tell the others what follows a call."""
@@ -249,8 +249,11 @@ class Handshake:
             return f"{what or kind} (on {self._named(failed)} of {len(texts)})"
         for name, (advice, described) in HEAD.items():
             if len(set(head[name])) > 1:
-                if name == "wants" and BACKWARD in texts:
+                backwards = [text.startswith(BACKWARD) for text in texts]
+                if name == "wants" and any(backwards):
                     advice = HEAD["backwards"][0]
+                if name == "wants" and all(backwards):
+                    advice = "the losses of ranks read other outputs: let those of all ranks read the same"
                 if name == "wants" and any(text.startswith(GATHERS) for text in texts):
                     advice = "an operator that reads an output gathers it on all ranks at once, and they do not all"
                     advice += " read it: read it on every rank, in one order, or take what a rank has (out.to_local())"

@@ -430,6 +430,25 @@ def unread(solver: str) -> list[tuple[str, list[torch.Tensor | None], list[torch
     return found
 
 
+def other_losses() -> str:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+    module = autopar.parallelize(Overflows(), mesh, (X,))
+    out = module(X)
+    loss = out["a"].sum()
+    try:
+        (loss + out["d"] if mesh.get_rank() else loss).backward()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_losses_of_ranks_that_read_other_outputs_are_one_error() -> None:
+    """Before any of them begins what the others do not."""
+    for said in run(2, other_losses):
+        assert "the losses of ranks read other outputs: let those of all ranks read the same: " in said, said
+        assert "without output.b, output.c, output.d; rank 1: backward() without output.b, output.c" in said
+
+
 @pytest.mark.parametrize("solver", ["ddp", "fsdp", "megatron"])
 def test_an_output_that_no_loss_reads_leaves_nothing_in_gradients(solver: str) -> None:
     """Not even where its derivative is infinite, and zero times that is no number."""
