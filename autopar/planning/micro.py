@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from autopar.cost.timeline import Event, Stall, Timeline
 from autopar.ir.program import Program
-from autopar.passes.lower.accumulate import accumulation
+from autopar.passes.lower.accumulate import LATE, Part, accumulation
 from autopar.passes.lower.hold import held
 
 from .plan import Plan
 from .training import Training
 
 Span = TypeVar("Span", Event, Stall)
-
-LATE = ("backward", "end of backward")
-"""The phases (`cost.memory`) after forward in which gradients of earlier micro-batches wait."""
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A program that a step runs so many `times`. `waiting`: phase -> bytes of the gradients of earlier micro-batches
-    that a rank holds meanwhile."""
-
-    program: Program
-    times: int = 1
-    waiting: Mapping[str, int] = field(default_factory=dict)
 
 
 def parts_of(program: Program, count: int, *, holds: bool) -> tuple[Part, ...]:

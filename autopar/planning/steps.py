@@ -18,8 +18,9 @@ from autopar.cost.streams import TimelineCache, timeline
 from autopar.cost.timeline import Timeline
 from autopar.ir.program import Program
 from autopar.passes.flow import LOWERINGS
+from autopar.passes.lower.accumulate import Part
 from autopar.passes.lower.lowering import LIMIT_BYTES
-from autopar.passes.lower.shorten import KEPT, Run, Short
+from autopar.passes.lower.shorten import KEPT, Short
 from autopar.passes.space.problem import Assignment
 from autopar.passes.space.space import Space
 from autopar.profile.programs import Costs
@@ -27,7 +28,7 @@ from autopar.solve.effort import Effort
 
 from .account import Account, account
 from .bound import least_step_seconds
-from .micro import LATE, Part, in_sequence, parts_of
+from .micro import in_sequence, parts_of
 from .timing import Timing, timing
 from .writer import LOOKED_AT, ProgramForm, Writer
 
@@ -151,14 +152,7 @@ class Estimate:
         optimizer = steps.space.optimizer
         of_step = optimizer, steps.kind_of_device, steps.memory
         parts = steps.parts(self.program)
-        waits = [set(part.waiting) for part in parts]
-        if len(parts) > 1:
-            waits[-1].update(LATE)  # the last backward is given them
-        runs = [
-            Run(part.program, moments(part.program, *of_step, part.waiting), waiting, part.times)
-            for part, waiting in zip(parts, waits, strict=True)
-        ]
-        return short.most(runs, optimizer)
+        return short.most([(part, moments(part.program, *of_step, part.waiting)) for part in parts], optimizer)
 
     @_timed("peak")
     def peak(self) -> Peak:

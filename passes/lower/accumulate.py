@@ -11,7 +11,7 @@ three:
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from autopar.ir.dataflow import ending, reached
 from autopar.ir.emitter import Emitter
@@ -37,6 +37,20 @@ class Accumulation:
     micro: Program
     last: Program
     rest: Program
+
+
+LATE = ("backward", "end of backward")
+"""The phases (`cost.memory`) after forward in which gradients of earlier micro-batches wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A program that a step runs so many `times`. `waiting`: phase -> bytes of the gradients of earlier micro-batches
+    that a rank holds meanwhile, beside those that the program is given."""
+
+    program: Program
+    times: int = 1
+    waiting: Mapping[str, int] = field(default_factory=dict)
 
 
 def accumulation(program: Program) -> Accumulation:

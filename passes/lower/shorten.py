@@ -5,7 +5,7 @@ that are missing: what it leaves behind in forward and in backward, each of them
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -20,6 +20,8 @@ from autopar.passes.segments.segment import Repeated
 from autopar.passes.space.layers import LayeredSpace
 from autopar.passes.space.problem import Assignment
 from autopar.passes.space.space import Space
+
+from .accumulate import LATE, Part
 
 KEPT = 3
 """One in the middle, which stands for those that are missing, between two like it."""
@@ -41,17 +43,6 @@ class Missing:
     own: frozenset[str]
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """A program that a step runs so many `times`, its moments, and the phases in which gradients of earlier
-    micro-batches wait."""
-
-    program: Program
-    moments: Sequence[Moment]
-    waiting: Collection[str] = ()
-    times: int = 1
-
-
 @dataclass(frozen=True, kw_only=True)
 class Short:
     """Fewer copies, as a space and an assignment of their own."""
@@ -60,19 +51,25 @@ class Short:
     assignment: Assignment
     missing: tuple[Missing, ...]
 
-    def most(self, runs: Sequence[Run], optimizer: Optimizer) -> float:
-        """Bytes at the peak of the full assignment, from what a step runs of the short program: the first micro-batch,
-        those between, and the last one, which reduces; or the only one. Buckets across copies make it differ a little
-        from that of the full program."""
-        placed = [list(self._placed(run.moments)) for run in runs]
+    def most(self, runs: Sequence[tuple[Part, Sequence[Moment]]], optimizer: Optimizer) -> float:
+        """Bytes at the peak of the full assignment, from the parts that a step runs of the short program, with their
+        moments: the first micro-batch, those between, and the last one, which reduces; or the only one. Buckets across
+        copies make it differ a little from that of the full program."""
+        placed = [list(self._placed(moments)) for _, moments in runs]
+        parts = [part for part, _ in runs]
         added = [[0.0] * len(moments) for moments in placed]
         for missing in self.missing:
-            static, gradients = _own_bytes(runs[-1].program, missing.own, optimizer)
+            static, gradients = _own_bytes(parts[-1].program, missing.own, optimizer)
             grown = [_left(moments, missing.place) for moments in placed]
             first, pending = grown[0][0], grown[-2:][0][1]
-            for run, moments, totals, (left, late) in zip(runs, placed, added, grown, strict=True):
+            for part, moments, totals, (left, late) in zip(parts, placed, added, grown, strict=True):
                 held = max(0.0, first - left)  # what the first kept for those that follow
-                end = gradients if run is runs[-1] else pending
+                is_last = part is parts[-1]
+                end = gradients if is_last else pending
+                waits = {
+                    *part.waiting,
+                    *(LATE if is_last and len(parts) > 1 else ()),
+                }  # the last backward is given them
                 for i, (phase, place, _) in enumerate(moments):
                     if phase == "forward":
                         more = left if place >= missing.place else 0.0
@@ -81,13 +78,13 @@ class Short:
                         more = max(left, late) if place == missing.place else more
                     else:
                         more = end
-                    waiting = pending if phase.partition(",")[0] in run.waiting else 0.0
+                    waiting = pending if phase.partition(",")[0] in waits else 0.0
                     totals[i] += missing.count * (static + held + waiting + more)
         return max(
             moment.bytes + more
-            for run, moments, totals in zip(runs, placed, added, strict=True)
+            for part, moments, totals in zip(parts, placed, added, strict=True)
             for (_, _, moment), more in zip(moments, totals, strict=True)
-            if run.times
+            if part.times
         )
 
     def seconds(self, short: Timeline, program: Program) -> float:

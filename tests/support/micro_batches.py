@@ -17,10 +17,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar.ir.program import Program
+from autopar.passes.lower.accumulate import Part
 from autopar.passes.space.problem import Assignment
 from autopar.passes.space.space import Space
 from autopar.planning.account import account
-from autopar.planning.micro import Part, parts_of
+from autopar.planning.micro import parts_of
 from autopar.planning.request import Gathers
 from autopar.runtime.module import ParallelModule
 
