@@ -147,8 +147,8 @@ def _is_torchs_own(frame: FrameType | None) -> bool:
     Dynamo looks at torch's functions to know them by name."""
     while frame is not None and frame.f_globals.get("__name__") in ("torch.random", "contextlib"):
         frame = frame.f_back
-    name: str = "" if frame is None else frame.f_globals.get("__name__", "")
-    return name == "torch.utils.checkpoint" or name.startswith("torch._dynamo")
+    name = None if frame is None else frame.f_globals.get("__name__")
+    return name in ("torch.utils.checkpoint", "torch._dynamo.trace_rules")
 
 
 @contextlib.contextmanager

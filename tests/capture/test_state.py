@@ -966,8 +966,9 @@ def test_a_seed_in_forward_is_refused() -> None:
             torch.manual_seed(0)
         return 1.0
 
+    model = Draws(seeded)  # which draws its weights
     before = torch.get_rng_state()
-    assert "forward seeds torch's generator" in refusal(Draws(seeded))
+    assert "forward seeds torch's generator" in refusal(model)
     assert torch.equal(before, torch.get_rng_state())
 
 
