@@ -193,6 +193,8 @@ class Modes:
                     planner = Planner(
                         self.model, self.sizes, args, kwargs, loss_fn=loss_fn, captured=captured, request=self.request
                     )
+            if planner is not None and self.pipelined is not None:
+                planner = planner.in_time(min(self.pipelined.staged.micro_batches, planner.batch))
         all_equal(
             serving, self.mesh, f"the ranks captured different models for {mode}: give every rank the same versions"
         )
@@ -216,9 +218,9 @@ class Modes:
     def _assigned(self, planner: Planner, near: Decided | None) -> tuple[int, Assignment]:
         """The number of micro-batches, and the decisions: as many as there were or, where a batch cannot be cut so, the
         next ones that divide it; in the end it is not cut. Raises what the first number does if none leads to any."""
+        most = planner.training.micro_batches
         if self.pipelined is None:
-            return planner.training.micro_batches, planner.assignment_at(self.at_rest, near)
-        most = min(self.pipelined.staged.micro_batches, planner.batch)
+            return most, planner.assignment_at(self.at_rest, near)
         errors: list[ValueError] = []
         for count in dict.fromkeys((most, *(n for n in divisors(planner.batch) if n > most), 1)):
             on = planner.in_time(count)

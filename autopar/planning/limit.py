@@ -111,7 +111,7 @@ class Limit:
             if pool.add(smallest):
                 kept = self._mixed(pool, self._excess(smallest), self.descent.purse(self.effort.limit))
         best = min(kept, key=lambda solved: solved.score.objective) if kept else self._smallest(pool, sure=sure)
-        logger.info("within %.0f bytes: %.3f ms, %.0f", self.aim, best.score.seconds * 1e3, self._peak(best))
+        logger.info("within %.0f bytes: %.3f ms, %.0f bytes", self.aim, best.score.seconds * 1e3, self._peak(best))
         return replace(best, lower_bound=min(bound, best.score.objective))
 
     def _generate(self, pool: "_Pool", purse: Purse, *, sure: bool) -> tuple[float, float]:

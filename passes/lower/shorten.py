@@ -64,12 +64,10 @@ class Short:
             first, pending = grown[0][0], grown[-2:][0][1]
             for part, moments, totals, (left, late) in zip(parts, placed, added, grown, strict=True):
                 held = max(0.0, first - left)  # what the first kept for those that follow
-                is_last = part is parts[-1]
-                end = gradients if is_last else pending
-                waits = {
-                    *part.waiting,
-                    *(LATE if is_last and len(parts) > 1 else ()),
-                }  # the last backward is given them
+                end, waits = pending, {*part.waiting}
+                if part is parts[-1]:
+                    end = gradients
+                    waits.update(LATE if len(parts) > 1 else ())  # the last backward is given what waits
                 for i, (phase, place, _) in enumerate(moments):
                     if phase == "forward":
                         more = left if place >= missing.place else 0.0
